@@ -1,0 +1,33 @@
+# A fresh checkout needs python3 and make; every target makes its own .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
+
+.PHONY: demo test check fix clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/train_gpt.py --demo
+
+# One thread per process: the multi-rank tests run several processes on few cores.
+test: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/mypy fsdp_flat
+	$(BIN)/python -m pytest -q tests/test_floors.py
+
+fix: $(INSTALLED)
+	$(BIN)/ruff format $(SOURCES)
+	$(BIN)/ruff check --fix $(SOURCES)
+
+$(INSTALLED): setup.py constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find fsdp_flat tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

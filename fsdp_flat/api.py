@@ -1,0 +1,161 @@
+"""Enums and option records of FSDP1's public interface: names, values and defaults as there.
+
+``fsdp_flat.api`` mirrors ``torch.distributed.fsdp.api``. Everything here is a plain value
+without behaviour, so every floor may import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+
+__all__ = [
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+]
+
+
+class ShardingStrategy(Enum):
+    """What is sharded, and when it is gathered.
+
+    ======================  ==========================  ==================  =====================
+    member                  sharded over                replicated over     freed after forward
+    ======================  ==========================  ==================  =====================
+    ``FULL_SHARD``          the group                   nothing             yes
+    ``SHARD_GRAD_OP``       the group                   nothing             no
+    ``NO_SHARD``            nothing                     the group           nothing to free
+    ``HYBRID_SHARD``        the inner (shard) group     the outer group     yes
+    ``_HYBRID_SHARD_ZERO2`` the inner (shard) group     the outer group     no
+    ======================  ==========================  ==================  =====================
+    """
+
+    FULL_SHARD = auto()
+    SHARD_GRAD_OP = auto()
+    NO_SHARD = auto()
+    HYBRID_SHARD = auto()
+    _HYBRID_SHARD_ZERO2 = auto()
+
+
+class BackwardPrefetch(Enum):
+    """When backward begins to gather the unit that comes next: before (``BACKWARD_PRE``) or
+    after (``BACKWARD_POST``) the gradients of the current unit are computed."""
+
+    BACKWARD_PRE = auto()
+    BACKWARD_POST = auto()
+
+
+@dataclass
+class MixedPrecision:
+    """Dtypes of compute, gradient reduction and buffers; ``None`` keeps the original dtype.
+
+    Args:
+        param_dtype: dtype of the gathered parameters, so of compute.
+        reduce_dtype: dtype in which gradients are reduced; ``None`` follows ``param_dtype``.
+        buffer_dtype: dtype of floating-point buffers.
+        keep_low_precision_grads: leave reduced gradients in ``reduce_dtype``.
+        cast_forward_inputs: every unit casts its floating-point inputs to ``param_dtype``.
+        cast_root_forward_inputs: the outermost unit casts its floating-point inputs.
+        _module_classes_to_ignore: classes that an auto-wrap policy keeps in full precision.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    cast_forward_inputs: bool = False
+    cast_root_forward_inputs: bool = True
+    _module_classes_to_ignore: Sequence[type[torch.nn.Module]] = (_BatchNorm,)
+
+
+@dataclass
+class CPUOffload:
+    """Whether shards, their gradients and so the optimizer live on the CPU."""
+
+    offload_params: bool = False
+
+
+class StateDictType(Enum):
+    """Form of a state dict: full tensors, flat shards, or per-parameter shards."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Options of every model state dict: ``offload_to_cpu`` moves values to the CPU."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """Options of ``FULL_STATE_DICT``: with ``rank0_only`` other ranks get unmanaged entries only."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """Options of ``LOCAL_STATE_DICT``."""
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """Options of ``SHARDED_STATE_DICT``; ``_use_dtensor`` is set from the device mesh."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Options of every optimizer state dict."""
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a full optimizer state dict."""
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a local optimizer state dict."""
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """Options of a sharded optimizer state dict."""
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """What ``set_state_dict_type`` sets and ``get_state_dict_type`` returns."""
+
+    state_dict_type: StateDictType
+    state_dict_config: StateDictConfig
+    optim_state_dict_config: OptimStateDictConfig

@@ -1,0 +1,84 @@
+"""Gradient clipping by the norm of all gradients of all ranks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import Axis, begin_all_reduce
+from fsdp_flat.runtime import Unit
+
+__all__ = ["clip_grads"]
+
+
+def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
+    """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
+
+    Norms are taken in fp32. Shards count on their own rank and are summed over their shard axis; what is not
+    sharded (NO_SHARD units, ignored parameters) is the same on every rank and counts once.
+
+    Every rank must call this.
+
+    Args:
+        root: the root wrapper.
+        units: all units below it.
+        max_norm: bound of the norm.
+        norm_type: order of the norm, ``inf`` included.
+    """
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    by_axis: dict[Axis, list[torch.Tensor]] = {}
+    managed: set[nn.Parameter] = set()
+    device = None
+    for unit in units:
+        axis = unit.options.groups.shard
+        local = by_axis.setdefault(axis, [])
+        for handle in unit.handles:
+            device = device or handle.spec.device
+            for param in handle.views.visible_params():
+                managed.add(param)
+                if param.grad is not None:
+                    local.append(param.grad)
+    alone = by_axis.setdefault(Axis(None, 0, 1), [])
+    for param in root.parameters():
+        if param not in managed and param.grad is not None and not getattr(param, "_fsdp_flattened", False):
+            alone.append(param.grad)
+    grads = [grad for local in by_axis.values() for grad in local]
+    device = device if device is not None else torch.device("cpu")
+    parts = [_over_axis(_local_norm(local, norm_type, device), axis, norm_type) for axis, local in by_axis.items()]
+    total = torch.stack(parts)
+    total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
+    if not grads:
+        warnings.warn(
+            "clip_grad_norm_ was called on a rank without gradients; it returns the norm in torch.float32, which may "
+            "differ from the dtype on other ranks.",
+            stacklevel=3,
+        )
+        return total
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    with torch.no_grad():
+        for grad in grads:
+            grad.mul_(factor.to(grad.device, grad.dtype))
+    dtype = grads[0].dtype
+    for grad in grads[1:]:
+        dtype = torch.promote_types(dtype, grad.dtype)
+    return total.to(dtype)
+
+
+def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+    some = [grad.detach() for grad in grads if grad.numel() > 0]
+    if not some:
+        return torch.zeros((), dtype=torch.float32, device=device)
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).to(device) for grad in some]
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+
+
+def _over_axis(norm: torch.Tensor, axis: Axis, norm_type: float) -> torch.Tensor:
+    if axis.size == 1:
+        return norm
+    if math.isinf(norm_type):
+        return begin_all_reduce(norm, axis, largest=True).wait()
+    return begin_all_reduce(norm.pow(norm_type), axis).wait().pow(1.0 / norm_type)

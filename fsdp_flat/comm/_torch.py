@@ -1,0 +1,13 @@
+"""Names of torch.distributed that moved between torch 2.8 and 2.15, resolved in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["all_gather_single", "reduce_scatter_single"]
+
+# 2.13 renamed these two and warns about the old names.
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -1,0 +1,51 @@
+"""Small exchanges by which ranks find out that they disagree, before anything large is moved.
+
+Each function is a collective: every rank of the group must call it at the same point.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm.collectives import is_simulated
+
+__all__ = ["control_device", "exchange_bytes", "exchange_ints"]
+
+
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Where a group wants small tensors: the CPU if it can, else the compute device."""
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return device
+    return torch.device("cpu")
+
+
+def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Gather a list of 64-bit integers, equally long on every rank, from every rank, in rank order."""
+    size = dist.get_world_size(group)
+    if size == 1 or is_simulated(group):
+        return [values] * size
+    where = control_device(group, device)
+    own = torch.tensor(values, dtype=torch.int64, device=where)
+    everyone = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(everyone, own, group=group)
+    return [tensor.tolist() for tensor in everyone]
+
+
+def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Gather a byte string of any length from every rank, in rank order."""
+    lengths = [row[0] for row in exchange_ints([len(payload)], group, device)]
+    size = dist.get_world_size(group)
+    if size == 1 or is_simulated(group):
+        return [payload] * size
+    where = control_device(group, device)
+    longest = max(1, *lengths)
+    own = torch.zeros(longest, dtype=torch.uint8)
+    if payload:
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    own = own.to(where)
+    everyone = [torch.empty_like(own) for _ in range(size)]
+    dist.all_gather(everyone, own, group=group)
+    return [bytes(row[:length].tolist()) for row, length in zip(everyone, lengths, strict=True)]

@@ -1,0 +1,160 @@
+"""Collectives on flat 1-D tensors. Every call begins work and returns a :class:`Pending`.
+
+What a gather or a reduction is made of depends on the backend and on where the tensors live, and only here:
+
+* gloo on CPU tensors: a gather is one broadcast a rank, each straight into its slice; a reduction is an
+  all-to-all of slices followed by a local sum. gloo's own all_gather allocates and copies a second full
+  buffer, and its reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
+* gloo on accelerator tensors: broadcasts, and an all-reduce of which a slice is kept.
+* everything else (NCCL, fake groups): the backend's own all_gather and reduce_scatter.
+
+Every rank of the group must make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm import _torch
+from fsdp_flat.comm.groups import Axis
+
+__all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "is_simulated"]
+
+
+class Pending:
+    """Work that was begun. ``wait`` may be called more than once; only the first call does something."""
+
+    __slots__ = ("_finish", "_works", "result")
+
+    def __init__(
+        self, works: Iterable[Any], result: torch.Tensor, finish: Callable[[], torch.Tensor] | None = None
+    ) -> None:
+        self._works: tuple[Any, ...] | None = tuple(works)
+        self._finish = finish
+        self.result = result
+
+    def wait(self) -> torch.Tensor:
+        """Block until the result is there (on an accelerator: until the current stream may use it)."""
+        if self._works is not None:
+            works, self._works = self._works, None
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if self._finish is not None:
+                self.result = self._finish()
+                self._finish = None
+        return self.result
+
+
+class Collectives(Protocol):
+    """How one shard axis gathers and reduces flat tensors."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        """Fill ``full`` (1-D, numel a multiple of the axis size) from every rank's slice; the own one is in place."""
+        ...
+
+    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        """Sum ``full`` over the axis; the result is this rank's slice, a tensor of its own. ``full`` is used up."""
+        ...
+
+
+class _Axial:
+    def __init__(self, axis: Axis) -> None:
+        assert axis.group is not None
+        self.group = axis.group
+        self.rank = axis.rank
+        self.size = axis.size
+        self.global_ranks = tuple(dist.get_global_rank(axis.group, rank) for rank in range(axis.size))
+
+
+class BackendCollectives(_Axial):
+    """The backend's own all_gather and reduce_scatter."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        own = full.chunk(self.size)[self.rank]
+        return Pending([_torch.all_gather_single(full, own, group=self.group, async_op=True)], full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        out = full.new_empty(full.numel() // self.size)
+        work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
+        # ``full`` has to outlive the work; the closure is what keeps it.
+        return Pending([work], out, lambda: _keep(out, full))
+
+
+def _keep(result: torch.Tensor, *_alive: torch.Tensor) -> torch.Tensor:
+    return result
+
+
+class GlooAcceleratorCollectives(_Axial):
+    """gloo on accelerator tensors, for tests of several ranks on one device."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        return Pending(_begin_broadcasts(self, full), full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        work = dist.all_reduce(full, group=self.group, async_op=True)
+        return Pending([work], full, lambda: full.chunk(self.size)[self.rank].clone())
+
+
+class GlooCollectives(_Axial):
+    """gloo on CPU tensors, with the fewest bytes and copies."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        return Pending(_begin_broadcasts(self, full), full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
+        received = torch.empty_like(full)
+        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        return Pending([work], full, lambda: self._sum(full, received))
+
+    def _sum(self, _full: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+        # In rank order on every rank, and in fp32 for the short floats, so that the result neither
+        # depends on timing nor loses bits to the number of ranks.
+        chunks = received.chunk(self.size)
+        dtype = received.dtype
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) and self.size > 2 else dtype
+        total = chunks[0].to(wide) if wide is not dtype else chunks[0].clone()
+        for chunk in chunks[1:]:
+            total.add_(chunk)
+        return total.to(dtype)
+
+
+def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
+    return [
+        dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
+        for chunk, source in zip(full.chunk(axial.size), axial.global_ranks, strict=True)
+    ]
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared."""
+    return dist.get_backend(group) == "fake"
+
+
+def collectives_for(axis: Axis, device: torch.device) -> Collectives:
+    """The cheapest gather and reduction for an axis of more than one rank on ``device``."""
+    assert axis.group is not None
+    if _moves_by_gloo(axis.group, device):
+        return GlooCollectives(axis) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
+    return BackendCollectives(axis)
+
+
+def _moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    if is_simulated(group):
+        return False
+    try:
+        return group._get_backend(device).name() == "gloo"
+    except RuntimeError:
+        return False
+
+
+def begin_all_reduce(tensor: torch.Tensor, axis: Axis, *, largest: bool = False) -> Pending:
+    """Sum ``tensor`` over ``axis`` in place, or with ``largest`` take the maximum."""
+    if axis.size == 1:
+        return Pending((), tensor)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    return Pending([dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)], tensor)

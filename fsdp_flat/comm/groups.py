@@ -1,0 +1,178 @@
+"""Process groups of a unit: the one it is sharded over and the one it is replicated over."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm.strategies import Strategy
+from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+
+__all__ = ["Axis", "UnitGroups", "resolve_groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One direction of the rank grid. ``group`` is None where the axis has one rank and needs no group."""
+
+    group: dist.ProcessGroup | None
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Axis:
+        """The axis that a process group spans."""
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+ALONE = Axis(None, 0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitGroups:
+    """The shard axis and the replicate axis of one unit.
+
+    Attributes:
+        shard: parameters are split over this axis (size 1: not at all).
+        replicate: gradients are reduced over this axis too (size 1: not at all).
+        mesh: the device mesh that the caller gave, if any.
+    """
+
+    shard: Axis
+    replicate: Axis
+    mesh: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks over which gradients are averaged."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Both axes, the shard axis first."""
+        return (self.shard, self.replicate)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """FSDP1's ``process_group``: the shard group, or the only group where nothing is sharded."""
+        return self.shard.group if self.shard.group is not None else self.replicate.group
+
+
+def resolve_groups(
+    strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
+) -> UnitGroups:
+    """Turn the constructor's ``process_group`` and ``device_mesh`` into the two axes.
+
+    Every rank of the default group must call this where it makes groups: a hybrid strategy given
+    nothing but an auto-wrap policy.
+
+    Args:
+        strategy: row of the strategy table.
+        process_group: a group, ``(shard_group, replicate_group)``, or None for the default group.
+        device_mesh: a 1-D mesh, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
+        has_policy: an auto-wrap policy was given, so one call makes all units and may make groups.
+        device: the compute device; decides how many ranks make a node.
+
+    Raises:
+        OptionError: the two do not fit each other or the strategy.
+        OptionTypeError: ``process_group`` or ``device_mesh`` is something else.
+        UsageError: there is no default process group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise UsageError(
+            "FullyShardedDataParallel needs a process group: call torch.distributed.init_process_group(...) first, "
+            "and start the script with torchrun."
+        )
+    if process_group is not None and device_mesh is not None:
+        raise OptionError("process_group and device_mesh were both given; pass one of them.")
+    name = strategy.member.name
+    if device_mesh is not None:
+        return _from_mesh(strategy, device_mesh)
+    if strategy.is_hybrid:
+        if process_group is None:
+            if not has_policy:
+                raise OptionError(
+                    f"ShardingStrategy.{name} without an auto_wrap_policy needs its groups: pass a 2-D device_mesh "
+                    "(dim 0 replicates, dim 1 shards) or process_group=(shard_group, replicate_group), the same for "
+                    "every unit."
+                )
+            return _node_groups(device)
+        if not (
+            isinstance(process_group, tuple)
+            and len(process_group) == 2
+            and all(isinstance(group, dist.ProcessGroup) for group in process_group)
+        ):
+            raise OptionError(
+                f"ShardingStrategy.{name} takes process_group=None or a tuple (shard_group, replicate_group) of two "
+                f"process groups; got {process_group!r}."
+            )
+        return UnitGroups(Axis.of(process_group[0]), Axis.of(process_group[1]))
+    if process_group is None:
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise OptionTypeError(
+            f"process_group must be a torch.distributed.ProcessGroup for ShardingStrategy.{name}; got "
+            f"{type(process_group).__name__}. A tuple of two groups belongs to the hybrid strategies."
+        )
+    return _one_axis(strategy, process_group)
+
+
+def _one_axis(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> UnitGroups:
+    axis = Axis.of(group)
+    if strategy.shards:
+        return UnitGroups(axis, ALONE, mesh)
+    return UnitGroups(ALONE, axis, mesh)
+
+
+def _from_mesh(strategy: Strategy, mesh: Any) -> UnitGroups:
+    ndim = getattr(mesh, "ndim", None)
+    if ndim is None or not callable(getattr(mesh, "get_group", None)):
+        raise OptionTypeError(f"device_mesh must be a DeviceMesh; got {type(mesh).__name__}.")
+    if strategy.is_hybrid:
+        if ndim != 2:
+            raise OptionError(
+                f"ShardingStrategy.{strategy.member.name} needs a 2-D device_mesh (dim 0 replicates, dim 1 shards); "
+                f"got a {ndim}-D mesh. init_device_mesh(device_type, (num_replicas, num_shards)) makes one."
+            )
+        return UnitGroups(Axis.of(mesh.get_group(1)), Axis.of(mesh.get_group(0)), mesh)
+    # FSDP1 takes dim 0 of a larger mesh here; a script may rely on it.
+    return _one_axis(strategy, mesh.get_group(0), mesh)
+
+
+def _node_groups(device: torch.device) -> UnitGroups:
+    """Shard within a node, replicate across nodes; the node size is what the launcher or the device count says."""
+    world = dist.get_world_size()
+    local = _ranks_per_node(device, world)
+    if world % local != 0:
+        raise OptionError(
+            f"A hybrid strategy without groups shards within a node, but {world} ranks do not divide into nodes of "
+            f"{local}. Pass a 2-D device_mesh or process_group=(shard_group, replicate_group)."
+        )
+    rank = dist.get_rank()
+    shard = replicate = None
+    for start in range(0, world, local):
+        ranks = list(range(start, start + local))
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            shard = group
+    for start in range(local):
+        ranks = list(range(start, world, local))
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            replicate = group
+    assert shard is not None
+    assert replicate is not None
+    return UnitGroups(Axis.of(shard), Axis.of(replicate))
+
+
+def _ranks_per_node(device: torch.device, world: int) -> int:
+    launcher = os.environ.get("LOCAL_WORLD_SIZE")
+    if launcher is not None and launcher.isdigit() and 0 < int(launcher) <= world:
+        return int(launcher)
+    if device.type == "cpu":
+        return world
+    return min(torch.accelerator.device_count(), world)

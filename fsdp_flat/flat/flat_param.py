@@ -1,0 +1,33 @@
+"""The flat parameter: the tensor that an optimizer holds when original parameters are not used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["FlatParameter", "new_flat_parameter"]
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """Type to test against: ``isinstance(t, FlatParameter)`` is true for every unit's flat parameter.
+
+    The objects themselves are plain ``nn.Parameter``; as in FSDP1 there is no way to construct one.
+    """
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> FlatParameter:
+        raise TypeError("FlatParameter is a type to test against; units make their flat parameters themselves.")
+
+
+def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """A flat parameter whose data is ``shard`` (1-D, the rank's elements and their padding)."""
+    flat_param = nn.Parameter(shard, requires_grad=requires_grad)
+    flat_param._is_flat_param = True  # type: ignore[attr-defined]
+    flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
+    return flat_param

@@ -1,0 +1,292 @@
+"""The handle: owner of one flat parameter, its gathered buffer, its leaves and its gradients.
+
+A handle knows tensors of one process. It prepares a buffer that somebody else gathers into, and
+closes a gradient that somebody else reduces; it never communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import PhaseError, UnsupportedError
+from fsdp_flat.flat._torch import accumulate_grad_node, num_nodes_that_will_run
+from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
+from fsdp_flat.flat.flat_param import new_flat_parameter
+from fsdp_flat.flat.gradients import GradientWindow
+from fsdp_flat.flat.views import FlatViews, OrigViews, Views
+from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
+from fsdp_flat.layout import FlatLayout, alignment_numel
+
+__all__ = ["FlatParamHandle", "HandleSpec", "ShardState"]
+
+
+class ShardState(Enum):
+    """Where a handle's parameters are."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+
+
+_LEGAL_MOVES = {
+    (ShardState.SHARDED, ShardState.UNSHARDING),
+    (ShardState.UNSHARDING, ShardState.UNSHARDED),
+    (ShardState.UNSHARDED, ShardState.SHARDED),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class HandleSpec:
+    """What a handle is built for.
+
+    Attributes:
+        unit_name: name of the unit, for error texts.
+        module: the unit's module.
+        rank: this rank on the shard axis.
+        world_size: size of the shard axis.
+        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to it.
+        use_orig_params: the constructor's argument.
+        device: device of compute and of the shard.
+        compute_dtype: dtype of the gathered parameters; None keeps the original one.
+        reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
+    """
+
+    unit_name: str
+    module: nn.Module
+    rank: int
+    world_size: int
+    num_ranks: int
+    use_orig_params: bool
+    device: torch.device
+    compute_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+class FlatParamHandle:
+    """Owner of one flat parameter.
+
+    Args:
+        params: parameters of one dtype (and, with original parameters, one ``requires_grad``), at least one.
+        spec: what the handle is built for.
+
+    Attributes:
+        layout: where each parameter lies.
+        flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
+        views: what modules point at.
+        on_landed: called after each gradient that lands here.
+    """
+
+    def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
+        self.spec = spec
+        first = params[0].param
+        self.orig_dtype = first.dtype
+        floating = first.dtype.is_floating_point
+        self.compute_dtype = (spec.compute_dtype if floating else None) or first.dtype
+        self.reduce_dtype = (spec.reduce_dtype if floating else None) or self.compute_dtype
+        self.layout = FlatLayout.build(
+            [(entry.fqn, tuple(entry.shape)) for entry in params],
+            world_size=spec.world_size,
+            align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
+            tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
+        )
+        self.on_landed: Callable[[FlatParamHandle], None] = lambda _handle: None
+        self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
+        self._state = ShardState.SHARDED
+        self._window: GradientWindow | None = None
+        self._hooked: list[Any] = []
+        self._make_buffer()
+        kind = OrigViews if spec.use_orig_params else FlatViews
+        self.views: Views = kind(params, self._new_leaves(params), self.layout, spec.rank, self.flat_param, spec.module)
+        for entry in params:
+            entry.param._fsdp_flattened = FlattenedBy(entry.fqn, spec.unit_name)  # type: ignore[attr-defined]
+        self._sync_requires_grad()
+        self.buffer.free()
+
+    def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
+        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.device)
+        for piece in self.layout.shard_slots(self.spec.rank):
+            flat = params[piece.index].param.detach().reshape(-1)
+            shard[piece.in_shard.to_slice()].copy_(flat[piece.in_param.to_slice()])
+        return shard
+
+    def _make_buffer(self) -> None:
+        shard = self.flat_param.data
+        self._shard_pointer = shard.data_ptr()
+        same = self.layout.world_size == 1 and self.compute_dtype == shard.dtype and self.spec.device == shard.device
+        self.buffer = (
+            AliasBuffer(shard) if same else FlatBuffer(self.layout.numel, self.compute_dtype, self.spec.device)
+        )
+        self._own_slice = self.buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
+
+    def _new_leaves(self, params: Sequence[ManagedParam]) -> list[nn.Parameter]:
+        leaves = []
+        for entry, slot in zip(params, self.layout.slots, strict=True):
+            view = self.buffer.tensor[slot.interval.to_slice()].view(slot.shape)
+            # ``.data`` gives the leaf a version counter of its own, which refills of the buffer do not touch.
+            leaf = nn.Parameter(view.data, requires_grad=False)
+            # Marks that code in forward reads off parameters (weight decay flags, parallel dims) stay readable.
+            leaf.__dict__.update(entry.param.__dict__)
+            leaves.append(leaf)
+        return leaves
+
+    # -- where the data is ---------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> ShardState:
+        """Where the parameters are; written by this class alone."""
+        return self._state
+
+    def _move(self, target: ShardState) -> None:
+        if (self._state, target) not in _LEGAL_MOVES:
+            raise PhaseError(
+                f"Unit {self.spec.unit_name!r} cannot go from {self._state.value} to {target.value} on rank "
+                f"{self.spec.rank} of its shard group. This is a defect of fsdp_flat; please report the traceback."
+            )
+        self._state = target
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether filling the buffer takes communication."""
+        return self.layout.world_size > 1
+
+    def begin_unshard(self) -> torch.Tensor:
+        """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
+        self._move(ShardState.UNSHARDING)
+        self.buffer.alloc()
+        if not isinstance(self.buffer, AliasBuffer):
+            self._own_slice.copy_(self.flat_param.data)
+        return self.buffer.tensor
+
+    def finish_unshard(self) -> None:
+        """The buffer is filled."""
+        self._move(ShardState.UNSHARDED)
+
+    def reshard(self) -> None:
+        """Free the buffer."""
+        self._move(ShardState.SHARDED)
+        self.buffer.free()
+
+    def abandon(self) -> None:
+        """After an exception: sharded again whatever was going on, and no gradient kept."""
+        self._state = ShardState.SHARDED
+        self.buffer.free()
+        self.views.show_shard()
+        self.drop_gradient()
+
+    def keep_own_slice(self) -> None:
+        """Write this rank's part of the gathered buffer back to the shard."""
+        if not isinstance(self.buffer, AliasBuffer):
+            self.flat_param.data.copy_(self._own_slice)
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter here is to get a gradient."""
+        return bool(self._hooked)
+
+    def show_full(self) -> None:
+        """Point the modules at the leaves, which follow what the user set ``requires_grad`` to."""
+        self._sync_requires_grad()
+        self.views.show_full()
+
+    def _sync_requires_grad(self) -> None:
+        wanted = self.views.requires_grad()
+        leaves = self.views.leaves
+        if wanted == [leaf.requires_grad for leaf in leaves]:
+            return
+        for index, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
+            if want and not leaf.requires_grad:
+                leaf.requires_grad_(True)
+                leaf.register_post_accumulate_grad_hook(partial(self._landed, index))
+            elif leaf.requires_grad and not want:
+                leaf.requires_grad_(False)
+                leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._hooked = [accumulate_grad_node(leaf) for leaf in leaves if leaf.requires_grad]
+
+    def num_expected(self) -> int:
+        """Gradients that the running backward pass will bring."""
+        return num_nodes_that_will_run(self._hooked)
+
+    def _landed(self, index: int, leaf: torch.Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"A gradient of {self.layout.slots[index].fqn!r} (unit {self.spec.unit_name!r}) is itself "
+                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
+                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
+            )
+        if self._window is None:
+            self._window = GradientWindow(self.layout, self.reduce_dtype, grad.device)
+        self._window.land(index, grad.detach())
+        self.on_landed(self)
+
+    @property
+    def num_landed(self) -> int:
+        """Parameters that have a gradient waiting here."""
+        return 0 if self._window is None else self._window.num_landed
+
+    @property
+    def landed(self) -> bytes:
+        """One byte a parameter: 1 where a gradient waits here."""
+        return bytes(len(self.layout.slots)) if self._window is None else bytes(self._window.landed)
+
+    @property
+    def num_trainable(self) -> int:
+        """Parameters that are to get a gradient."""
+        return len(self._hooked)
+
+    def take_gradient(self) -> torch.Tensor:
+        """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle."""
+        window, self._window = self._window, None
+        if window is None:
+            return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device)
+        return window.close()
+
+    def drop_gradient(self) -> None:
+        """Forget what came."""
+        self._window = None
+        for leaf in self.views.leaves:
+            leaf.grad = None
+
+    # -- whole-module changes ------------------------------------------------------------------------------------
+
+    def adopt_changes(self) -> None:
+        """Take over what the user assigned to sharded parameters or to the flat parameter's data."""
+        data = self.flat_param.data
+        if data.data_ptr() != self._shard_pointer or data.dtype != self.orig_dtype:
+            self.convert(lambda tensor: tensor)
+        self.views.adopt_changes(self.spec.unit_name)
+
+    def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""
+        converted = fn(self.flat_param.data)
+        grad = self.flat_param.grad
+        self.flat_param.grad = None
+        self.flat_param.data = converted
+        if grad is not None:
+            self.flat_param.grad = fn(grad)
+        if self.compute_dtype == self.orig_dtype:
+            follows = self.reduce_dtype == self.compute_dtype
+            self.compute_dtype = converted.dtype
+            self.reduce_dtype = converted.dtype if follows else self.reduce_dtype
+        self.orig_dtype = converted.dtype
+        self.spec = replace(self.spec, device=converted.device)
+        self._make_buffer()
+        leaves = self._new_leaves(self.views.params)
+        self.views = type(self.views)(
+            self.views.params, leaves, self.layout, self.spec.rank, self.flat_param, self.spec.module
+        )
+        self.views.bind_shard(rebuilt=True)
+        self._hooked = []
+        self._sync_requires_grad()
+        self.views.show_shard()
+        self.buffer.free()

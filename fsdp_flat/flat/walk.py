@@ -1,0 +1,98 @@
+"""Finding the parameters that a unit manages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import TiedParameterError
+from fsdp_flat.layout import clean_fqn, join_fqn
+
+__all__ = ["ManagedParam", "Site", "collect_params", "named_sites"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One place where a parameter is registered: ``module._parameters[name]``."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManagedParam:
+    """A parameter and every place in its unit that holds it; the first place gives it its name."""
+
+    param: nn.Parameter
+    sites: tuple[Site, ...]
+
+    @property
+    def fqn(self) -> str:
+        """Name relative to the unit's module, without wrapper components."""
+        return self.sites[0].fqn
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.param.shape
+
+
+def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:
+    """Every registration of every parameter below ``root``, duplicates included, in registration order."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield Site(module, name, clean_fqn(join_fqn(prefix, name))), param
+
+
+def collect_params(
+    root: nn.Module,
+    *,
+    unit_name: str,
+    skip: Callable[[nn.Parameter], bool],
+    is_managed_below: Callable[[nn.Module, str], bool],
+) -> list[ManagedParam]:
+    """The parameters of ``root`` that no nested unit manages, in FSDP1's order.
+
+    Args:
+        root: the unit's module.
+        unit_name: what error texts call the unit.
+        skip: true for parameters that this unit leaves alone (ignored, or owned by an outer unit).
+        is_managed_below: true for a registration that a nested unit manages.
+
+    Raises:
+        TiedParameterError: a parameter that some unit already flattened is registered here as well.
+    """
+    found: dict[nn.Parameter, dict[tuple[int, str], Site]] = {}
+    for site, param in named_sites(root):
+        if is_managed_below(site.module, site.name) or skip(param):
+            continue
+        owner = getattr(param, "_fsdp_flattened", None)
+        if owner:
+            where = owner.describe() if isinstance(owner, FlattenedBy) else "another unit"
+            raise TiedParameterError(
+                f"{site.fqn!r} of unit {unit_name!r} is the same parameter as {where}, which was wrapped before. "
+                "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "
+                "an auto_wrap_policy (the parameter then moves up to a common unit), or wrap both places in one unit."
+            )
+        found.setdefault(param, {}).setdefault((id(site.module), site.name), site)
+    return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedBy:
+    """What ``_fsdp_flattened`` is set to on a parameter that a unit took: true, and it says who."""
+
+    fqn: str
+    unit_name: str
+
+    def __bool__(self) -> bool:
+        return True
+
+    def describe(self) -> str:
+        """Name and unit, for error texts."""
+        return f"{self.fqn!r} of unit {self.unit_name!r}"

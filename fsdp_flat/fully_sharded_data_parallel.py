@@ -1,0 +1,651 @@
+"""The wrapper class."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.api import (
+    BackwardPrefetch,
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp_flat.clipping import clip_grads
+from fsdp_flat.comm import UnitGroups, resolve_groups, strategy_from
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.flat import FlatParameter, FlatParamHandle
+from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
+from fsdp_flat.runtime import (
+    Ignored,
+    Phase,
+    Tree,
+    UnitOptions,
+    agree_on_structure,
+    agree_on_weights,
+    build_unit,
+    check_precision,
+    compute_device_from,
+    materialize,
+    owners_of_ties,
+    prefetch_from,
+    resolve_ignored,
+    run_forward,
+    structure_lines,
+    summon_full_params,
+    sync_states_from,
+    tree_of,
+    unit_of,
+    units_of,
+)
+from fsdp_flat.state_dict import DEFAULT_SETTINGS, load_full, save_full, settings_for
+from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
+from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
+
+__all__ = ["FullyShardedDataParallel"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arguments:
+    """The constructor's arguments, named and in order as there."""
+
+    process_group: Any = None
+    sharding_strategy: Any = None
+    cpu_offload: Any = None
+    auto_wrap_policy: Any = None
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: Any = None
+    ignored_modules: Any = None
+    param_init_fn: Any = None
+    device_id: Any = None
+    sync_module_states: Any = False
+    forward_prefetch: Any = False
+    limit_all_gathers: Any = True
+    use_orig_params: Any = False
+    ignored_states: Any = None
+    device_mesh: Any = None
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """The arguments by keyword."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Inherited:
+    """What the wrapper that runs an auto-wrap policy hands to the units that it makes.
+
+    Attributes:
+        owners: for parameters shared between units, the module whose unit takes them.
+        broadcast: units overwrite their tensors with those of rank 0.
+        name: the unit's name.
+    """
+
+    owners: dict[nn.Parameter, nn.Module]
+    broadcast: bool
+    name: str
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shard a module's parameters, gradients and optimizer state over ranks.
+
+    The parameters of ``module`` that no nested wrapper manages are flattened and split over the ranks of the
+    process group. Forward and backward gather them and free them again; backward leaves each rank with its part
+    of the mean gradient. Build the optimizer after wrapping.
+
+    Every rank of the group must construct the same wrappers in the same order, and run them in the same order.
+
+    Args:
+        module: the module to wrap, on any device, the meta device included.
+        process_group: the group to shard over (default: the default group), or ``(shard_group, replicate_group)``
+            for hybrid strategies.
+        sharding_strategy: see :class:`ShardingStrategy`; ``FULL_SHARD`` by default.
+        cpu_offload: where shards live.
+        auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp_flat.wrap`.
+        backward_prefetch: when backward begins the next gather: before or after the current unit's gradients are
+            computed, or never (None).
+        mixed_precision: dtypes of compute and reduction.
+        ignored_modules: modules whose parameters and buffers are left alone. Their gradients are not reduced.
+        param_init_fn: initialises modules that are on the meta device; by default ``reset_parameters``.
+        device_id: the device of compute: an index or a device. By default the current accelerator, or the CPU where
+            there is none.
+        sync_module_states: True broadcasts parameters and buffers from rank 0; ``"auto"`` does so only if ranks
+            differ, ``"raise"`` raises then, and False warns.
+        forward_prefetch: begin the next unit's gather before the current unit runs (on the CPU always).
+        limit_all_gathers: accepted; the number of gathered units is bounded at any rate.
+        use_orig_params: keep the original parameters visible, as this rank's 1-D slices.
+        ignored_states: parameters, or modules, to be left alone.
+        device_mesh: a 1-D mesh to shard over, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
+
+    Raises:
+        OptionError: (a ValueError) arguments or a model that cannot be used.
+        OptionTypeError: (a TypeError) an argument of the wrong type.
+        UsageError: (a RuntimeError) no process group, or tensors on several devices.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., bool] | ModuleWrapPolicy | CustomPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: Any = None,
+    ) -> None:
+        super().__init__()
+        arguments = _Arguments(
+            process_group=process_group,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            auto_wrap_policy=auto_wrap_policy,
+            backward_prefetch=backward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=ignored_modules,
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            forward_prefetch=forward_prefetch,
+            limit_all_gathers=limit_all_gathers,
+            use_orig_params=use_orig_params,
+            ignored_states=ignored_states,
+            device_mesh=device_mesh,
+        )
+        self._construct(module, arguments, None)
+
+    def _construct(self, module: nn.Module, arguments: _Arguments, inherited: _Inherited | None) -> None:
+        if not isinstance(module, nn.Module):
+            raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
+        options = _options_from(arguments)
+        name = type(module).__name__ if inherited is None else inherited.name
+        if inherited is None:
+            ignored, inherited = _prepare(module, name, options, arguments)
+        else:
+            ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
+                "gathered. Wrap its entries, or the module that calls them.",
+                stacklevel=3,
+            )
+        unit = build_unit(module, name, options, ignored, owners=inherited.owners, broadcast=inherited.broadcast)
+        self._unit = unit
+        self._settings = DEFAULT_SETTINGS
+        setattr(self, FSDP_WRAPPED_MODULE, module)
+        self.register_load_state_dict_post_hook(_clean_key_report)
+
+    # -- what the wrapped module is reached by -------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, seen through an activation-checkpoint wrapper."""
+        wrapped = self._modules[FSDP_WRAPPED_MODULE]
+        assert wrapped is not None
+        inner = wrapped._modules.get("_checkpoint_wrapped_module")
+        return wrapped if inner is None else inner
+
+    @property
+    def _has_params(self) -> bool:
+        return bool(self._unit.handles)
+
+    @property
+    def _handle(self) -> FlatParamHandle | None:
+        return self._unit.handles[0] if self._unit.handles else None
+
+    @property
+    def _flat_param(self) -> FlatParameter | None:
+        return self._unit.handles[0].flat_param if self._unit.handles else None  # type: ignore[return-value]
+
+    @property
+    def _is_root(self) -> bool | None:
+        tree = self._unit.tree
+        return None if tree is None else tree.root is self._unit
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The group that parameters are sharded over (with NO_SHARD: replicated over)."""
+        return self._unit.options.groups.process_group
+
+    @property
+    def rank(self) -> int:
+        """This rank within :attr:`process_group`."""
+        group = self.process_group
+        return 0 if group is None else dist.get_rank(group)
+
+    @property
+    def world_size(self) -> int:
+        """Size of :attr:`process_group`."""
+        group = self.process_group
+        return 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def sharding_strategy(self) -> ShardingStrategy:
+        """The strategy in force."""
+        return self._unit.options.strategy.member
+
+    @property
+    def compute_device(self) -> torch.device:
+        """The device on which forward and backward run."""
+        return self._unit.options.device
+
+    def __getattr__(self, name: str) -> Any:
+        """Forward unknown attributes to the wrapped module."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == FSDP_WRAPPED_MODULE or FSDP_WRAPPED_MODULE not in self.__dict__.get("_modules", {}):
+                raise
+            return getattr(self._modules[FSDP_WRAPPED_MODULE], name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Forward indexing to the wrapped module, which may be an ``nn.Sequential``."""
+        return self.module.__getitem__(key)  # type: ignore[operator]
+
+    # -- running -------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with its parameters gathered."""
+        return run_forward(self, self._unit, args, kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also between forward and backward and those that wait inside ``no_sync``."""
+        super().zero_grad(set_to_none)
+        for unit in units_of(self):
+            for handle in unit.handles:
+                handle.drop_gradient()
+                for param in handle.views.visible_params():
+                    if param.grad is not None:
+                        if set_to_none:
+                            param.grad = None
+                        else:
+                            param.grad.detach_().zero_()
+
+    def _tree(self) -> Tree:
+        return tree_of(self, self._unit)
+
+    def check_is_root(self) -> bool:
+        """Whether this is the outermost wrapper. Sets up what the tree shares if that has not happened yet."""
+        return self._tree().root is self._unit
+
+    def _require_root(self, what: str) -> Tree:
+        tree = self._tree()
+        if tree.root is not self._unit:
+            raise UsageError(
+                f"{what} must be called on the outermost FullyShardedDataParallel; {self._unit.name!r} is nested in "
+                f"{tree.root.name!r}."
+            )
+        return tree
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """Every wrapper at or below ``module``, or only the outermost ones.
+
+        Args:
+            module: any module.
+            root_only: leave nested wrappers out.
+        """
+        found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        nested = {inner for outer in found for inner in outer.modules() if inner is not outer}
+        return [wrapper for wrapper in found if wrapper not in nested and wrapper.check_is_root()]
+
+    @contextmanager
+    def no_sync(self) -> Generator[None, None, None]:
+        """Accumulate gradients on each rank without reducing them; only on the root.
+
+        They are kept whole, so memory for one full gradient is needed. Backward must be inside too.
+
+        Raises:
+            UsageError: not the root.
+            PhaseError: nested.
+        """
+        tree = self._require_root("no_sync")
+        if not all(unit.sync_gradients for unit in tree.units):
+            raise PhaseError("no_sync was entered inside no_sync; one level is enough.")
+        for unit in tree.units:
+            unit.sync_gradients = False
+        try:
+            yield
+        finally:
+            for unit in tree.units:
+                unit.sync_gradients = True
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
+        """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
+
+        ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards only; use this instead. Every rank must call it.
+
+        Args:
+            max_norm: bound of the norm.
+            norm_type: order of the norm; ``float("inf")`` for the largest element.
+
+        Returns:
+            The norm before scaling, a scalar in the gradients' dtype, the same on every rank.
+
+        Raises:
+            UsageError: not the root.
+        """
+        tree = self._require_root("clip_grad_norm_")
+        return clip_grads(self, tree.units, max_norm, norm_type)
+
+    # -- whole parameters ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Generator[None, None, None]:
+        """Show whole parameters of every unit at and below ``module`` inside the block.
+
+        Every rank must enter it. Do not run forward or backward inside.
+
+        Args:
+            module: a wrapper or any module that holds wrappers.
+            recurse: nested wrappers too.
+            writeback: keep changes; each rank keeps those to its own part.
+            rank0_only: only rank 0 of each shard group sees whole parameters.
+            offload_to_cpu: whole parameters are on the CPU.
+            with_grads: whole gradients too.
+
+        Raises:
+            UnsupportedError: ``writeback`` with ``rank0_only``, ``with_grads`` with ``offload_to_cpu``.
+            PhaseError: inside forward, backward or another summon of the same unit.
+        """
+        with summon_full_params(
+            module,
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=offload_to_cpu,
+            with_grads=with_grads,
+        ):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Apply ``fn`` to every submodule, with whole parameters; changes are kept.
+
+        Every rank must call this.
+
+        Raises:
+            OptionError: inside ``summon_full_params``, forward or backward.
+        """
+        if self._unit.phase is not Phase.IDLE:
+            raise OptionError(f"apply was called while unit {self._unit.name!r} is {self._unit.phase.value}.")
+        with summon_full_params(self, recurse=False, writeback=True):
+            return super().apply(fn)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As :meth:`nn.Module.named_parameters`; inside ``summon_full_params`` without wrapper words in the names."""
+        yield from self._named(super().named_parameters(*args, **kwargs))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        """As :meth:`nn.Module.named_buffers`; inside ``summon_full_params`` without wrapper words in the names."""
+        yield from self._named(super().named_buffers(*args, **kwargs))
+
+    def _named(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+        if self._unit.phase is Phase.SUMMONED:
+            items = ((name.replace(FSDP_PREFIX, ""), item) for name, item in items)
+        yield from items
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        """``.to``, ``.float``, ``.cuda``: convert the shards instead of what the modules show."""
+        unit = self._unit
+        unit.reshard()
+        for handle in unit.handles:
+            handle.views.remove()
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            for handle in unit.handles:
+                handle.views.show_shard()
+        for handle in unit.handles:
+            handle.convert(fn)
+        return self
+
+    # -- state dicts ---------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def set_state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> StateDictSettings:
+        """Choose the form of state dicts for every wrapper at and below ``module``; returns the previous settings.
+
+        Raises:
+            UsageError: a config that does not belong to the type.
+            UnsupportedError: a type that this version does not have.
+        """
+        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        previous = FullyShardedDataParallel.get_state_dict_type(module)
+        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+            wrapper._settings = settings
+        return previous
+
+    @staticmethod
+    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+        """The settings in force below ``module``; None if nothing there is wrapped.
+
+        Raises:
+            PhaseError: wrappers below ``module`` have different settings.
+        """
+        found = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
+        if any(settings != found[0] for settings in found):
+            raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
+        return found[0] if found else None  # type: ignore[return-value]
+
+    @staticmethod
+    @contextmanager
+    def state_dict_type(
+        module: nn.Module,
+        state_dict_type: StateDictType,
+        state_dict_config: StateDictConfig | None = None,
+        optim_state_dict_config: OptimStateDictConfig | None = None,
+    ) -> Generator[None, None, None]:
+        """:meth:`set_state_dict_type` inside the block; the previous settings come back also after an exception."""
+        previous = FullyShardedDataParallel.set_state_dict_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
+        try:
+            yield
+        finally:
+            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
+                wrapper._settings = previous
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """The state dict in the form that is set, under the names of the unwrapped model.
+
+        Every rank must call this.
+        """
+        if args:
+            warnings.warn("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=2)
+            kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
+        prefix = kwargs.get("prefix", "")
+        keep_vars = kwargs.get("keep_vars", False)
+        wrapped = self._modules[FSDP_WRAPPED_MODULE]
+        assert wrapped is not None
+        for hook in self._state_dict_pre_hooks.values():
+            hook(self, prefix, keep_vars)
+        destination = save_full(
+            self._unit, self._settings.state_dict_config, prefix, lambda: wrapped.state_dict(**kwargs)
+        )
+        for hook in self._state_dict_hooks.values():
+            result = hook(self, destination, prefix, {})
+            destination = destination if result is None else result
+        return destination
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        load_full(self._unit, state_dict, prefix, strict=strict, missing=missing_keys, errors=error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def _clean_key_report(_module: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
+    keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
+
+
+def _options_from(arguments: _Arguments) -> UnitOptions:
+    strategy = strategy_from(arguments.sharding_strategy)
+    device, device_given = compute_device_from(arguments.device_id)
+    check_precision(arguments.mixed_precision, arguments.cpu_offload, device)
+    prefetch = prefetch_from(arguments.backward_prefetch)
+    sync_states = sync_states_from(arguments.sync_module_states)
+    groups: UnitGroups = resolve_groups(
+        strategy,
+        arguments.process_group,
+        arguments.device_mesh,
+        has_policy=arguments.auto_wrap_policy is not None,
+        device=device,
+    )
+    if groups.num_ranks == 1 and strategy.member is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"{strategy.member.name} over a single rank has nothing to shard; the strategy becomes NO_SHARD.",
+            stacklevel=4,
+        )
+        strategy = strategy_from(ShardingStrategy.NO_SHARD)
+    elif strategy.member is ShardingStrategy.NO_SHARD and groups.num_ranks > 1:
+        warnings.warn(
+            "NO_SHARD keeps whole parameters on every rank; DistributedDataParallel does the same.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return UnitOptions(
+        strategy=strategy,
+        groups=groups,
+        device=device,
+        device_given=device_given,
+        use_orig_params=bool(arguments.use_orig_params),
+        backward_prefetch=prefetch,
+        forward_prefetch=bool(arguments.forward_prefetch),
+        limit_all_gathers=bool(arguments.limit_all_gathers),
+        sync_states=sync_states,
+        mixed_precision=arguments.mixed_precision or MixedPrecision(),
+        cpu_offload=arguments.cpu_offload,
+        param_init_fn=arguments.param_init_fn,
+    )
+
+
+def _prepare(module: nn.Module, name: str, options: UnitOptions, arguments: _Arguments) -> tuple[Ignored, _Inherited]:
+    """Plan, agree with the other ranks, and wrap the units that the policy chose."""
+    error: Exception | None = None
+    plan = WrapPlan(())
+    ignored = Ignored(frozenset(), frozenset())
+    lines: list[str] = []
+    try:
+        ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
+        if unit_of(module) is not None:
+            raise OptionError(f"{name} is wrapped already.")
+        if arguments.auto_wrap_policy is not None:
+            plan = plan_units(
+                module,
+                arguments.auto_wrap_policy,
+                ignored_modules=set(ignored.modules),
+                ignored_params=set(ignored.params),
+                root_kwargs=_child_kwargs(arguments, options, ignored),
+                is_wrapped=lambda child: unit_of(child) is not None,
+            )
+        lines = structure_lines(module, [unit.fqn for unit in plan.units], options, ignored)
+    except Exception as raised:
+        error = raised
+    agree_on_structure(lines, error, options.groups, options.device)
+    modules = [unit.module for unit in plan.units]
+    owners = owners_of_ties(module, modules, ignored.params.__contains__)
+    if any(param.is_meta for param in owners):
+        _materialize_ties(module, owners, options, ignored)
+        owners = owners_of_ties(module, modules, ignored.params.__contains__)
+    named = [
+        (clean_fqn(path), param)
+        for path, param in module.named_parameters()
+        if not param.is_meta and param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
+    ]
+    broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
+    names = {unit.module: unit.fqn for unit in plan.units}
+
+    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+        # FSDP1 makes children of the base class also below a subclass.
+        wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        nn.Module.__init__(wrapped)
+        wrapped._construct(child, _Arguments(**kwargs), _Inherited(owners, broadcast, names[child]))
+        return wrapped
+
+    apply_plan(module, plan, wrapper)
+    return ignored, _Inherited(owners, broadcast, name)
+
+
+def _child_kwargs(arguments: _Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:
+    groups = options.groups
+    made_here = options.strategy.is_hybrid and groups.mesh is None
+    process_group = (groups.shard.group, groups.replicate.group) if made_here else arguments.process_group
+    return replace(
+        arguments,
+        process_group=process_group,
+        auto_wrap_policy=None,
+        ignored_modules=None,
+        ignored_states=set(ignored.params),
+    ).as_kwargs()
+
+
+def _materialize_ties(
+    module: nn.Module, owners: dict[nn.Parameter, nn.Module], options: UnitOptions, ignored: Ignored
+) -> None:
+    holders = [
+        (clean_fqn(path), child)
+        for path, child in module.named_modules()
+        if any(param in owners for param in child._parameters.values() if param is not None)
+    ]
+    materialize(
+        holders, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
+    )
+
+
+_REEXPORTED = (
+    FullOptimStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+)

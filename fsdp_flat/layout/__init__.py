@@ -1,0 +1,26 @@
+"""Floor 0: which element of which parameter lies where in a flat buffer, and on which rank.
+
+Integers and strings only; nothing here imports torch. Unless a name says otherwise, every number counts elements.
+"""
+
+from __future__ import annotations
+
+from fsdp_flat.layout.boxes import Box, boxes
+from fsdp_flat.layout.flat_layout import FlatLayout, ParamSlot, SlotShard, alignment_numel
+from fsdp_flat.layout.fqn import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
+from fsdp_flat.layout.interval import Interval
+
+__all__ = [
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
+    "Box",
+    "FlatLayout",
+    "Interval",
+    "ParamSlot",
+    "SlotShard",
+    "alignment_numel",
+    "boxes",
+    "clean_fqn",
+    "join_fqn",
+]

@@ -1,0 +1,91 @@
+"""A flat interval of a row-major tensor as a few N-d boxes, which is what a checkpoint of tensors can store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout.interval import Interval
+
+__all__ = ["Box", "boxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """An axis-aligned block of an N-d tensor whose elements are neighbours in the flattened tensor.
+
+    Args:
+        offsets: per dim, the index of the first element.
+        sizes: per dim, the number of elements; its product is ``interval.numel``.
+        interval: the elements of the flattened (row-major) tensor that the box covers, in the order in which
+            they lie in the box, counted from the tensor's first element.
+
+    Raises:
+        OptionError: if the lengths or the numbers of elements disagree.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    interval: Interval
+
+    def __post_init__(self) -> None:
+        if len(self.offsets) != len(self.sizes):
+            raise OptionError(f"a Box needs one offset and one size per dim, got {self.offsets} and {self.sizes}")
+        numel = 1
+        for offset, size in zip(self.offsets, self.sizes, strict=True):
+            if offset < 0 or size < 0:
+                raise OptionError(f"a Box needs offsets and sizes of at least 0, got {self.offsets} and {self.sizes}")
+            numel *= size
+        if numel != self.interval.numel:
+            raise OptionError(f"a Box of sizes {self.sizes} has {numel} elements, its interval {self.interval.numel}")
+
+
+def boxes(shape: Sequence[int], interval: Interval) -> tuple[Box, ...]:
+    """Split a flat interval of a row-major tensor into at most ``max(1, 2 * ndim - 1)`` boxes.
+
+    Let ``stride[d]`` be the product of ``shape[d + 1:]``. From the position reached so far, the next box runs along
+    the outermost dim ``d`` with ``position % stride[d] == 0`` and ``stop - position >= stride[d]``, for
+    ``min((stop - position) // stride[d], shape[d] - position // stride[d] % shape[d])`` indices, and takes the dims
+    inside ``d`` whole. A box that ends at the end of dim ``d`` is followed by one along an outer dim, for as long as
+    one fits; from then on each box is followed by one along an inner dim. Each dim is so used at most twice, and dim
+    0 at most once, since its end is the tensor's end: hence the bound.
+
+    Args:
+        shape: the tensor's shape, without a dim for scalars.
+        interval: elements of the flattened tensor.
+
+    Returns:
+        The boxes in flat order; their intervals follow on one another and make up ``interval``. Nothing for an empty
+        interval; ``Box((), (), interval)`` for a scalar.
+
+    Raises:
+        OptionError: if the interval reaches beyond the tensor, or a dim is negative.
+    """
+    shape = tuple(shape)
+    strides: list[int] = []
+    numel = 1
+    for size in reversed(shape):
+        if size < 0:
+            raise OptionError(f"boxes: every dim of a shape is at least 0, got {shape}")
+        strides.append(numel)
+        numel *= size
+    strides.reverse()
+    if interval.stop > numel:
+        raise OptionError(f"boxes: {interval} reaches beyond the {numel} elements of shape {shape}")
+    if interval.is_empty:
+        return ()
+    if not shape:
+        return (Box((), (), interval),)
+
+    found: list[Box] = []
+    position = interval.start
+    while position < interval.stop:
+        left = interval.stop - position
+        dim = next(d for d, stride in enumerate(strides) if position % stride == 0 and stride <= left)
+        index = [position // stride % size for stride, size in zip(strides, shape, strict=True)]
+        count = min(left // strides[dim], shape[dim] - index[dim])
+        covered = Interval(position, position + count * strides[dim])
+        found.append(Box(tuple(index), (1,) * dim + (count,) + shape[dim + 1 :], covered))
+        position = covered.stop
+    return tuple(found)

@@ -1,0 +1,302 @@
+"""The flat layout: where each parameter lies in the flat buffer, and which rank holds which piece of it.
+
+A layout is a value, computed from names, shapes and a world size alone, so every rank can compute that of every other.
+It equals the layout of torch FSDP1 element for element; ``tests/layout`` holds it against the peer's metadata.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout.interval import Interval
+
+__all__ = ["FlatLayout", "ParamSlot", "SlotShard", "alignment_numel"]
+
+_ALIGNMENT_NBYTES = 16
+
+
+def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
+    """Return the multiple, in elements, at which parameters start: ``max(1, 16 // itemsize)``, or 1 for no alignment.
+
+    FSDP1 aligns parameters to 16 bytes of the dtype used in forward and backward when ``use_orig_params=True``, and
+    not at all otherwise.
+
+    Args:
+        itemsize: bytes per element of the forward and backward dtype.
+        use_orig_params: the option of that name.
+
+    Raises:
+        OptionError: if ``itemsize`` is below 1.
+    """
+    if itemsize < 1:
+        raise OptionError(f"alignment_numel: itemsize is a number of bytes of at least 1, got {itemsize}")
+    return max(1, _ALIGNMENT_NBYTES // itemsize) if use_orig_params else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSlot:
+    """Where one parameter lies in the flat buffer.
+
+    Args:
+        fqn: the parameter's name.
+        shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty slot.
+        offset: index of its first element in the flat buffer.
+
+    Attributes:
+        interval: its elements in the flat buffer.
+        numel: its number of elements.
+
+    Raises:
+        OptionError: if a dim or the offset is negative or no int.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    offset: int
+    interval: Interval = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
+            raise OptionError(f"the shape of {self.fqn!r} must be ints of at least 0, got {self.shape}")
+        if not (isinstance(self.offset, int) and self.offset >= 0):
+            raise OptionError(f"the offset of {self.fqn!r} must be an int of at least 0, got {self.offset!r}")
+        numel = math.prod(self.shape)
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "interval", Interval(self.offset, self.offset + numel))
+
+
+@dataclass(frozen=True, slots=True)
+class SlotShard:
+    """The piece of one slot that lies in one rank's shard.
+
+    Args:
+        index: the slot's index in the layout.
+        in_param: the piece's elements within the flattened parameter.
+        in_shard: the same elements within the rank's shard.
+
+    Raises:
+        OptionError: if the two intervals differ in length, or ``index`` is negative.
+    """
+
+    index: int
+    in_param: Interval
+    in_shard: Interval
+
+    def __post_init__(self) -> None:
+        if self.index < 0:
+            raise OptionError(f"a SlotShard's index is at least 0, got {self.index}")
+        if self.in_param.numel != self.in_shard.numel:
+            raise OptionError(
+                f"the piece of slot {self.index} must be as long in the parameter as in the shard, "
+                f"got {self.in_param} and {self.in_shard}"
+            )
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the piece."""
+        return self.in_param.numel
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the rank holds nothing of the slot."""
+        return self.in_param.is_empty
+
+
+@dataclass(frozen=True, slots=True)
+class FlatLayout:
+    """The flat buffer of several parameters, cut into one shard of equal length per rank.
+
+    Args:
+        slots: the parameters, in the order in which they lie in the buffer, without overlap.
+        numel: elements of the whole buffer with all padding, a multiple of ``world_size``.
+        world_size: number of ranks among which the buffer is sharded; 1 for NO_SHARD.
+        unpadded_numel: elements of what FSDP1 calls the unpadded unsharded flat parameter
+            (``_unpadded_unsharded_size``), which is what a flat checkpoint holds: the parameters, the padding
+            between them, and the tail padding too with ``use_orig_params=True``.
+
+    Raises:
+        OptionError: if there are no slots, if two have one name or overlap, or if the numbers do not fit.
+    """
+
+    slots: tuple[ParamSlot, ...]
+    numel: int
+    world_size: int
+    unpadded_numel: int
+    _index: dict[str, int] = field(init=False, repr=False, compare=False)
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _stops: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _shards: dict[int, tuple[SlotShard, ...]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1:
+            raise OptionError(f"a flat layout needs a world size of at least 1, got {self.world_size}")
+        if not self.slots:
+            raise OptionError("a flat layout needs at least one parameter, got none")
+        index: dict[str, int] = {}
+        end = 0
+        for i, slot in enumerate(self.slots):
+            if slot.fqn in index:
+                raise OptionError(f"a flat layout needs different names, got {slot.fqn!r} at {index[slot.fqn]} and {i}")
+            if slot.offset < end:
+                raise OptionError(f"{slot.fqn!r} starts at {slot.offset}, inside of what ends at {end}")
+            index[slot.fqn] = i
+            end = slot.interval.stop
+        if not end <= self.unpadded_numel <= self.numel:
+            raise OptionError(
+                f"a flat layout needs end of the last slot <= unpadded_numel <= numel, "
+                f"got {end}, {self.unpadded_numel}, {self.numel}"
+            )
+        if self.numel % self.world_size:
+            raise OptionError(f"{self.numel} elements cannot be cut into {self.world_size} equal shards")
+        object.__setattr__(self, "_index", index)
+        object.__setattr__(self, "_starts", tuple(slot.interval.start for slot in self.slots))
+        object.__setattr__(self, "_stops", tuple(slot.interval.stop for slot in self.slots))
+        object.__setattr__(self, "_shards", {})
+
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[tuple[str, Sequence[int]]],
+        *,
+        world_size: int,
+        align_numel: int = 1,
+        tail_multiple: int | None = None,
+    ) -> FlatLayout:
+        """Lay out ``params`` one after another, as torch FSDP1 does.
+
+        Each parameter starts at the next multiple of ``align_numel``, counted from the buffer's start; this holds for
+        a parameter without elements too. The flat parameter ends at the next multiple of ``tail_multiple``: that is
+        ``unpadded_numel``. What is then missing to a multiple of ``world_size`` is added, so that a shard has
+        ``ceil(unpadded_numel / world_size)`` elements, which is ``torch.chunk``'s rule; the last ranks may hold
+        nothing but padding. (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
+
+        Args:
+            params: name and shape of each parameter, each once.
+            world_size: number of ranks of the sharding group; 1 for NO_SHARD.
+            align_numel: in elements, see :func:`alignment_numel`.
+            tail_multiple: in elements; by default ``world_size`` where ``align_numel > 1`` and 1 otherwise. NO_SHARD
+                with ``use_orig_params=True`` needs it: FSDP1 pads there to the size of the process group although
+                nothing is sharded, which is ``world_size=1, tail_multiple=<size of the process group>``.
+
+        Raises:
+            OptionError: for no parameters, doubled names, or numbers below 1.
+        """
+        if tail_multiple is None:
+            tail_multiple = world_size if align_numel > 1 else 1
+        for name, value in (("world_size", world_size), ("align_numel", align_numel), ("tail_multiple", tail_multiple)):
+            if value < 1:
+                raise OptionError(f"FlatLayout.build: {name} is at least 1, got {value}")
+        slots: list[ParamSlot] = []
+        end = 0
+        for fqn, shape in params:
+            slot = ParamSlot(fqn, tuple(shape), _round_up(end, align_numel))
+            slots.append(slot)
+            end = slot.interval.stop
+        unpadded_numel = _round_up(end, tail_multiple)
+        return cls(tuple(slots), _round_up(unpadded_numel, world_size), world_size, unpadded_numel)
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one rank's shard, padding included; the same on every rank."""
+        return self.numel // self.world_size
+
+    @property
+    def fqns(self) -> tuple[str, ...]:
+        """The parameters' names, in the buffer's order."""
+        return tuple(slot.fqn for slot in self.slots)
+
+    def index_of(self, fqn: str) -> int:
+        """Return the index of the slot named ``fqn``.
+
+        Raises:
+            OptionError: if there is none.
+        """
+        try:
+            return self._index[fqn]
+        except KeyError:
+            raise OptionError(f"no parameter {fqn!r} in the {self.describe()}") from None
+
+    def shard(self, rank: int) -> Interval:
+        """Return the elements of the flat buffer that ``rank`` holds, padding included.
+
+        Raises:
+            OptionError: if there is no such rank.
+        """
+        if not 0 <= rank < self.world_size:
+            raise OptionError(f"rank must be in 0..{self.world_size - 1}, got {rank}, for the {self.describe()}")
+        return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
+
+    def piece(self, index: int, rank: int) -> SlotShard:
+        """Return the piece of slot ``index`` that ``rank`` holds, which may be empty.
+
+        The ``in_param`` of ranks 0, 1, ... follow on one another and make up the parameter; an empty one lies at the
+        parameter's end that is nearest to the rank's shard.
+
+        Raises:
+            OptionError: if there is no such slot or rank.
+        """
+        shard = self.shard(rank)
+        slot = self._slot(index)
+        in_buffer = slot.interval
+        return SlotShard(
+            index,
+            in_buffer.intersect(shard).shift(-in_buffer.start),
+            shard.intersect(in_buffer).shift(-shard.start),
+        )
+
+    def shard_slots(self, rank: int) -> tuple[SlotShard, ...]:
+        """Return the non-empty pieces that ``rank`` holds, in the shard's order; computed once per rank.
+
+        Raises:
+            OptionError: if there is no such rank.
+        """
+        found = self._shards.get(rank)
+        if found is None:
+            shard = self.shard(rank)
+            first = bisect_right(self._stops, shard.start)
+            last = bisect_left(self._starts, shard.stop)
+            pieces = (self.piece(index, rank) for index in range(first, last))
+            found = self._shards[rank] = tuple(piece for piece in pieces if not piece.is_empty)
+        return found
+
+    def owners(self, index: int) -> range:
+        """Return the ranks that hold a part of slot ``index``; none for a slot without elements.
+
+        Raises:
+            OptionError: if there is no such slot.
+        """
+        where = self._slot(index).interval
+        if where.is_empty:
+            return range(0)
+        return range(where.start // self.shard_numel, (where.stop - 1) // self.shard_numel + 1)
+
+    def paddings(self) -> tuple[Interval, ...]:
+        """Return the parts of the flat buffer that hold no parameter, in order: gaps of alignment, and the tail."""
+        stops = (0, *self._stops)
+        starts = (*self._starts, self.numel)
+        return tuple(Interval(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
+
+    def describe(self) -> str:
+        """Return one short line for error texts."""
+        names = repr(self.slots[0].fqn)
+        if len(self.slots) > 1:
+            names += f" to {self.slots[-1].fqn!r}"
+        return (
+            f"flat layout of {len(self.slots)} parameter(s), {names}: {self.numel} elements "
+            f"({self.numel - sum(slot.numel for slot in self.slots)} of padding), "
+            f"{self.world_size} rank(s) of {self.shard_numel}"
+        )
+
+    def _slot(self, index: int) -> ParamSlot:
+        if not 0 <= index < len(self.slots):
+            raise OptionError(f"slot index must be in 0..{len(self.slots) - 1}, got {index}, for the {self.describe()}")
+        return self.slots[index]
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,37 @@
+"""Parameter names: with every wrapper's component removed, and joined."""
+
+from __future__ import annotations
+
+__all__ = ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_fqn", "join_fqn"]
+
+FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
+"""The attribute under which a wrapper keeps the module that it wraps (FSDP1's name)."""
+
+FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
+"""What one nesting level of wrapping adds to a name."""
+
+FLAT_PARAM = "_flat_param"
+"""The name under which a unit registers its flat parameter (FSDP1's name)."""
+
+# FSDP, torch's activation checkpoint wrapper, and torch.compile's OptimizedModule.
+_WRAPPER_COMPONENTS = frozenset({FSDP_WRAPPED_MODULE, "_checkpoint_wrapped_module", "_orig_mod"})
+
+
+def clean_fqn(name: str) -> str:
+    """Return the dotted ``name`` without the components that wrappers add.
+
+    Components are compared whole, so a module that is called ``x_orig_mod`` keeps its name.
+
+    >>> clean_fqn("_orig_mod.block._fsdp_wrapped_module.fc._checkpoint_wrapped_module.weight")
+    'block.fc.weight'
+    """
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+
+
+def join_fqn(*parts: str) -> str:
+    """Return the non-empty ``parts`` joined by dots; the empty string where there are none.
+
+    >>> join_fqn("", "block", "fc", "weight")
+    'block.fc.weight'
+    """
+    return ".".join(part for part in parts if part)

@@ -1,0 +1,45 @@
+"""Floor 2: a unit's step. Building units, forward, backward, order and prefetch, whole parameters."""
+
+from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
+from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
+from fsdp_flat.runtime.forward import run_forward
+from fsdp_flat.runtime.ignored import resolve_ignored
+from fsdp_flat.runtime.materialize import materialize
+from fsdp_flat.runtime.options import (
+    Ignored,
+    UnitOptions,
+    check_precision,
+    compute_device_from,
+    prefetch_from,
+    sync_states_from,
+)
+from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
+from fsdp_flat.runtime.tree import Tree, reset_tree, tree_of
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+
+__all__ = [
+    "Ignored",
+    "Phase",
+    "Tree",
+    "Unit",
+    "UnitOptions",
+    "agree_on_structure",
+    "agree_on_weights",
+    "build_unit",
+    "check_idle",
+    "check_precision",
+    "compute_device_from",
+    "materialize",
+    "owners_of_ties",
+    "prefetch_from",
+    "reset_tree",
+    "resolve_ignored",
+    "run_forward",
+    "structure_lines",
+    "summon_full_params",
+    "sync_states_from",
+    "tree_of",
+    "unit_of",
+    "units_of",
+    "whole_params",
+]

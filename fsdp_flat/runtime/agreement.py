@@ -1,0 +1,129 @@
+"""Ranks compare what they are about to shard, before anything is sharded.
+
+A model whose shapes differ between ranks would otherwise abort the process inside the first collective,
+and one whose weights differ would train on a mixture of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from fsdp_flat.comm import Axis, UnitGroups, exchange_bytes, exchange_ints
+from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.runtime.options import SyncStates
+
+__all__ = ["agree_on_structure", "agree_on_weights", "fingerprint"]
+
+_SAMPLES = 4096
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
+
+
+def agree_on_structure(lines: Sequence[str], error: Exception | None, groups: UnitGroups, device: torch.device) -> None:
+    """Raise on every rank if any rank failed or is about to build something else.
+
+    Every rank of the groups must call this; a rank that failed passes its exception.
+
+    Args:
+        lines: what this rank is about to build, one fact a line, the same on every rank.
+        error: the exception that stopped this rank, or None.
+        groups: axes over which to compare.
+        device: the compute device.
+
+    Raises:
+        PeerFailureError: another rank failed.
+        RankMismatchError: lines differ; the text shows the first difference.
+    """
+    text = "\n".join(lines)
+    for axis in groups.axes:
+        if axis.group is None or axis.size == 1:
+            continue
+        rows = exchange_ints([int(error is None), _digest(text) if error is None else 0], axis.group, device)
+        if not all(ok for ok, _ in rows):
+            _raise_failure(error, axis, device)
+        if len({digest for _, digest in rows}) > 1:
+            _raise_difference(text, axis, device)
+    if error is not None:
+        raise error
+
+
+def _raise_failure(error: Exception | None, axis: Axis, device: torch.device) -> None:
+    assert axis.group is not None
+    own = b"" if error is None else f"{type(error).__name__}: {error}".encode()
+    texts = exchange_bytes(own, axis.group, device)
+    if error is not None:
+        raise error
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+    raise PeerFailureError(f"Rank {rank} of the group failed while wrapping, so this rank stops too: {text.decode()}")
+
+
+def _raise_difference(text: str, axis: Axis, device: torch.device) -> None:
+    assert axis.group is not None
+    texts = [payload.decode().split("\n") for payload in exchange_bytes(text.encode(), axis.group, device)]
+    first = texts[0]
+    rank = next(rank for rank, lines in enumerate(texts) if lines != first)
+    other = texts[rank]
+    at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    end = "nothing more"
+    raise RankMismatchError(
+        f"Ranks were given different models. First difference: rank 0 of the group has {_line(first, at, end)}, "
+        f"rank {rank} has {_line(other, at, end)}. Build the same model with the same policy on every rank."
+    )
+
+
+def _line(lines: list[str], index: int, end: str) -> str:
+    return lines[index] if index < len(lines) else end
+
+
+def fingerprint(param: torch.Tensor) -> int:
+    """A 63-bit hash of up to 4096 evenly spaced elements, bit for bit."""
+    flat = param.detach().reshape(-1)
+    stride = max(1, flat.numel() // _SAMPLES)
+    sample = flat[::stride][:_SAMPLES].contiguous().cpu()
+    digest = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def agree_on_weights(
+    named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: UnitGroups, device: torch.device
+) -> bool:
+    """Compare initial weights. Returns whether rank 0's are to be broadcast.
+
+    Every rank of the groups must call this with the same names.
+
+    Raises:
+        RankMismatchError: they differ and ``sync`` is ``"raise"``.
+    """
+    if sync == "broadcast":
+        return True
+    differs = False
+    prints = [fingerprint(param) for _, param in named]
+    for axis in groups.axes:
+        if axis.group is None or axis.size == 1 or not prints:
+            continue
+        total = _digest(repr(prints))
+        if len({row[0] for row in exchange_ints([total], axis.group, device)}) == 1:
+            continue
+        rows = exchange_ints(prints, axis.group, device)
+        index = next(i for i in range(len(prints)) if len({row[i] for row in rows}) > 1)
+        rank = next(rank for rank, row in enumerate(rows) if row[index] != rows[0][index])
+        text = (
+            f"Ranks start from different weights: {named[index][0]!r} of rank {rank} differs from that of rank 0 of "
+            "the group"
+        )
+        advice = (
+            'pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or load '
+            "a checkpoint on every rank"
+        )
+        if sync == "raise":
+            raise RankMismatchError(f"{text}. To mend it, {advice}.")
+        if sync == "warn" and axis.rank == 0:
+            warnings.warn(f"{text}; each rank's shard will hold its own. To mend it, {advice}.", stacklevel=6)
+        differs = True
+    return differs and sync == "auto"

@@ -1,0 +1,181 @@
+"""From a module to a unit: parameters found, grouped, flattened and sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.flat import FlatParamHandle, HandleSpec, ManagedParam, collect_params, named_sites
+from fsdp_flat.layout import FLAT_PARAM, clean_fqn
+from fsdp_flat.runtime.agreement import agree_on_weights
+from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
+from fsdp_flat.runtime.options import Ignored, UnitOptions
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+
+__all__ = ["build_unit", "owners_of_ties", "structure_lines"]
+
+Owners = Mapping[nn.Parameter, nn.Module]
+
+
+def build_unit(
+    module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, *, owners: Owners, broadcast: bool
+) -> Unit:
+    """Make a unit of ``module``: its parameters become shards, in place.
+
+    Every rank of the unit's groups must call this in the same order of units.
+
+    Args:
+        module: the module to wrap; nested units in it are done already.
+        name: what errors call the unit.
+        options: what was asked for.
+        ignored: what is left alone.
+        owners: for parameters shared between units, the module whose unit takes them.
+        broadcast: overwrite this unit's tensors with those of rank 0 first.
+
+    Raises:
+        OptionError: parameters that cannot be flattened together.
+        TiedParameterError: a parameter that another unit already took.
+    """
+    modules = [
+        (path, child)
+        for path, child in own_modules(module, lambda m: unit_of(m) is not None)
+        if child not in ignored.modules and unit_of(child) is None
+    ]
+    was_meta = materialize(
+        modules, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
+    )
+    move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=options.device_given)
+    params = _managed_params(module, name, ignored, owners)
+    if was_meta and options.sync_states != "broadcast":
+        named = [(entry.fqn, entry.param) for entry in params]
+        broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
+    if broadcast:
+        with torch.no_grad():
+            broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
+    handles = [FlatParamHandle(group, _spec(name, module, group, options)) for group in _grouped(params, name, options)]
+    unit = Unit(module, name, options, handles, ignored)
+    for _, child in modules:
+        # torch.compile and transformers read these two off every managed submodule.
+        child._is_fsdp_managed_module = True  # type: ignore[assignment]
+        child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
+    return unit
+
+
+def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
+    buffers = [buffer for _, module in modules for buffer in module._buffers.values() if buffer is not None]
+    return [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
+
+
+def _spec(name: str, module: nn.Module, group: Sequence[ManagedParam], options: UnitOptions) -> HandleSpec:
+    shard = options.groups.shard
+    return HandleSpec(
+        unit_name=name,
+        module=module,
+        rank=shard.rank,
+        world_size=shard.size,
+        num_ranks=options.groups.num_ranks,
+        use_orig_params=options.use_orig_params,
+        device=group[0].param.device,
+        compute_dtype=options.mixed_precision.param_dtype,
+        reduce_dtype=options.mixed_precision.reduce_dtype,
+    )
+
+
+def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owners) -> list[ManagedParam]:
+    nested = [unit for child in module.children() for unit in units_of(child)]
+    below = {
+        (id(site.module), site.name)
+        for unit in nested
+        for handle in unit.handles
+        for entry in handle.views.params
+        for site in entry.sites
+    }
+    below.update((id(unit.module), FLAT_PARAM) for unit in nested)
+    params = collect_params(
+        module,
+        unit_name=name,
+        skip=lambda param: param in ignored.params or owners.get(param, module) is not module,
+        is_managed_below=lambda child, key: (id(child), key) in below,
+    )
+    for entry in params:
+        if type(entry.param.data) is not torch.Tensor:
+            raise UnsupportedError(
+                f"Parameter {entry.fqn!r} of unit {name!r} is a {type(entry.param.data).__name__}; this version "
+                "flattens plain tensors only. Leave it out with ignored_states."
+            )
+    return params
+
+
+def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) -> list[list[ManagedParam]]:
+    """One group per flat parameter: by dtype and requires_grad, so that what is frozen costs no gradient."""
+    groups: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+    for entry in params:
+        groups.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
+    if not options.use_orig_params and len(groups) > 1:
+        described = "; ".join(
+            f"{dtype}, requires_grad={grad}: {_some([entry.fqn for entry in group])}"
+            for (dtype, grad), group in groups.items()
+        )
+        raise OptionError(
+            f"With use_orig_params=False all parameters of a unit share one flat parameter, so they need one dtype and "
+            f"one requires_grad; unit {name!r} has {described}. Pass use_orig_params=True, which allows any mix, or "
+            "wrap them in units of their own."
+        )
+    return list(groups.values())
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:4])
+    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
+
+
+def owners_of_ties(
+    root: nn.Module, unit_modules: Sequence[nn.Module], is_ignored: Callable[[nn.Parameter], bool]
+) -> dict[nn.Parameter, nn.Module]:
+    """For every parameter whose places fall into several future units: the module whose unit is to take it.
+
+    That is the innermost future unit that contains all places, or the root. The tie is kept, because the
+    outer unit is gathered whenever an inner one runs.
+    """
+    chosen = set(unit_modules)
+    chains: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
+
+    def visit(module: nn.Module, chain: tuple[nn.Module, ...]) -> None:
+        if module in chosen or module is root:
+            chain = (*chain, module)
+        known = chains.setdefault(module, [])
+        if chain in known:
+            return
+        known.append(chain)
+        for child in module.children():
+            visit(child, chain)
+
+    visit(root, ())
+    places: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
+    for site, param in named_sites(root):
+        if not is_ignored(param) and site.module in chains:
+            for chain in chains[site.module]:
+                if chain not in places.setdefault(param, []):
+                    places[param].append(chain)
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for param, found in places.items():
+        if len({chain[-1] for chain in found}) > 1:
+            common = [levels[0] for levels in zip(*found, strict=False) if len(set(levels)) == 1]
+            owners[param] = common[-1]
+    return owners
+
+
+def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
+    """What this rank is about to build, one fact a line, for comparison between ranks."""
+    lines = [f"strategy {options.strategy.member.name}, use_orig_params={options.use_orig_params}"]
+    lines += [f"unit {name!r}" for name in unit_names]
+    for name, param in root.named_parameters():
+        if param not in ignored.params:
+            shape = tuple(param.shape)
+            lines.append(
+                f"parameter {clean_fqn(name)!r} of shape {shape}, {param.dtype}, requires_grad={param.requires_grad}"
+            )
+    return lines

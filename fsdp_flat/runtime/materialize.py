@@ -1,0 +1,186 @@
+"""From a module as the caller built it to one whose own tensors are on the compute device and equal on all ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.comm import UnitGroups
+from fsdp_flat.errors import MaterializeError, OptionError, UsageError
+from fsdp_flat.flat import named_sites
+from fsdp_flat.layout import clean_fqn
+
+__all__ = ["broadcast_from_rank_zero", "materialize", "move_to_device", "own_modules"]
+
+
+def own_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+    """Modules of ``root``'s subtree outside nested units, breadth first, with their names."""
+    queue: list[tuple[str, nn.Module]] = [("", root)]
+    found: list[tuple[str, nn.Module]] = []
+    seen: set[nn.Module] = set()
+    while queue:
+        name, module = queue.pop(0)
+        if module in seen or (is_unit(module) and module is not root):
+            continue
+        seen.add(module)
+        found.append((clean_fqn(name), module))
+        queue.extend((f"{name}.{child}" if name else child, sub) for child, sub in module.named_children())
+    return found
+
+
+def _own_tensors(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[torch.Tensor]:
+    params = [p for p in module._parameters.values() if p is not None and p not in ignored]
+    return [*params, *(b for b in module._buffers.values() if b is not None)]
+
+
+def materialize(
+    modules: Iterable[tuple[str, nn.Module]],
+    *,
+    root: nn.Module,
+    ignored_params: frozenset[nn.Parameter],
+    device: torch.device,
+    init_fn: Callable[[nn.Module], None] | None,
+) -> bool:
+    """Give meta-device tensors memory on ``device`` and initial values. Returns whether there were any.
+
+    Args:
+        modules: names and modules to look at; a module is initialised if it holds a meta tensor of its own.
+        root: the tree in which tied parameters are tied again afterwards.
+        ignored_params: parameters that are left alone.
+        device: the compute device.
+        init_fn: called with every module in turn; by default a module's memory is allocated and its
+            ``reset_parameters`` called.
+
+    Raises:
+        OptionError: ``init_fn`` is not callable.
+        MaterializeError: a module with meta tensors has no ``reset_parameters``.
+    """
+    listed = list(modules)
+    meta = [
+        (name, module)
+        for name, module in listed
+        if any(tensor.is_meta for tensor in _own_tensors(module, ignored_params))
+    ]
+    if not meta:
+        return False
+    if init_fn is not None and not callable(init_fn):
+        raise OptionError(f"param_init_fn must be callable; got {init_fn!r}.")
+    ties = _ties(root)
+    with torch.no_grad():
+        if init_fn is not None:
+            for _, module in listed:
+                init_fn(module)
+        else:
+            for name, module in meta:
+                _reset(name, module, device)
+    _tie_again(ties)
+    left = [
+        f"{name}.{key}" if name else key
+        for name, module in listed
+        for key, param in module._parameters.items()
+        if param is not None and param.is_meta and param not in ignored_params
+    ]
+    if left:
+        raise OptionError(
+            f"param_init_fn left parameters on the meta device: {', '.join(left[:5])}"
+            f"{' and more' if len(left) > 5 else ''}. It is called with every module and has to give each one's own "
+            "tensors memory, as in module.to_empty(device=..., recurse=False), and then values."
+        )
+    return True
+
+
+def _reset(name: str, module: nn.Module, device: torch.device) -> None:
+    where = f"{name!r} ({type(module).__name__})"
+    reset = getattr(module, "reset_parameters", None)
+    if not callable(reset):
+        raise MaterializeError(
+            f"Module {where} holds parameters or buffers on the meta device but has no reset_parameters() to "
+            "initialise them. Give it one, or pass param_init_fn."
+        )
+    module.to_empty(device=device, recurse=False)
+    try:
+        reset()
+    except BaseException:
+        warnings.warn(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=7)
+        raise
+
+
+def _ties(root: nn.Module) -> list[list[tuple[nn.Module, str]]]:
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for site, param in named_sites(root):
+        places.setdefault(param, []).append((site.module, site.name))
+    return [sites for sites in places.values() if len(sites) > 1]
+
+
+def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
+    for sites in ties:
+        (first, first_name), *others = sites
+        for module, name in others:
+            module._parameters[name] = first._parameters[first_name]
+
+
+def move_to_device(
+    modules: Iterable[tuple[str, nn.Module]],
+    *,
+    ignored_params: frozenset[nn.Parameter],
+    device: torch.device,
+    device_given: bool,
+) -> None:
+    """Move CPU parameters and buffers to a device that the caller named.
+
+    Raises:
+        UsageError: tensors are on several accelerators, or on another one than the caller named.
+    """
+    elsewhere: dict[torch.device, str] = {}
+    on_cpu: list[torch.Tensor] = []
+    for name, module in modules:
+        for tensor in _own_tensors(module, ignored_params):
+            if tensor.device.type == "cpu":
+                on_cpu.append(tensor)
+            else:
+                elsewhere.setdefault(tensor.device, name)
+    if len(elsewhere) > 1:
+        raise UsageError(
+            f"One unit must be on one device; got {', '.join(f'{d} ({n!r})' for d, n in elsewhere.items())}."
+        )
+    there = next(iter(elsewhere), None)
+    if there is not None and on_cpu and not device_given:
+        raise UsageError(
+            f"A unit has tensors on the CPU and on {there}. Pass device_id={there!r} to have the rest moved there."
+        )
+    if there is not None and device_given and there != device:
+        raise OptionError(
+            f"device_id is {device}, but {elsewhere[there]!r} is on {there}. Move the module or change device_id."
+        )
+    if device_given and device.type != "cpu":
+        with torch.no_grad():
+            for tensor in on_cpu:
+                tensor.data = tensor.data.to(device)
+
+
+def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: UnitGroups) -> None:
+    """Overwrite ``tensors`` with those of rank 0: over the replicate axis first, then over the shard axis.
+
+    Every rank of the groups must call this with tensors of the same shapes.
+    """
+    for axis in reversed(groups.axes):
+        if axis.group is None or axis.size == 1:
+            continue
+        source = dist.get_global_rank(axis.group, 0)
+        works = []
+        for tensor in tensors:
+            data = tensor.detach()
+            if data.is_contiguous():
+                works.append((dist.broadcast(data, src=source, group=axis.group, async_op=True), data, data))
+            else:
+                copy = data.contiguous()
+                works.append((dist.broadcast(copy, src=source, group=axis.group, async_op=True), copy, data))
+        for work, received, target in works:
+            if work is not None:
+                work.wait()
+            if received is not target:
+                target.copy_(received)

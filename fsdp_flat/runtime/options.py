@@ -1,0 +1,156 @@
+"""The constructor's arguments, validated, as one value that a unit keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
+from fsdp_flat.comm import Strategy, UnitGroups
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
+
+__all__ = [
+    "Ignored",
+    "SyncStates",
+    "UnitOptions",
+    "check_precision",
+    "compute_device_from",
+    "prefetch_from",
+    "sync_states_from",
+]
+
+SyncStates = Literal["warn", "broadcast", "auto", "raise"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """Modules and parameters that no unit manages; buffers of ignored modules are not touched either."""
+
+    modules: frozenset[nn.Module]
+    params: frozenset[nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitOptions:
+    """What one unit was asked for.
+
+    Attributes:
+        strategy: row of the strategy table.
+        groups: the shard and the replicate axis.
+        device: device of compute.
+        device_given: the caller named the device, so parameters are moved there.
+        use_orig_params: original parameters stay visible, as 1-D slices.
+        backward_prefetch: when backward begins the next gather; None never.
+        forward_prefetch: forward begins the next gather early, also where streams would overlap anyway.
+        limit_all_gathers: kept for FSDP1's sake; the number of gathered units is bounded at any rate.
+        sync_states: what to do about ranks that start from different weights.
+        mixed_precision: dtypes, or None.
+        cpu_offload: where shards live, or None.
+        param_init_fn: initialises a module that is on the meta device.
+    """
+
+    strategy: Strategy
+    groups: UnitGroups
+    device: torch.device
+    device_given: bool
+    use_orig_params: bool
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
+    sync_states: SyncStates
+    mixed_precision: MixedPrecision
+    cpu_offload: CPUOffload
+    param_init_fn: Callable[[nn.Module], None] | None
+
+
+def prefetch_from(value: object) -> BackwardPrefetch | None:
+    """The member that ``value`` names; torch's own enum is taken by name.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if value is None or isinstance(value, BackwardPrefetch):
+        return value
+    name = str(getattr(value, "name", None))
+    if type(value).__name__ == "BackwardPrefetch" and name in BackwardPrefetch.__members__:
+        return BackwardPrefetch[name]
+    choices = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
+    raise OptionError(f"backward_prefetch must be one of {choices} or None; got {value!r}.")
+
+
+def sync_states_from(value: object) -> SyncStates:
+    """What ``sync_module_states`` asks for: False warns when ranks differ, True broadcasts from rank 0,
+    ``"auto"`` broadcasts only what differs, ``"raise"`` raises.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if value is True:
+        return "broadcast"
+    if value is False or value is None:
+        return "warn"
+    if value == "auto":
+        return "auto"
+    if value == "raise":
+        return "raise"
+    raise OptionError(f'sync_module_states must be True, False, "auto" or "raise"; got {value!r}.')
+
+
+def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
+    """The device of compute, and whether the caller named it.
+
+    Args:
+        device_id: an index of the current accelerator, a device, or None: the current accelerator, or the
+            CPU where there is none. ``cpu:0`` is the CPU.
+
+    Raises:
+        OptionTypeError: it is something else.
+        OptionError: an index on a machine without an accelerator.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device_id is None:
+        if accelerator is None:
+            return torch.device("cpu"), False
+        return torch.device(accelerator.type, torch.accelerator.current_device_index()), False
+    if isinstance(device_id, bool) or not isinstance(device_id, (int, str, torch.device)):
+        raise OptionTypeError(f"device_id must be an int or a torch.device; got {device_id!r}.")
+    if isinstance(device_id, int):
+        if accelerator is None:
+            raise OptionError(
+                f"device_id={device_id} names an accelerator, but this machine has none. Leave device_id out to run on "
+                'the CPU, or pass torch.device("cpu").'
+            )
+        return torch.device(accelerator.type, device_id), True
+    device = torch.device(device_id)
+    if device.type == "cpu":
+        return torch.device("cpu"), True
+    if device.index is None:
+        device = torch.device(device.type, torch.accelerator.current_device_index())
+    return device, True
+
+
+def check_precision(mixed_precision: object, cpu_offload: object, device: torch.device) -> None:
+    """Refuse what is not there yet.
+
+    Raises:
+        OptionTypeError: not the option record expected.
+        UnsupportedError: an option that this version does not have.
+    """
+    if mixed_precision is not None and type(mixed_precision).__name__ != "MixedPrecision":
+        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(mixed_precision).__name__}.")
+    if mixed_precision is not None:
+        asked = {
+            name: getattr(mixed_precision, name, None)
+            for name in ("param_dtype", "reduce_dtype", "buffer_dtype")
+            if getattr(mixed_precision, name, None) is not None
+        }
+        if asked:
+            raise UnsupportedError(f"mixed_precision with {asked} is not supported by this version of fsdp_flat yet.")
+    if cpu_offload is not None and not hasattr(cpu_offload, "offload_params"):
+        raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(cpu_offload).__name__}.")
+    if getattr(cpu_offload, "offload_params", False) and device.type != "cpu":
+        raise UnsupportedError("CPUOffload(offload_params=True) is not supported on accelerators by this version yet.")

@@ -1,0 +1,152 @@
+"""Whole parameters outside of forward and backward: ``summon_full_params`` and what is built on it."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import OptionError, PhaseError, UnsupportedError
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+
+__all__ = ["WholeParams", "check_idle", "summon_full_params", "whole_params"]
+
+
+@dataclass(frozen=True, slots=True)
+class WholeParams:
+    """The whole parameters of one unit while they are shown.
+
+    Attributes:
+        by_handle: for each handle its whole flat tensor (1-D, ``layout.numel``, original dtype).
+    """
+
+    by_handle: dict[FlatParamHandle, torch.Tensor]
+
+
+def check_idle(unit: Unit, what: str) -> None:
+    """Raise if a step or a summon is going on.
+
+    Raises:
+        PhaseError: it is.
+    """
+    if unit.phase is not Phase.IDLE:
+        raise PhaseError(
+            f"{what} was called while unit {unit.name!r} is {unit.phase.value}. Call it between steps and outside of "
+            "other summon_full_params contexts."
+        )
+
+
+@contextmanager
+def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool = True) -> Iterator[WholeParams]:
+    """Gather a unit in its original dtype into memory of its own and show it as Parameters.
+
+    Every rank of the shard group must enter this. The shards stay as they are.
+
+    Args:
+        unit: the unit.
+        device: where the whole tensors are wanted; None leaves them where the shards are.
+        show: point the modules at them.
+    """
+    wholes = unit.gather_whole(lambda handle: handle.flat_param.data)
+    if device is not None:
+        wholes = [whole.to(device) for whole in wholes]
+    by_handle = dict(zip(unit.handles, wholes, strict=True))
+    was_unsharded = not unit.is_sharded
+    try:
+        if show:
+            for handle, whole in by_handle.items():
+                handle.views.show_whole(whole)
+        yield WholeParams(by_handle)
+    finally:
+        for handle in unit.handles:
+            handle.views.hide_whole()
+        if was_unsharded:
+            unit.show_full()
+
+
+@contextmanager
+def summon_full_params(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Show whole parameters of the units at and below ``module``; see the wrapper's method for the arguments."""
+    if with_grads and offload_to_cpu:
+        raise UnsupportedError("summon_full_params(with_grads=True) does not go with offload_to_cpu=True.")
+    if writeback and rank0_only:
+        raise UnsupportedError(
+            "summon_full_params(writeback=True, rank0_only=True) could write rank 0's changes to rank 0's own shard "
+            "only. Pass writeback=False, or rank0_only=False."
+        )
+    if offload_to_cpu and not rank0_only:
+        warnings.warn(
+            "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a whole copy on its CPU. "
+            "Pass rank0_only=True unless every rank needs it.",
+            stacklevel=4,
+        )
+    own = unit_of(module)
+    units = units_of(module) if recurse else [own] if own is not None else []
+    for unit in units:
+        check_idle(unit, "summon_full_params")
+    device = torch.device("cpu") if offload_to_cpu else None
+    with ExitStack() as stack:
+        for unit in units:
+            shown = not rank0_only or unit.options.groups.shard.rank == 0
+            whole = stack.enter_context(whole_params(unit, device=device, show=shown))
+            if shown and with_grads:
+                stack.enter_context(_whole_grads(unit, writeback=writeback))
+            elif with_grads:
+                unit.gather_whole(_shard_grad)
+            if writeback:
+                stack.enter_context(_written_back(unit, whole))
+            stack.enter_context(unit.in_phase(Phase.SUMMONED))
+        yield
+
+
+@contextmanager
+def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for handle in whole.by_handle:
+                for piece in handle.layout.shard_slots(unit.options.groups.shard.rank):
+                    slot = handle.layout.slots[piece.index]
+                    shown = handle.views.shown(piece.index)
+                    if tuple(shown.shape) != slot.shape:
+                        raise OptionError(
+                            f"Inside summon_full_params {slot.fqn!r} of unit {unit.name!r} became a tensor of shape "
+                            f"{tuple(shown.shape)}; expected {slot.shape}. Nothing of it was written back."
+                        )
+                    target = handle.flat_param.data[piece.in_shard.to_slice()]
+                    source = shown.detach().reshape(-1)[piece.in_param.to_slice()]
+                    if source.data_ptr() != target.data_ptr():
+                        target.copy_(source)
+
+
+def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
+    return handle.views.shard_grad()
+
+
+@contextmanager
+def _whole_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
+    shards = {handle: _shard_grad(handle) for handle in unit.handles}
+    wholes = unit.gather_whole(shards.__getitem__)
+    for handle, whole in zip(unit.handles, wholes, strict=True):
+        handle.views.show_whole_grads(whole)
+    try:
+        yield
+    finally:
+        rank = unit.options.groups.shard.rank
+        for handle, whole in zip(unit.handles, wholes, strict=True):
+            own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
+            handle.views.hide_whole_grads(own)

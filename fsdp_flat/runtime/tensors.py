@@ -1,0 +1,82 @@
+"""Tensors inside the arguments and results of a forward."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["differentiable_tensors", "map_tensors"]
+
+
+def differentiable_tensors(value: Any) -> list[torch.Tensor]:
+    """Every tensor in ``value`` that requires a gradient, through lists, tuples, dicts, dataclasses and objects.
+
+    An object of a class that is none of these is searched through its attributes, so that outputs in a
+    caller's own result class are found as well.
+    """
+    if isinstance(value, torch.Tensor):
+        return [value] if value.requires_grad else []
+    found: list[torch.Tensor] = []
+    _collect(value, found, set())
+    return found
+
+
+_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+
+
+def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+    if isinstance(value, torch.Tensor):
+        if value.requires_grad:
+            found.append(value)
+        return
+    if isinstance(value, _LEAVES) or callable(value) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children: Any = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        children = value
+    elif dataclasses.is_dataclass(value):
+        children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        children = getattr(value, "__dict__", {}).values()
+    for child in list(children):
+        _collect(child, found, seen)
+
+
+def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """``value`` with ``fn`` applied to every tensor in lists, tuples, named tuples, dicts and dataclasses.
+
+    A container in which nothing changed is returned as it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return fn(value)
+    if isinstance(value, Mapping):
+        items = {key: map_tensors(item, fn) for key, item in value.items()}
+        if all(items[key] is value[key] for key in items):
+            return value
+        if type(value) is dict:
+            return items
+        copied: Any = copy.copy(value)
+        for key, item in items.items():
+            copied[key] = item
+        return copied
+    if isinstance(value, (list, tuple)):
+        mapped = [map_tensors(item, fn) for item in value]
+        if all(new is old for new, old in zip(mapped, value, strict=True)):
+            return value
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*mapped)
+        return type(value)(mapped)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: new
+            for field in dataclasses.fields(value)
+            if field.init and (new := map_tensors(old := getattr(value, field.name), fn)) is not old
+        }
+        return dataclasses.replace(value, **changed) if changed else value
+    return value

@@ -1,0 +1,236 @@
+"""What the units of one root share: order, prefetch, the end of backward, and recovery.
+
+A tree is made at the first forward of its root. If a unit is called before its root, it is the root
+of a small tree until the real root's first forward takes it over.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.autograd import Variable
+
+from fsdp_flat.api import BackwardPrefetch
+from fsdp_flat.comm import Streams
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import FlatParamHandle, in_backward
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime.reduction import Reductions
+from fsdp_flat.runtime.unit import Unit, Use, unit_of
+from fsdp_flat.runtime.used import UsedExchange
+
+__all__ = ["Pass", "Tree", "reset_tree", "tree_of"]
+
+
+class Pass:
+    """One forward of an outermost unit: the order in which units began, and in which their outputs were hooked."""
+
+    __slots__ = ("begun", "hooked")
+
+    def __init__(self) -> None:
+        self.begun: list[Unit] = []
+        self.hooked: list[Use] = []
+
+
+class Tree:
+    """The units at and below one root.
+
+    Args:
+        root_module: the wrapper that is the root.
+
+    Attributes:
+        root: the outermost unit; its parameters stay gathered between forward and backward.
+        units: every unit, parents before children.
+        reductions: those of the running backward pass.
+        trace: None, or a list to which ``(event, unit name)`` is appended: begin_unshard, finish_unshard,
+            reshard, pre_backward, begin_reduce, pre_forward, post_forward, end_of_backward.
+    """
+
+    def __init__(self, root_module: nn.Module) -> None:
+        self.units: list[Unit] = []
+        for name, module in root_module.named_modules():
+            unit = unit_of(module)
+            if unit is not None:
+                unit.name = clean_fqn(name) or type(unit.module).__name__
+                self.units.append(unit)
+        self.root = self.units[0]
+        self.reductions = Reductions()
+        self.trace: list[tuple[str, str]] | None = None
+        self._pass: Pass | None = None
+        self._last_order: dict[Unit, list[Unit]] = {}
+        self._prefetched: Unit | None = None
+        self._callback_queued = False
+        self._used = UsedExchange()
+        self._streams: Streams = self.root.streams
+        _check_homogeneous(self.units)
+        for unit in self.units:
+            if unit.tree is not None and unit.tree is not self:
+                self.trace = self.trace if self.trace is not None else unit.tree.trace
+            unit.tree = self
+
+    def note(self, event: str, unit: Unit) -> None:
+        """Append to the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append((event, unit.name))
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def begin_forward(self, unit: Unit) -> bool:
+        """A unit's forward begins outside of backward. Returns whether it is the outermost one of this call."""
+        outermost = self._pass is None
+        if self._pass is None:
+            self._recover()
+            self._pass = Pass()
+            self._streams.optimizer_ran()
+        self._pass.begun.append(unit)
+        return outermost
+
+    def end_forward(self) -> None:
+        """The outermost forward is over."""
+        assert self._pass is not None
+        self._last_order[self._pass.begun[0]] = self._pass.begun
+        self._pass = None
+        self._drop_prefetched()
+
+    def _recover(self) -> None:
+        # A queued end of backward that never ran means that backward raised.
+        if self._callback_queued:
+            self.abort()
+
+    def abort(self) -> None:
+        """An exception ended a step: every unit back to sharded and idle, gradients of that step dropped."""
+        self._pass = None
+        self._prefetched = None
+        self._callback_queued = False
+        self.reductions.finish()
+        for unit in self.units:
+            unit.abort()
+
+    @property
+    def current_pass(self) -> Pass | None:
+        """The pass that is running, if a forward is running."""
+        return self._pass
+
+    def record(self, use: Use) -> None:
+        """The outputs of ``use`` were hooked."""
+        if use.record is not None:
+            use.position = len(use.record.hooked)
+            use.record.hooked.append(use)
+
+    # -- prefetch ------------------------------------------------------------------------------------------------
+
+    def arrived(self, unit: Unit) -> None:
+        """A unit's parameters are there and in use, so it is no prefetch any more."""
+        if self._prefetched is unit:
+            self._prefetched = None
+
+    def _begin_early(self, unit: Unit) -> None:
+        if self._prefetched is None and unit.gathers and unit.is_sharded:
+            self._prefetched = unit
+            unit.begin_unshard()
+
+    def _drop_prefetched(self) -> None:
+        unit, self._prefetched = self._prefetched, None
+        if unit is not None:
+            unit.reshard()
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Begin the gather of the unit that followed ``unit`` in the last pass of the same outermost unit."""
+        assert self._pass is not None
+        # Without streams nothing overlaps unless it is begun early, so there it is always on.
+        if self._streams.is_accelerator and not unit.options.forward_prefetch:
+            return
+        order = self._last_order.get(self._pass.begun[0])
+        here = len(self._pass.begun) - 1
+        if order is not None and here < len(order) and order[here] is unit:
+            for following in order[here + 1 :]:
+                if following.gathers:
+                    self._begin_early(following)
+                    return
+
+    def prefetch_backward(self, use: Use) -> None:
+        """Begin the gather of the unit whose outputs were hooked before those of ``use``."""
+        if use.record is None:
+            return
+        for earlier in reversed(use.record.hooked[: use.position]):
+            if earlier.unit.gathers and earlier.unit is not use.unit:
+                self._begin_early(earlier.unit)
+                return
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def pre_backward(self, use: Use) -> None:
+        """Backward has reached an output of ``use``."""
+        task = in_backward()
+        if use.task == task:
+            return
+        use.task = task
+        self.queue_end_of_backward()
+        unit = use.unit
+        unit.activate(use)
+        unit.last_use = use
+        if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
+            self.prefetch_backward(use)
+
+    def gradients_are_complete(self, unit: Unit) -> None:
+        """A unit's gradients of this pass are there and on their way."""
+        use, unit.last_use = unit.last_use, None
+        if use is not None and unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+            self.prefetch_backward(use)
+
+    def queue_end_of_backward(self) -> None:
+        """Have :meth:`end_of_backward` called when the running backward pass is over."""
+        if not self._callback_queued:
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self.end_of_backward)
+
+    def end_of_backward(self) -> None:
+        """Close what is open, wait for the reductions, publish the sharded gradients, free everything."""
+        self._prefetched, prefetched = None, self._prefetched
+        if prefetched is not None:
+            prefetched.reshard()
+        # Reversed registration order: the same on every rank, and about that of backward.
+        for unit in reversed(self.units):
+            unit.close_backward()
+        for unit in self.units:
+            unit.settle()
+        used = {handle: flags for unit in self.units for handle, flags in unit.take_used().items()}
+        if not self.reductions.is_empty:
+            self._publish(used)
+        self._callback_queued = False
+        self.note("end_of_backward", self.root)
+
+    def _publish(self, used: dict[FlatParamHandle, bytes]) -> None:
+        owners = {handle: unit for unit in self.units for handle in unit.handles}
+        everywhere = self._used.begin(used, {handle: owners[handle].options.groups for handle in used})
+        shards = self.reductions.finish()
+        self._streams.reduced()
+        for handle, shard in shards.items():
+            flags = everywhere(handle)
+            handle.views.publish(shard, flags)
+
+
+def _check_homogeneous(units: list[Unit]) -> None:
+    for what in ("use_orig_params", "limit_all_gathers"):
+        first: dict[Any, str] = {}
+        for unit in units:
+            if unit.handles or what == "limit_all_gathers":
+                first.setdefault(getattr(unit.options, what), unit.name)
+        if len(first) > 1:
+            described = "; ".join(f"{what}={value} in unit {name!r}" for value, name in first.items())
+            raise OptionError(f"Every unit under one root must have the same {what}; got {described}.")
+
+
+def tree_of(module: nn.Module, unit: Unit) -> Tree:
+    """The tree of a wrapper, made now if it has none."""
+    if unit.tree is None:
+        Tree(module)
+    assert unit.tree is not None
+    return unit.tree
+
+
+def reset_tree(units: list[Unit]) -> None:
+    """Forget the tree of ``units``, so that the next use makes a new one."""
+    for unit in units:
+        unit.tree = None

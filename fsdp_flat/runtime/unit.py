@@ -1,0 +1,367 @@
+"""A unit: one wrapped module, its handles, and the collectives that gather and reduce them.
+
+The unit joins what the flat floor knows (tensors) with what the comm floor knows (groups). It is
+told when to act: by the forward of the wrapper, by autograd hooks, by the tree's prefetch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import Collectives, Pending, Streams, collectives_for, streams_for
+from fsdp_flat.errors import PhaseError
+from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward
+from fsdp_flat.runtime.options import Ignored, UnitOptions
+from fsdp_flat.runtime.reduction import Reduction
+
+if TYPE_CHECKING:
+    from fsdp_flat.runtime.tree import Pass, Tree
+
+__all__ = ["Phase", "Unit", "Use", "unit_of", "units_of"]
+
+
+class Phase(Enum):
+    """What the step is doing with a unit."""
+
+    IDLE = "idle"
+    FORWARD = "in forward"
+    BACKWARD = "in backward"
+    SUMMONED = "inside summon_full_params"
+
+
+class Use:
+    """One forward of a unit whose outputs may come back in backward.
+
+    Attributes:
+        unit: the unit.
+        record: the pass of the tree in which it happened; None when recomputed inside backward.
+        position: index of this use among the uses of that pass.
+        waits_for_inputs: the use ends when the gradients of its inputs are there, not with its parameters'.
+        task: id of the backward pass in which it became active, -1 before.
+    """
+
+    __slots__ = ("position", "record", "task", "unit", "waits_for_inputs")
+
+    def __init__(self, unit: Unit, record: Pass | None) -> None:
+        self.unit = unit
+        self.record = record
+        self.position = -1
+        self.waits_for_inputs = False
+        self.task = -1
+
+
+class Unit:
+    """One wrapped module and what is needed to run it sharded.
+
+    Args:
+        module: the wrapped module.
+        name: what errors call the unit until the tree knows its place.
+        options: what it was asked for.
+        handles: one per flat parameter; none if the module has no parameters of its own.
+        ignored: what the unit leaves alone.
+
+    Attributes:
+        phase: what the step is doing with it; written by this class and by ``summon_full_params``.
+        sync_gradients: False inside ``no_sync``.
+        tree: what it shares with the other units of its root; None until the first use.
+        gate_inputs: the end of backward is told by the gradients of the inputs, because some parameter
+            here gets none of its own (frozen, unused).
+        last_use: the use whose backward is running, for prefetch.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, options: UnitOptions, handles: list[FlatParamHandle], ignored: Ignored
+    ) -> None:
+        self.module = module
+        self.ignored = ignored
+        self.name = name
+        self.options = options
+        self.handles = handles
+        self.phase = Phase.IDLE
+        self.sync_gradients = True
+        self.tree: Tree | None = None
+        self.streams: Streams = streams_for(options.device)
+        shard = options.groups.shard
+        self._collectives: Collectives | None = collectives_for(shard, options.device) if shard.size > 1 else None
+        self._gathers: list[Pending] = []
+        self._depth = 0
+        self._gathered_version = 0
+        self._active: set[Use] = set()
+        self._expected: dict[int, int] = {}
+        self._used: dict[FlatParamHandle, bytes] = {}
+        self._has_reduced = False
+        self.last_use: Use | None = None
+        self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
+        for handle in handles:
+            handle.on_landed = self._on_landed
+
+    # -- where the data is ---------------------------------------------------------------------------------------
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether nothing is gathered and nothing is on its way."""
+        return not self.handles or self.handles[0].state is ShardState.SHARDED
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether the parameters are there."""
+        return not self.handles or self.handles[0].state is ShardState.UNSHARDED
+
+    @property
+    def gathers(self) -> bool:
+        """Whether an unshard communicates, so that beginning it early helps."""
+        return bool(self.handles) and self._collectives is not None
+
+    @property
+    def is_trainable(self) -> bool:
+        """Whether any parameter is to get a gradient."""
+        return any(handle.is_trainable for handle in self.handles)
+
+    def _trace(self, event: str) -> None:
+        if self.tree is not None and self.tree.trace is not None:
+            self.tree.trace.append((event, self.name))
+
+    def begin_unshard(self) -> None:
+        """Begin to gather, if nothing is gathered yet. Every rank of the shard group must call this."""
+        if not self.handles or not self.is_sharded:
+            return
+        self._trace("begin_unshard")
+        # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
+        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+            for handle in self.handles:
+                full = handle.begin_unshard()
+                if self._collectives is not None:
+                    self._gathers.append(self._collectives.begin_all_gather(full))
+
+    def finish_unshard(self) -> None:
+        """Wait until what was begun is there."""
+        if self.is_unsharded:
+            return
+        gathers, self._gathers = self._gathers, []
+        with self.streams.gathering():
+            for pending in gathers:
+                pending.wait()
+        self.streams.gathered()
+        for handle in self.handles:
+            handle.finish_unshard()
+        self._gathered_version = self._version()
+        self._trace("finish_unshard")
+
+    def _version(self) -> int:
+        return sum([handle.views.version() for handle in self.handles])
+
+    def unshard(self) -> None:
+        """Have the parameters gathered and current, and show them to the modules."""
+        if self.is_unsharded and self.gathers and not self._active and self._gathered_version != self._version():
+            # Kept from an earlier forward, and somebody has changed the shards since.
+            self.reshard()
+        if self.is_sharded:
+            for handle in self.handles:
+                handle.adopt_changes()
+            self.begin_unshard()
+        self.finish_unshard()
+        if self.tree is not None:
+            self.tree.arrived(self)
+        self.show_full()
+
+    def show_full(self) -> None:
+        """Point the modules at the gathered parameters."""
+        for handle in self.handles:
+            handle.show_full()
+
+    def show_shard(self) -> None:
+        """Point the modules at this rank's pieces."""
+        for handle in self.handles:
+            handle.views.show_shard()
+
+    def reshard(self) -> None:
+        """Free the gathered parameters; a gather on its way is waited for first."""
+        if self.is_sharded:
+            return
+        self.finish_unshard()
+        self._trace("reshard")
+        for handle in self.handles:
+            handle.views.show_shard()
+            handle.reshard()
+        self.streams.freed()
+
+    def gather_whole(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
+        """Gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) into a whole one (``layout.numel``).
+
+        The result is memory of its own, except where nothing is sharded: there it is the given tensor.
+        Every rank of the shard group must call this.
+        """
+        wholes: list[torch.Tensor] = []
+        pendings: list[Pending] = []
+        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+            for handle in self.handles:
+                shard = of(handle)
+                if self._collectives is None:
+                    wholes.append(shard)
+                    continue
+                whole = shard.new_empty(handle.layout.numel)
+                whole[handle.layout.shard(self.options.groups.shard.rank).to_slice()].copy_(shard)
+                wholes.append(whole)
+                pendings.append(self._collectives.begin_all_gather(whole))
+            for pending in pendings:
+                pending.wait()
+        self.streams.gathered()
+        return wholes
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """The module's forward begins."""
+        if self.phase is Phase.SUMMONED:
+            raise PhaseError(
+                f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
+                f"{self.options.groups.shard.rank} of its shard group. Leave the context before running the model."
+            )
+        self._depth += 1
+        if self.phase is Phase.IDLE:
+            self.phase = Phase.FORWARD
+        self.unshard()
+
+    def exit_forward(self, *, keep: bool) -> None:
+        """The module's forward is over; ``keep`` leaves the parameters gathered for backward."""
+        self._depth -= 1
+        if self._depth == 0 and self.phase is Phase.FORWARD:
+            self.phase = Phase.IDLE
+        if self._depth == 0 and not keep and not self._active:
+            self.reshard()
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def activate(self, use: Use) -> None:
+        """Backward has reached the outputs of ``use``: the parameters are needed from here on."""
+        self.phase = Phase.BACKWARD
+        self._active.add(use)
+        self._trace("pre_backward")
+        self.unshard()
+        if self.is_trainable and use.task not in self._expected:
+            self._expect(use.task)
+
+    def _expect(self, task: int) -> None:
+        self._expected[task] = sum([handle.num_expected() for handle in self.handles])
+
+    def _on_landed(self, _handle: FlatParamHandle) -> None:
+        assert self.tree is not None
+        task = in_backward()
+        if self._expected.get(task, 0) == 0:
+            # No output of this unit was on the way here (its parameters, or something it kept, were used
+            # directly), or this is the inner pass of a re-entrant checkpoint.
+            self.tree.queue_end_of_backward()
+            self.phase = Phase.BACKWARD
+            self._expect(task)
+        self._expected[task] -= 1
+        if self._expected[task] == 0:
+            self._complete_if_done(task)
+
+    def inputs_complete(self, use: Use) -> None:
+        """The gradients of the inputs of ``use`` are there, so its backward is over."""
+        use.waits_for_inputs = False
+        if use in self._active:
+            self._complete_if_done(use.task)
+
+    def _complete_if_done(self, task: int) -> None:
+        if any(self._expected.values()) or any(use.waits_for_inputs for use in self._active):
+            return
+        all_landed = sum([h.num_landed for h in self.handles]) == sum([len(h.layout.slots) for h in self.handles])
+        watched = self.gate_inputs
+        # Something here gets no gradient, so "all gradients came" does not mean "nothing is needed any more":
+        # from the next forward on, the gradients of the inputs say so.
+        self.gate_inputs = watched or not all_landed
+        began_here = any(use.task == task for use in self._active)
+        if self._active and not began_here and not all_landed:
+            # An inner pass of a re-entrant checkpoint that covers a part of the unit: more is to come.
+            return
+        self._expected.clear()
+        if watched or all_landed:
+            self._active.clear()
+        self._begin_reductions()
+        self._reshard_after_backward()
+        assert self.tree is not None
+        self.tree.gradients_are_complete(self)
+
+    def _reshard_after_backward(self) -> None:
+        if self._active or self._depth > 0:
+            return
+        self.phase = Phase.IDLE
+        if self.sync_gradients or self.options.strategy.reshard_after_forward:
+            self.reshard()
+
+    def _begin_reductions(self) -> None:
+        if not self.sync_gradients:
+            return
+        assert self.tree is not None
+        self._has_reduced = True
+        for handle in self.handles:
+            if not handle.is_trainable:
+                continue
+            landed = handle.landed
+            before = self._used.get(handle)
+            self._used[handle] = landed if before is None else bytes(map(max, landed, before))
+            self._trace("begin_reduce")
+            self.tree.reductions.add(Reduction(handle, self.options.groups, self._collectives, self.streams))
+
+    def take_used(self) -> dict[FlatParamHandle, bytes]:
+        """For each handle reduced in this backward, which of its parameters got a gradient on this rank."""
+        used, self._used = self._used, {}
+        return used
+
+    def close_backward(self) -> None:
+        """Backward is over: reduce what is still here."""
+        reached = bool(self._active or self._expected)
+        landed = any(handle.num_landed for handle in self.handles)
+        # A unit that backward reached reduces even if nothing landed: another rank may have used it.
+        if landed or (reached and not self._has_reduced):
+            self._begin_reductions()
+
+    def settle(self) -> None:
+        """A pass is over: nothing is active or on its way any more."""
+        self._active.clear()
+        self._expected.clear()
+        self._has_reduced = False
+        self.last_use = None
+        self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
+        if self._depth == 0 and (self.sync_gradients or self.options.strategy.reshard_after_forward):
+            self.reshard()
+        elif self._depth == 0 and not self.is_sharded:
+            self.show_shard()
+
+    def abort(self) -> None:
+        """An exception ended the step: back to the sharded, idle state, without partial gradients."""
+        self._depth = 0
+        self._used.clear()
+        gathers, self._gathers = self._gathers, []
+        for pending in gathers:
+            pending.wait()
+        for handle in self.handles:
+            handle.abandon()
+        self.settle()
+
+    @contextmanager
+    def in_phase(self, phase: Phase) -> Iterator[None]:
+        """Set the phase for a while."""
+        before, self.phase = self.phase, phase
+        try:
+            yield
+        finally:
+            self.phase = before
+
+
+def unit_of(module: nn.Module) -> Unit | None:
+    """The unit of a wrapper, or None for any other module."""
+    unit = module.__dict__.get("_unit")
+    return unit if isinstance(unit, Unit) else None
+
+
+def units_of(module: nn.Module) -> list[Unit]:
+    """Every unit at or below ``module``, parents before children."""
+    return [unit for child in module.modules() if (unit := unit_of(child)) is not None]

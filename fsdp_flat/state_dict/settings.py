@@ -1,0 +1,53 @@
+"""Which form a state dict takes, and with which options."""
+
+from __future__ import annotations
+
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    OptimStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
+from fsdp_flat.errors import UnsupportedError, UsageError
+
+__all__ = ["DEFAULT_SETTINGS", "settings_for"]
+
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+}
+
+
+def settings_for(
+    state_dict_type: object,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """The settings that the arguments of ``set_state_dict_type`` describe.
+
+    Raises:
+        UsageError: a config does not belong to the type.
+        UnsupportedError: a type that this version does not have.
+    """
+    kind = _member(state_dict_type)
+    if kind not in _CONFIGS:
+        raise UnsupportedError(f"{kind} is not supported by this version of fsdp_flat yet; use FULL_STATE_DICT.")
+    model_class, optim_class = _CONFIGS[kind]
+    for given, expected in ((state_dict_config, model_class), (optim_state_dict_config, optim_class)):
+        if given is not None and type(given).__name__ != expected.__name__:
+            raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
+    return StateDictSettings(kind, state_dict_config or model_class(), optim_state_dict_config or optim_class())
+
+
+def _member(value: object) -> StateDictType:
+    if isinstance(value, StateDictType):
+        return value
+    name = str(getattr(value, "name", None))
+    if type(value).__name__ == "StateDictType" and name in StateDictType.__members__:
+        return StateDictType[name]
+    choices = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
+    raise UsageError(f"state_dict_type must be one of {choices}; got {value!r}.")
+
+
+DEFAULT_SETTINGS = settings_for(StateDictType.FULL_STATE_DICT, None, None)

@@ -1,0 +1,36 @@
+"""Floor 1: which submodules become units. The path that FSDP1 users import policies from.
+
+Everything here works on module trees; the wrapper is passed in, so this floor knows nothing of
+sharding. Users' names equal those of ``torch.distributed.fsdp.wrap``; ``plan_units`` and
+``apply_plan`` are what a wrapper's constructor calls.
+"""
+
+from __future__ import annotations
+
+from fsdp_flat.wrap.context import _ConfigAutoWrap, enable_wrap, wrap
+from fsdp_flat.wrap.plan import UnitPlan, WrapPlan, apply_plan, plan_units
+from fsdp_flat.wrap.policies import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    _module_wrap_policy,
+    _or_policy,
+    _Policy,
+    _wrap_module_cls_individually,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from fsdp_flat.wrap.recursion import _construct_wrap_fn, _recursive_wrap
+from fsdp_flat.wrap.tree import _post_order_apply, _wrap
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "always_wrap_policy",
+    "enable_wrap",
+    "lambda_auto_wrap_policy",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "wrap",
+]

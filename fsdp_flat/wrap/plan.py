@@ -1,0 +1,185 @@
+"""From a policy to units: decide first, change the tree afterwards.
+
+Differences from FSDP1, on purpose: a function policy is asked about the whole tree before anything is wrapped;
+a module registered at several places becomes one unit at all of them (FSDP1 wraps the first, or each anew).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.wrap.checks import (
+    check_not_wrapped,
+    check_policy,
+    check_uniform_requires_grad,
+    explain_unbound,
+    named_classes,
+    warn_full_precision,
+    warn_no_match,
+)
+from fsdp_flat.wrap.policies import PolicyObject, _or_policy, _wrap_module_cls_individually
+from fsdp_flat.wrap.recursion import Walk
+from fsdp_flat.wrap.tree import Places, describe, post_order, require_module, wrap_overrides
+
+__all__ = ["UnitPlan", "WrapPlan", "apply_plan", "plan_units"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UnitPlan:
+    """A submodule that becomes a unit.
+
+    Attributes:
+        fqn: its first path below the root, without wrapper components.
+        module: the submodule.
+        kwargs: keyword arguments of its wrapper; a dict of its own.
+    """
+
+    fqn: str
+    module: nn.Module
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WrapPlan:
+    """What a policy chose in a tree.
+
+    Attributes:
+        units: children before parents; the root is never among them.
+        full_precision: modules of the classes that the root's mixed precision leaves alone, the root and ignored
+            ones included. As FSDP1 has it, their inputs are to be cast to float32 and their outputs back.
+    """
+
+    units: tuple[UnitPlan, ...]
+    full_precision: tuple[nn.Module, ...] = ()
+
+
+def plan_units(
+    root: nn.Module,
+    policy: PolicyObject | Callable[..., bool],
+    *,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: dict[str, Any],
+    is_wrapped: Callable[[nn.Module], bool] | None = None,
+) -> WrapPlan:
+    """Decide which submodules of ``root`` become units, and change nothing.
+
+    Args:
+        root: the module being wrapped.
+        policy: a function policy or a policy object, ours or made from FSDP1's.
+        ignored_modules: modules that never become units.
+        ignored_params: parameters that no unit manages.
+        root_kwargs: the wrapper's keyword arguments that units inherit; ``mixed_precision`` and
+            ``use_orig_params`` are read too.
+        is_wrapped: says whether a module is, or belongs to, a unit already; None to skip the check.
+
+    Returns:
+        The plan. Units of a policy object have ``auto_wrap_policy=None`` among their keyword arguments.
+
+    Raises:
+        OptionError: a submodule is wrapped already; a unit without original parameters mixes frozen and
+            trainable ones; a CustomPolicy function gave a wrong answer.
+        OptionTypeError: the policy is not one, or names something that is no module class.
+        PhaseError: the policy is None.
+    """
+    check_policy(policy)
+    classes = named_classes(policy)
+    if is_wrapped is not None:
+        check_not_wrapped(root, is_wrapped)
+    mixed_precision = root_kwargs.get("mixed_precision")
+    exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
+
+    if isinstance(policy, PolicyObject):
+        targets = _ask_object(policy, root, ignored_modules, root_kwargs, exempt)
+    else:
+        # FSDP1 joins the policies even if no class is exempt; then a policy cannot stop the walk any more.
+        asked = policy if mixed_precision is None else _and_also(policy, exempt)
+        targets = _ask_function(asked, policy, root, ignored_modules, ignored_params, root_kwargs)
+    for module, kwargs in targets.items():
+        if isinstance(module, exempt):
+            kwargs["mixed_precision"] = None
+
+    units = tuple(
+        UnitPlan(clean_fqn(path), module, targets[module])
+        for path, module in post_order(root)
+        if module in targets and module is not root
+    )
+    managed = [(unit.fqn, unit.module, unit.kwargs) for unit in units]
+    check_uniform_requires_grad([*managed, ("", root, root_kwargs)], ignored_params)
+
+    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt))
+    warn_full_precision(root, full_precision)
+    if classes is not None and all(isinstance(unit.module, exempt) for unit in units):
+        warn_no_match(root, classes, ignored_params)
+    return WrapPlan(units, full_precision)
+
+
+def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
+    """Replace each planned module by ``wrapper(module, kwargs)``, wherever below ``root`` it is registered.
+
+    Args:
+        root: the module that the plan was made for.
+        plan: from :func:`plan_units`.
+        wrapper: called once for each unit, children first.
+
+    Raises:
+        UsageError: if a planned module is no longer in the tree; nothing has been wrapped then.
+        PhaseError: if ``wrapper`` returns something else than a module.
+    """
+    places = Places.find(root)
+    for unit in plan.units:
+        if unit.module not in places.of:
+            raise UsageError(
+                f"{describe(unit.module, unit.fqn)} is no longer in {type(root).__name__}: the tree was changed after "
+                "plan_units. Apply a plan right after making it, and once."
+            )
+    for unit in plan.units:
+        wrapped = wrapper(unit.module, dict(unit.kwargs))
+        places.replace(unit.module, require_module(wrapped, describe(unit.module, unit.fqn)))
+
+
+def _and_also(policy: Callable[..., bool], exempt: tuple[type[nn.Module], ...]) -> Callable[..., bool]:
+    """The policy, and a unit of its own for each module of the exempt classes."""
+    return partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
+
+
+def _ask_object(
+    policy: PolicyObject,
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    root_kwargs: dict[str, Any],
+    exempt: tuple[type[nn.Module], ...],
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that a policy object chose, each with a dict of its own."""
+    inherited = {**root_kwargs, "auto_wrap_policy": None}
+    chosen = policy._run_policy(root, ignored_modules, dict(inherited))
+    targets = {module: dict(kwargs) for module, kwargs in chosen.items()}
+    for module in root.modules():
+        if module not in ignored_modules and isinstance(module, exempt):
+            targets.setdefault(module, dict(inherited))
+    return targets
+
+
+def _ask_function(
+    asked: Callable[..., bool],
+    policy: Callable[..., bool],
+    root: nn.Module,
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    root_kwargs: dict[str, Any],
+) -> dict[nn.Module, dict[str, Any]]:
+    """Return the modules that a function policy chose, each with a dict of its own."""
+    walk = Walk(asked, ignored_modules, ignored_params)
+    try:
+        walk.visit(root, only_children=True)
+    except TypeError as error:
+        explain_unbound(policy, error)
+        raise
+    return {module: {**root_kwargs, **wrap_overrides(module)} for module in walk.chosen}

@@ -1,0 +1,120 @@
+"""Module trees: order, places, and replacing a module at each of its places."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from fsdp_flat.errors import PhaseError
+from fsdp_flat.layout import clean_fqn, join_fqn
+
+__all__ = ["Places", "describe", "named_children", "post_order"]
+
+
+def describe(module: nn.Module, path: str) -> str:
+    """Return how messages name a module: its path and its class."""
+    kind = type(module).__name__
+    return f"'{clean_fqn(path)}' ({kind})" if path else f"the root module ({kind})"
+
+
+def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of ``module``, each once and under its first name."""
+    for name, child in module.named_children():
+        if child is not None:  # only where a class overrides named_children
+            yield name, child
+
+
+def post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return (path, module) of each module once, children before parents, ``root`` last.
+
+    A module that is registered at several places goes by the first of its paths, and comes before every
+    module that holds it.
+    """
+    ordered: list[tuple[str, nn.Module]] = []
+    visited = {root}
+
+    def visit(path: str, module: nn.Module) -> None:
+        for name, child in named_children(module):
+            if child not in visited:
+                visited.add(child)
+                visit(join_fqn(path, name), child)
+        ordered.append((path, module))
+
+    visit("", root)
+    return ordered
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where each module of a tree is registered: every (parent, name), repeated registrations included."""
+
+    of: dict[nn.Module, list[tuple[nn.Module, str]]]
+
+    @classmethod
+    def find(cls, root: nn.Module) -> Places:
+        """Return the places below ``root``, as they are now."""
+        of: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+        for parent in root.modules():
+            # named_children() hides a second name of the same child, so the dictionary itself is read.
+            for name, child in parent._modules.items():
+                if child is not None:
+                    of.setdefault(child, []).append((parent, name))
+        return cls(of)
+
+    def replace(self, module: nn.Module, replacement: nn.Module) -> None:
+        """Register ``replacement`` wherever ``module`` was registered when the places were found."""
+        for parent, name in self.of[module]:
+            setattr(parent, name, replacement)
+
+
+def require_module(value: object, where: str) -> nn.Module:
+    """Return ``value`` if it is a module.
+
+    Raises:
+        PhaseError: if it is not (an ``AssertionError`` in FSDP1).
+    """
+    if not isinstance(value, nn.Module):
+        raise PhaseError(f"Wrapping {where} gave {value!r}; the wrapper has to return an nn.Module.")
+    return value
+
+
+def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Call ``fn`` on every module, children first; what it returns replaces the module at all its places.
+
+    Args:
+        root_module: the tree; the root itself cannot be replaced.
+        fn: returns the replacement, or None to leave the module as it is.
+
+    Raises:
+        PhaseError: if ``fn`` returns something for the root, or neither None nor a module.
+    """
+    places = Places.find(root_module)
+    for path, module in post_order(root_module):
+        replacement = fn(module)
+        if replacement is None:
+            continue
+        if module is root_module:
+            raise PhaseError(
+                f"The function returned {type(replacement).__name__} for {describe(module, path)}, which has no "
+                "parent to register it with. Return None for the root and wrap it yourself."
+            )
+        places.replace(module, require_module(replacement, describe(module, path)))
+
+
+def wrap_overrides(module: nn.Module) -> dict[str, Any]:
+    """Return the keyword arguments that ``module`` itself asks to be wrapped with, if any."""
+    return dict(getattr(module, "_wrap_overrides", None) or {})
+
+
+def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: Any) -> nn.Module:
+    """Return ``wrapper_cls(module, **kwargs)``; a ``_wrap_overrides`` dict on the module takes priority.
+
+    Raises:
+        PhaseError: if ``wrapper_cls`` is None.
+    """
+    if wrapper_cls is None:
+        raise PhaseError(f"No wrapper for {type(module).__name__}: wrapper_cls is None. Pass the class to wrap with.")
+    return wrapper_cls(module, **{**kwargs, **wrap_overrides(module)})

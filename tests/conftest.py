@@ -1,0 +1,39 @@
+"""Fixtures that every test can use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
+
+# No deadline: on a busy machine the time of one example says nothing.
+settings.register_profile("fsdp_flat", deadline=None, print_blob=True)
+settings.load_profile("fsdp_flat")
+
+
+@pytest.fixture(scope="session")
+def warm_pools() -> Iterator[WarmPools]:
+    """The session's worker ranks."""
+    pools = WarmPools()
+    yield pools
+    pools.close()
+
+
+@pytest.fixture
+def ranks(warm_pools: WarmPools) -> Callable[..., Ranks]:
+    """Warm worker ranks: ``ranks(2).run(function, ...)``, or ``ranks(2, timeout=5)`` for another limit in seconds."""
+
+    def of_size(num_ranks: int, *, timeout: float = TASK_TIMEOUT_S) -> Ranks:
+        return Ranks(warm_pools, num_ranks, timeout)
+
+    return of_size
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    """Tests of one process start from the same random numbers, as those on worker ranks do."""
+    torch.manual_seed(0)

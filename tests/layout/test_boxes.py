@@ -1,0 +1,130 @@
+"""Boxes against enumeration of every element, and against the least number that exists."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout import Box, Interval, boxes
+
+
+def flat_indices(shape: tuple[int, ...], box: Box) -> list[int]:
+    """The flat indices of a box's elements, in the order in which they lie in the box."""
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    ranges = [range(offset, offset + size) for offset, size in zip(box.offsets, box.sizes, strict=True)]
+    for dim_range, size in zip(ranges, shape, strict=True):
+        assert dim_range.stop <= size
+    return [sum(i * s for i, s in zip(index, strides, strict=True)) for index in itertools.product(*ranges)]
+
+
+@st.composite
+def shapes_and_intervals(draw: st.DrawFn) -> tuple[tuple[int, ...], Interval]:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=5)))
+    ends = sorted(draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
+    return shape, Interval(*ends)
+
+
+def check(shape: tuple[int, ...], interval: Interval) -> None:
+    found = boxes(shape, interval)
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    position = interval.start
+    for box in found:
+        assert box.interval.start == position and not box.interval.is_empty
+        assert flat_indices(shape, box) == list(range(box.interval.start, box.interval.stop))
+        position = box.interval.stop
+    assert position == interval.stop
+
+
+@given(shapes_and_intervals())
+def test_boxes_follow_on_one_another_and_hold_each_element_once(case: tuple[tuple[int, ...], Interval]) -> None:
+    check(*case)
+
+
+@pytest.mark.parametrize(
+    "shape", [(), (1,), (7,), (3, 4), (1, 5), (5, 1), (3, 1, 4), (2, 3, 4), (3, 3, 3), (2, 1, 2, 3)]
+)
+def test_every_interval_of_a_small_shape_is_split_rightly(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    for start in range(numel + 1):
+        for stop in range(start, numel + 1):
+            check(shape, Interval(start, stop))
+
+
+@pytest.mark.parametrize("shape", [(6,), (3, 4), (3, 1, 3), (3, 3, 3)])
+def test_no_split_needs_fewer_boxes(shape: tuple[int, ...]) -> None:
+    numel = math.prod(shape)
+    blocks: set[tuple[int, int]] = set()
+    for corner in itertools.product(*[[(o, s) for o in range(n) for s in range(1, n - o + 1)] for n in shape]):
+        offsets, sizes = tuple(o for o, _ in corner), tuple(s for _, s in corner)
+        covered = flat_indices(shape, Box(offsets, sizes, Interval(0, math.prod(sizes))))
+        if covered == list(range(covered[0], covered[0] + len(covered))):
+            blocks.add((covered[0], covered[-1] + 1))
+
+    @cache
+    def least(start: int, stop: int) -> int:
+        if start == stop:
+            return 0
+        return 1 + min(least(end, stop) for end in range(start + 1, stop + 1) if (start, end) in blocks)
+
+    for start in range(numel):
+        for stop in range(start + 1, numel + 1):
+            assert len(boxes(shape, Interval(start, stop))) == least(start, stop)
+
+
+@pytest.mark.parametrize("ndim", [1, 2, 3, 4])
+def test_the_bound_on_the_number_of_boxes_is_reached(ndim: int) -> None:
+    shape = (3,) * ndim
+    assert len(boxes(shape, Interval(1, 3**ndim - 1))) == 2 * ndim - 1
+
+
+def test_whole_tensors_are_one_box() -> None:
+    assert boxes((2, 3, 4), Interval(0, 24)) == (Box((0, 0, 0), (2, 3, 4), Interval(0, 24)),)
+
+
+def test_a_scalar_is_one_box_without_dims() -> None:
+    assert boxes((), Interval(0, 1)) == (Box((), (), Interval(0, 1)),)
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (0, 3), (3, 0)])
+def test_an_empty_interval_has_no_boxes(shape: tuple[int, ...]) -> None:
+    assert boxes(shape, Interval(0, 0)) == ()
+
+
+def test_a_torch_size_is_a_shape() -> None:
+    torch = pytest.importorskip("torch")
+    assert boxes(torch.Size([2, 3]), Interval(0, 6)) == boxes((2, 3), Interval(0, 6))
+
+
+def test_an_interval_beyond_the_tensor_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"reaches beyond the 6 elements of shape \(2, 3\)"):
+        boxes((2, 3), Interval(3, 7))
+
+
+def test_a_negative_dim_is_refused() -> None:
+    with pytest.raises(OptionError, match="every dim of a shape is at least 0"):
+        boxes((2, -3), Interval(0, 0))
+
+
+@pytest.mark.parametrize(
+    "offsets, sizes, interval",
+    [((0,), (), Interval(0, 1)), ((0, 0), (2, 2), Interval(0, 3)), ((-1,), (1,), Interval(0, 1))],
+)
+def test_a_box_that_does_not_fit_its_interval_is_refused(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], interval: Interval
+) -> None:
+    with pytest.raises(OptionError, match="a Box"):
+        Box(offsets, sizes, interval)
+
+
+def test_the_check_of_these_tests_notices_a_wrong_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = boxes((3, 4), Interval(1, 11))
+    for wrong in (right[:-1], right[::-1], (*right[:-1], Box((2, 1), (1, 3), right[-1].interval))):
+        monkeypatch.setitem(globals(), "boxes", lambda shape, interval, wrong=wrong: wrong)
+        with pytest.raises(AssertionError):
+            check((3, 4), Interval(1, 11))

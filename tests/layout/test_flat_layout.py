@@ -1,0 +1,447 @@
+"""FlatLayout against a buffer written out element by element, and against torch FSDP1's own shard metadata."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout import FlatLayout, Interval, ParamSlot, SlotShard, alignment_numel
+
+Shapes = list[tuple[int, ...]]
+
+shape_lists = st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=7)
+PADDING = -1
+
+
+def named(shapes: Sequence[tuple[int, ...]]) -> list[tuple[str, tuple[int, ...]]]:
+    return [(f"p{i}", shape) for i, shape in enumerate(shapes)]
+
+
+def write_out(shapes: Sequence[tuple[int, ...]], *, world_size: int, align_numel: int) -> list[tuple[int, int]]:
+    """The buffer as a list of (parameter, element of it); (PADDING, PADDING) for padding."""
+    buffer: list[tuple[int, int]] = []
+    for index, shape in enumerate(shapes):
+        while len(buffer) % align_numel:
+            buffer.append((PADDING, PADDING))
+        buffer.extend((index, element) for element in range(math.prod(shape)))
+    while len(buffer) % world_size:
+        buffer.append((PADDING, PADDING))
+    return buffer
+
+
+# --- against brute force ---------------------------------------------------------------------------------------------
+
+
+@given(shape_lists, st.integers(1, 9), st.sampled_from([1, 2, 4, 8, 16]))
+def test_the_layout_is_that_of_a_buffer_written_out_element_by_element(shapes: Shapes, world: int, align: int) -> None:
+    layout = FlatLayout.build(named(shapes), world_size=world, align_numel=align)
+    buffer = write_out(shapes, world_size=world, align_numel=align)
+    assert layout.numel == len(buffer) == layout.shard_numel * world
+    for index, slot in enumerate(layout.slots):
+        assert slot.offset % align == 0
+        assert buffer[slot.interval.to_slice()] == [(index, element) for element in range(slot.numel)]
+    padded = [i for interval in layout.paddings() for i in range(interval.start, interval.stop)]
+    assert padded == [i for i, (index, _) in enumerate(buffer) if index == PADDING]
+    assert not any(interval.is_empty for interval in layout.paddings())
+
+
+@given(shape_lists, st.integers(1, 9), st.sampled_from([1, 2, 4, 8]))
+def test_a_ranks_pieces_are_its_part_of_the_buffer(shapes: Shapes, world: int, align: int) -> None:
+    layout = FlatLayout.build(named(shapes), world_size=world, align_numel=align)
+    buffer = write_out(shapes, world_size=world, align_numel=align)
+    for rank in range(world):
+        shard = buffer[layout.shard(rank).to_slice()]
+        rebuilt = [(PADDING, PADDING)] * layout.shard_numel
+        for piece in layout.shard_slots(rank):
+            assert not piece.is_empty
+            elements = range(piece.in_param.start, piece.in_param.stop)
+            rebuilt[piece.in_shard.to_slice()] = [(piece.index, element) for element in elements]
+        assert rebuilt == shard
+
+
+@given(shape_lists, st.integers(1, 9), st.sampled_from([1, 4]))
+def test_pieces_of_all_ranks_make_up_each_parameter(shapes: Shapes, world: int, align: int) -> None:
+    layout = FlatLayout.build(named(shapes), world_size=world, align_numel=align)
+    for index, slot in enumerate(layout.slots):
+        position = 0
+        for rank in range(world):
+            piece = layout.piece(index, rank)
+            assert piece.in_param.start == position and piece.numel == piece.in_shard.numel
+            assert Interval(0, layout.shard_numel).contains(piece.in_shard)
+            assert (piece in layout.shard_slots(rank)) == (not piece.is_empty) == (rank in layout.owners(index))
+            position = piece.in_param.stop
+        assert position == slot.numel
+
+
+@given(shape_lists, st.integers(1, 9))
+def test_shards_without_alignment_are_those_of_torch_chunk(shapes: Shapes, world: int) -> None:
+    layout = FlatLayout.build(named(shapes), world_size=world)
+    flat = torch.arange(sum(math.prod(shape) for shape in shapes))
+    assert layout.unpadded_numel == flat.numel()
+    if not flat.numel():
+        assert layout.shard_numel == 0
+        return
+    chunks = flat.chunk(world)
+    assert layout.shard_numel == chunks[0].numel()
+    for rank in range(world):
+        held = layout.shard(rank).intersect(Interval(0, flat.numel()))
+        expected = chunks[rank] if rank < len(chunks) else flat[:0]
+        assert torch.equal(flat[held.to_slice()], expected)
+
+
+# --- against torch FSDP1 ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def fake_rank(rank: int, world_size: int) -> Iterator[None]:
+    """A default process group that communicates nothing, and whose rank may be chosen."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def peer_handle(
+    module: nn.Module, *, rank: int, world_size: int, strategy: str, use_orig_params: bool
+) -> Iterator[Any]:
+    """The FlatParamHandle that torch FSDP1 makes of ``module`` on ``rank``."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    with fake_rank(rank, world_size):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = FullyShardedDataParallel(
+                module,
+                device_id=torch.device("cpu"),
+                sharding_strategy=ShardingStrategy[strategy],
+                use_orig_params=use_orig_params,
+            )
+        yield wrapped._handle
+
+
+def bag(shapes: Sequence[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    module = nn.Module()
+    for name, shape in named(shapes):
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype)))
+    return module
+
+
+def uneven_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Sequential(nn.Linear(5, 7, bias=False), nn.Linear(7, 1))
+    )
+
+
+def tiny_model() -> nn.Module:
+    return nn.Linear(1, 1)
+
+
+def tied_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False), nn.Linear(3, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def layout_as_the_peer_has_it(
+    params: Sequence[tuple[str, Sequence[int]]], *, itemsize: int, world_size: int, strategy: str, use_orig_params: bool
+) -> FlatLayout:
+    return FlatLayout.build(
+        params,
+        world_size=1 if strategy == "NO_SHARD" else world_size,
+        align_numel=alignment_numel(itemsize, use_orig_params=use_orig_params),
+        tail_multiple=world_size if use_orig_params else None,
+    )
+
+
+def numels_with_padding(layout: FlatLayout) -> tuple[int, ...]:
+    """Lengths of slots and of padding between them up to the unpadded end, as the peer lists them."""
+    found: list[int] = []
+    position = 0
+    for slot in layout.slots:
+        if slot.offset > position:
+            found.append(slot.offset - position)
+        found.append(slot.numel)
+        position = slot.interval.stop
+    if layout.unpadded_numel > position:
+        found.append(layout.unpadded_numel - position)
+    return tuple(found)
+
+
+def assert_same_as_peer(layout: FlatLayout, rank: int, handle: Any) -> None:
+    flat_param = handle.flat_param
+    assert tuple(flat_param._fqns) == layout.fqns
+    assert [tuple(shape) for shape in flat_param._shapes] == [slot.shape for slot in layout.slots]
+    assert tuple(flat_param._numels) == tuple(slot.numel for slot in layout.slots)
+    assert tuple(flat_param._numels_with_padding) == numels_with_padding(layout)
+    assert flat_param._unpadded_unsharded_size == torch.Size([layout.unpadded_numel])
+    assert flat_param._sharded_size == torch.Size([layout.shard_numel]) == flat_param.shape
+    tail = Interval(layout.unpadded_numel, layout.numel).intersect(layout.shard(rank))
+    assert flat_param._shard_numel_padded == tail.numel
+
+    # The peer calls some parameters without elements "in shard"; nothing depends on it, and a piece has elements here.
+    infos = flat_param._shard_param_infos
+    theirs = [
+        SlotShard(
+            index,
+            Interval(info.intra_param_start_idx, info.intra_param_end_idx + 1),
+            Interval(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard),
+        )
+        for index, info in enumerate(infos)
+        if info.in_shard and info.numel_in_shard
+    ]
+    assert len(infos) == len(layout.slots)
+    assert list(layout.shard_slots(rank)) == theirs
+
+    metadata = handle.shard_metadata()
+    held = [
+        (name, tuple(shape), numel, offsets)
+        for name, shape, numel, offsets in zip(
+            metadata.param_names, metadata.param_shapes, metadata.param_numels, metadata.param_offsets, strict=True
+        )
+        if numel
+    ]
+    assert held == [
+        (slot.fqn, slot.shape, slot.numel, (piece.in_param.start, piece.in_param.stop - 1))
+        for piece in layout.shard_slots(rank)
+        for slot in [layout.slots[piece.index]]
+    ]
+
+
+@pytest.mark.parametrize("make", [uneven_model, tiny_model, tied_model])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_the_layout_is_that_of_torch_fsdp(
+    make: Callable[[], nn.Module], dtype: torch.dtype, strategy: str, use_orig_params: bool, world_size: int
+) -> None:
+    params = [(name, param.shape) for name, param in make().named_parameters()]
+    layout = layout_as_the_peer_has_it(
+        params, itemsize=dtype.itemsize, world_size=world_size, strategy=strategy, use_orig_params=use_orig_params
+    )
+    for rank in range(world_size):
+        with peer_handle(
+            make().to(dtype), rank=rank, world_size=world_size, strategy=strategy, use_orig_params=use_orig_params
+        ) as handle:
+            assert_same_as_peer(layout, 0 if strategy == "NO_SHARD" else rank, handle)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    # FSDP1 takes no scalars and no flat parameter without elements.
+    shapes=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=6).filter(
+        lambda shapes: any(math.prod(shape) for shape in shapes)
+    ),
+    world_size=st.sampled_from([1, 2, 3, 4, 8]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    strategy=st.sampled_from(["FULL_SHARD", "NO_SHARD"]),
+    use_orig_params=st.booleans(),
+    data=st.data(),
+)
+def test_the_layout_is_that_of_torch_fsdp_for_any_shapes(
+    shapes: Shapes, world_size: int, dtype: torch.dtype, strategy: str, use_orig_params: bool, data: st.DataObject
+) -> None:
+    rank = data.draw(st.integers(0, world_size - 1))
+    layout = layout_as_the_peer_has_it(
+        named(shapes),
+        itemsize=dtype.itemsize,
+        world_size=world_size,
+        strategy=strategy,
+        use_orig_params=use_orig_params,
+    )
+    with peer_handle(
+        bag(shapes, dtype), rank=rank, world_size=world_size, strategy=strategy, use_orig_params=use_orig_params
+    ) as handle:
+        assert_same_as_peer(layout, 0 if strategy == "NO_SHARD" else rank, handle)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_each_ranks_shard_holds_the_values_that_torch_fsdp_puts_there(use_orig_params: bool) -> None:
+    layout = layout_as_the_peer_has_it(
+        [(name, param.shape) for name, param in uneven_model().named_parameters()],
+        itemsize=4,
+        world_size=4,
+        strategy="FULL_SHARD",
+        use_orig_params=use_orig_params,
+    )
+    for rank in range(4):
+        model = uneven_model()
+        values = [param.detach().flatten().clone() for param in model.parameters()]
+        with peer_handle(
+            model, rank=rank, world_size=4, strategy="FULL_SHARD", use_orig_params=use_orig_params
+        ) as handle:
+            shard = handle.flat_param.detach()
+            for piece in layout.shard_slots(rank):
+                mine = values[piece.index][piece.in_param.to_slice()]
+                assert torch.equal(shard[piece.in_shard.to_slice()], mine)
+
+
+def test_the_comparison_with_the_peer_notices_each_difference() -> None:
+    shapes: Shapes = [(3, 5), (1,), (7,)]
+    wrong = {
+        "alignment": FlatLayout.build(named(shapes), world_size=4, align_numel=8),
+        "no alignment": FlatLayout.build(named(shapes), world_size=4),
+        "world size": FlatLayout.build(named(shapes), world_size=2, align_numel=4),
+        "order": FlatLayout.build(named(shapes)[::-1], world_size=4, align_numel=4),
+        "shape": FlatLayout.build(named([(5, 3), (1,), (7,)]), world_size=4, align_numel=4),
+        "name": FlatLayout.build([("q", (3, 5)), *named(shapes)[1:]], world_size=4, align_numel=4),
+        "tail": FlatLayout.build(named(shapes), world_size=4, align_numel=4, tail_multiple=1),
+    }
+    right = FlatLayout.build(named(shapes), world_size=4, align_numel=4)
+    with peer_handle(bag(shapes), rank=1, world_size=4, strategy="FULL_SHARD", use_orig_params=True) as handle:
+        assert_same_as_peer(right, 1, handle)
+        for layout in wrong.values():
+            with pytest.raises(AssertionError):
+                assert_same_as_peer(layout, 1, handle)
+        with pytest.raises(AssertionError):
+            assert_same_as_peer(right, 2, handle)
+
+
+def test_no_process_group_is_left_behind() -> None:
+    with peer_handle(tiny_model(), rank=0, world_size=2, strategy="FULL_SHARD", use_orig_params=True):
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn])
+def test_alignment_is_that_of_torch_fsdp(dtype: torch.dtype) -> None:
+    from torch.distributed.fsdp._flat_param import _get_aligned_numel
+
+    assert alignment_numel(dtype.itemsize, use_orig_params=True) == _get_aligned_numel(dtype)
+    assert alignment_numel(dtype.itemsize, use_orig_params=False) == 1
+
+
+# --- the small things ------------------------------------------------------------------------------------------------
+
+
+def test_alignment_is_at_least_one_element() -> None:
+    assert alignment_numel(16, use_orig_params=True) == alignment_numel(32, use_orig_params=True) == 1
+    with pytest.raises(OptionError, match="number of bytes of at least 1, got 0"):
+        alignment_numel(0, use_orig_params=True)
+
+
+def test_a_known_layout_reads_as_on_paper() -> None:
+    layout = FlatLayout.build([("a", (3, 5)), ("b", ()), ("c", (0,)), ("d", (7,))], world_size=4, align_numel=4)
+    assert [slot.offset for slot in layout.slots] == [0, 16, 20, 20]
+    assert (layout.numel, layout.unpadded_numel, layout.shard_numel) == (28, 28, 7)
+    assert layout.paddings() == (Interval(15, 16), Interval(17, 20), Interval(27, 28))
+    assert layout.shard(2) == Interval(14, 21)
+    assert layout.shard_slots(2) == (
+        SlotShard(0, Interval(14, 15), Interval(0, 1)),
+        SlotShard(1, Interval(0, 1), Interval(2, 3)),
+        SlotShard(3, Interval(0, 1), Interval(6, 7)),
+    )
+    assert list(layout.owners(0)) == [0, 1, 2]
+    assert list(layout.owners(2)) == []
+    assert layout.describe() == (
+        "flat layout of 4 parameter(s), 'a' to 'd': 28 elements (5 of padding), 4 rank(s) of 7"
+    )
+
+
+def test_some_ranks_may_hold_nothing_but_padding() -> None:
+    layout = FlatLayout.build([("a", (5,))], world_size=4)
+    assert (layout.shard_numel, layout.numel, layout.unpadded_numel) == (2, 8, 5)
+    assert layout.shard_slots(3) == ()
+    assert layout.piece(0, 3) == SlotShard(0, Interval(5, 5), Interval(0, 0))
+
+
+def test_parameters_without_elements_are_laid_out_too() -> None:
+    layout = FlatLayout.build([("a", (0,)), ("b", (2, 0))], world_size=4)
+    assert (layout.numel, layout.shard_numel, layout.paddings()) == (0, 0, ())
+    assert all(layout.shard_slots(rank) == () for rank in range(4))
+
+
+def test_the_tail_may_be_padded_for_more_ranks_than_share_the_buffer() -> None:
+    layout = FlatLayout.build([("a", (5,))], world_size=1, align_numel=4, tail_multiple=4)
+    assert (layout.numel, layout.unpadded_numel, layout.shard_numel) == (8, 8, 8)
+
+
+def test_index_of_finds_each_name_and_refuses_others() -> None:
+    layout = FlatLayout.build(named([(2,), (3,), (4,)]), world_size=2)
+    assert [layout.index_of(fqn) for fqn in layout.fqns] == [0, 1, 2]
+    with pytest.raises(OptionError, match="no parameter 'x' in the flat layout of 3"):
+        layout.index_of("x")
+
+
+def test_pieces_of_a_rank_are_computed_once() -> None:
+    layout = FlatLayout.build(named([(2,), (3,)]), world_size=2)
+    assert layout.shard_slots(1) is layout.shard_slots(1)
+
+
+def test_a_layout_is_a_value() -> None:
+    one, other = (FlatLayout.build(named([(2,), (3,)]), world_size=2) for _ in range(2))
+    one.shard_slots(0)
+    assert one == other and hash(one) == hash(other)
+    assert one != FlatLayout.build(named([(2,), (3,)]), world_size=1)
+    for copied in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
+        assert copied == one and copied.shard_slots(1) == one.shard_slots(1)
+    with pytest.raises(AttributeError):
+        one.numel = 7  # type: ignore[misc]
+
+
+def test_a_torch_size_becomes_a_plain_shape() -> None:
+    layout = FlatLayout.build([("a", torch.Size([2, 3]))], world_size=1)
+    assert type(layout.slots[0].shape) is tuple
+
+
+SLOT = ParamSlot("a", (2,), 0)
+
+
+@pytest.mark.parametrize(
+    "call, text",
+    [
+        (lambda: FlatLayout.build([], world_size=2), "at least one parameter"),
+        (lambda: FlatLayout.build([("a", (1,)), ("a", (2,))], world_size=2), "different names, got 'a' at 0 and 1"),
+        (lambda: FlatLayout.build([("a", (1,))], world_size=0), "world_size is at least 1, got 0"),
+        (lambda: FlatLayout.build([("a", (1,))], world_size=1, align_numel=0), "align_numel is at least 1, got 0"),
+        (lambda: FlatLayout.build([("a", (1,))], world_size=1, tail_multiple=0), "tail_multiple is at least 1, got 0"),
+        (lambda: FlatLayout.build([("a", (-1,))], world_size=1), "shape of 'a' must be ints of at least 0"),
+        (
+            lambda: FlatLayout.build([("a", (1.5,))], world_size=1),  # type: ignore[list-item]
+            "shape of 'a' must be ints of at least 0",
+        ),
+        (lambda: FlatLayout((SLOT,), 3, 2, 2), "3 elements cannot be cut into 2 equal shards"),
+        (lambda: FlatLayout((SLOT,), 2, 0, 2), "world size of at least 1, got 0"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 1), "got 2, 1, 2"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 3), "got 2, 3, 2"),
+        (lambda: FlatLayout((SLOT, ParamSlot("b", (2,), 1)), 4, 1, 4), "'b' starts at 1, inside of what ends at 2"),
+        (lambda: ParamSlot("a", (2,), -1), "offset of 'a' must be an int of at least 0, got -1"),
+        (lambda: SlotShard(0, Interval(0, 2), Interval(0, 1)), "as long in the parameter as in the shard"),
+        (lambda: SlotShard(-1, Interval(0, 1), Interval(0, 1)), "index is at least 0, got -1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).shard(1), "rank must be in 0..0, got 1, for the flat layout of 1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).shard_slots(-1), "rank must be in 0..0, got -1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).piece(0, 5), "rank must be in 0..0, got 5"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).piece(1, 0), "slot index must be in 0..0, got 1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).owners(-1), "slot index must be in 0..0, got -1"),
+    ],
+)
+def test_what_cannot_be_a_layout_is_refused_with_the_reason(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        call()
+    assert text in str(caught.value)
+
+
+def test_the_floor_imports_no_torch() -> None:
+    import pathlib
+
+    import fsdp_flat.layout as floor
+
+    for path in pathlib.Path(floor.__file__).parent.glob("*.py"):
+        assert "import torch" not in path.read_text() and "from torch" not in path.read_text(), path

@@ -1,0 +1,62 @@
+"""Names without the components that wrappers add."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
+
+WRAPPERS = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"]
+NAMES = ["weight", "0", "x_orig_mod", "_orig_mod2", "_fsdp_wrapped_module_", "_flat_param"]
+
+
+@pytest.mark.parametrize(
+    "name, cleaned",
+    [
+        ("", ""),
+        ("weight", "weight"),
+        ("_fsdp_wrapped_module.weight", "weight"),
+        ("a._fsdp_wrapped_module.b._checkpoint_wrapped_module._fsdp_wrapped_module.weight", "a.b.weight"),
+        ("_orig_mod.a._orig_mod.weight", "a.weight"),
+        ("_fsdp_wrapped_module._flat_param", "_flat_param"),
+        ("a._fsdp_wrapped_module", "a"),
+        ("x_orig_mod.weight", "x_orig_mod.weight"),
+        ("x_fsdp_wrapped_module.weight", "x_fsdp_wrapped_module.weight"),
+        ("_orig_mod2._checkpoint_wrapped_module_.weight", "_orig_mod2._checkpoint_wrapped_module_.weight"),
+    ],
+)
+def test_clean_fqn_removes_exactly_the_wrapper_components(name: str, cleaned: str) -> None:
+    assert clean_fqn(name) == cleaned
+
+
+@given(st.lists(st.sampled_from(WRAPPERS + NAMES), min_size=1, max_size=8))
+def test_clean_fqn_keeps_all_other_components_in_order(parts: list[str]) -> None:
+    cleaned = clean_fqn(".".join(parts))
+    assert cleaned == ".".join(part for part in parts if part in NAMES)
+    assert clean_fqn(cleaned) == cleaned
+
+
+@pytest.mark.parametrize(
+    "parts, joined",
+    [((), ""), (("",), ""), (("", "a", "", "b.c"), "a.b.c"), (("a", ""), "a")],
+)
+def test_join_fqn_skips_empty_parts(parts: tuple[str, ...], joined: str) -> None:
+    assert join_fqn(*parts) == joined
+
+
+def test_the_names_are_those_of_torch_fsdp() -> None:
+    from torch.distributed.fsdp import _common_utils, _unshard_param_utils
+
+    assert FSDP_WRAPPED_MODULE == _common_utils.FSDP_WRAPPED_MODULE
+    assert FSDP_PREFIX == _common_utils.FSDP_PREFIX
+    assert FLAT_PARAM == _unshard_param_utils.FLAT_PARAM
+
+
+@given(st.lists(st.sampled_from([*WRAPPERS[:2], "weight", "0"]), max_size=6))
+def test_clean_fqn_agrees_with_torch_fsdp_on_ordinary_names(parts: list[str]) -> None:
+    from torch.distributed.fsdp._common_utils import clean_tensor_name
+
+    name = ".".join([*parts, "bias"])
+    assert clean_fqn(name) == clean_tensor_name(name)

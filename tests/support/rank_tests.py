@@ -1,0 +1,57 @@
+"""``@on_ranks(2, 4)``: a test whose body runs on every rank."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from .pool import TASK_TIMEOUT_S
+
+
+def on_ranks(*sizes: int, timeout: float = TASK_TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run the decorated top-level test on every rank, once for each number of ranks.
+
+    The test may name ``rank`` and ``num_ranks`` among its arguments. All others are pytest's as usual
+    (parametrised values, fixtures such as ``tmp_path``) and travel to the ranks by pickle.
+
+    Args:
+        sizes: numbers of ranks; each becomes a test of its own, ``test_name[2ranks]``.
+        timeout: seconds until the test fails with every rank's stack.
+    """
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise ValueError(f"on_ranks takes numbers of ranks, as in @on_ranks(2, 4), got {sizes}")
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        names = [name for name in inspect.signature(body).parameters if name != "rank"]
+        if body.__qualname__ != body.__name__:
+            raise TypeError(f"worker ranks find a test by its name, so it must be top-level: {body.__qualname__}")
+
+        @functools.wraps(body)
+        def test(ranks: Any, num_ranks: int, **arguments: Any) -> None:
+            __tracebackhide__ = True
+            if "num_ranks" in names:
+                arguments["num_ranks"] = num_ranks
+            ranks(num_ranks, timeout=timeout).run(run_body, body.__module__, body.__name__, arguments)
+
+        asked = dict.fromkeys(["ranks", "num_ranks", *names])
+        # Tells pytest what to pass; it would else look at the body's own arguments.
+        test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
+        )
+        return pytest.mark.parametrize("num_ranks", sizes, ids=[f"{size}ranks" for size in sizes])(test)
+
+    return decorate
+
+
+def run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    """On a rank: call the body below the decorator."""
+    body = getattr(importlib.import_module(module), name).__wrapped__
+    if "rank" in inspect.signature(body).parameters:
+        arguments["rank"] = dist.get_rank()
+    body(**arguments)

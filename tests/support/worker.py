@@ -1,0 +1,196 @@
+"""A worker rank: joins one process group, then runs the functions it is sent until the pipe closes."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
+
+GROUP_TIMEOUT = timedelta(seconds=60)
+
+# What a collective says when another rank has left it: never the first cause of a failure.
+FOLLOW_UPS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
+
+
+def main() -> None:
+    """Entry point of the process: ``rank num_ranks pipe_fd directory``."""
+    rank, num_ranks, pipe_fd = (int(argument) for argument in sys.argv[1:4])
+    directory = Path(sys.argv[4])
+    stacks = open(directory / f"stack{rank}", "w")  # noqa: SIM115  stays open for the signal handler
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+    threading.Thread(target=watch_parent, args=(os.getppid(),), daemon=True).start()
+    rewrite_asserts()
+
+    torch.set_num_threads(1)
+    base_store = dist.FileStore(str(directory / "store"), num_ranks)
+    dist.init_process_group("gloo", store=base_store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
+    dist.barrier()
+    serve(Connection(pipe_fd), FirstState(base_store))
+    # The groups' threads need not be joined: nothing that they could still do is wanted.
+    os._exit(0)
+
+
+def watch_parent(parent: int) -> None:
+    """End this process when the test session is gone, also in the middle of a collective."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
+def rewrite_asserts() -> None:
+    """Let a plain ``assert`` in a test module show its values here too, as in the pytest process."""
+    from _pytest.assertion import install_importhook
+    from _pytest.config import get_config
+
+    install_importhook(get_config())
+
+
+def serve(connection: Connection, first_state: FirstState) -> None:
+    """Answer each message until the pipe closes."""
+    ignored: list[str] = []
+    first_state.restore()
+    send(connection, Ready())
+    while True:
+        try:
+            message = receive(connection)
+        except EOFError:
+            return
+        if isinstance(message, RunTask):
+            ignored.clear()
+            with unprintable_errors_into(ignored):
+                answer: Returned | Raised = run_task(message.payload)
+        elif isinstance(message, Reset):
+            with unprintable_errors_into(ignored):
+                first_state.restore()
+            answer = Ready("\n".join(ignored))  # type: ignore[assignment]
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send(connection, answer)
+
+
+def run_task(payload: bytes) -> Returned | Raised:
+    """Call the function; whatever it raises becomes a record, so that no frame outlives the task."""
+    try:
+        with warnings.catch_warnings():
+            task: Task = pickle.loads(payload)
+            warnings.filters[:] = task.warning_filters  # type: ignore[index]
+            result = task.function(*task.args, **task.kwargs)
+            return Returned(pickle.dumps(result))
+    except BaseException as error:
+        return describe(error)
+
+
+def describe(error: BaseException) -> Raised:
+    """The record of an exception, without the frames of this file."""
+    frames: TracebackType | None = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    summary = traceback.format_exception_only(type(error), error)[0].strip()
+    return Raised(
+        summary=summary,
+        traceback=text,
+        is_skip=isinstance(error, pytest.skip.Exception),
+        is_follow_up=isinstance(error, RuntimeError) and any(sign in str(error) for sign in FOLLOW_UPS),
+        when=time.monotonic(),
+    )
+
+
+@contextmanager
+def unprintable_errors_into(ignored: list[str]) -> Iterator[None]:
+    """Collect errors of finalizers and threads, which Python only prints; pytest fails a test for them."""
+
+    def unraisable(info: sys.UnraisableHookArgs) -> None:
+        text = "".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback))
+        ignored.append(f"{info.err_msg or 'Exception ignored in'}: {info.object!r}\n{text}")
+
+    def thread_error(info: threading.ExceptHookArgs) -> None:
+        text = "".join(traceback.format_exception(info.exc_type, info.exc_value, info.exc_traceback))
+        ignored.append(f"Exception in thread {info.thread}\n{text}")
+
+    hooks = sys.unraisablehook, threading.excepthook
+    sys.unraisablehook, threading.excepthook = unraisable, thread_error
+    try:
+        yield
+    finally:
+        sys.unraisablehook, threading.excepthook = hooks
+
+
+class FirstState:
+    """What every task starts from: one process group, fixed seeds, default settings."""
+
+    def __init__(self, base_store: dist.Store) -> None:
+        self._base_store = base_store
+        self._num_restores = 0
+        self._environ = dict(os.environ)
+        self._directory = os.getcwd()
+        self._streams: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
+        self._num_modules = 0
+
+    def restore(self) -> None:
+        """Put the process back. Called when no rank is inside the task any more."""
+        self._num_restores += 1
+        sys.stdout, sys.stderr = self._streams
+        if os.environ != self._environ:
+            os.environ.clear()
+            os.environ.update(self._environ)
+        os.chdir(self._directory)
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+        torch.set_grad_enabled(True)
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        random.seed(0)
+        np.random.seed(0)
+        self._forget_groups()
+        self._collect_garbage()
+
+    def _forget_groups(self) -> None:
+        """Destroy every group but the default one, and make the names of later groups new."""
+        world: Any = distributed_c10d._world
+        default = world.default_pg
+        for group in list(world.pg_map):
+            if group is not default:
+                dist.destroy_process_group(group)
+        # Ranks may have counted differently in the last task, and some group names are hashes of
+        # the ranks: numbers that depend on the task alone, and a prefix for the keys of old groups.
+        world.group_count = 1000 * self._num_restores
+        backend, _ = world.pg_map[default]
+        world.pg_map[default] = (backend, dist.PrefixStore(f"task{self._num_restores}", self._base_store))
+        if "torch.distributed.tensor" in sys.modules:
+            # It caches meshes, whose groups are gone, under keys that an equal new mesh would hit.
+            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+            _clear_sharding_prop_cache()
+
+    def _collect_garbage(self) -> None:
+        gc.collect()
+        if len(sys.modules) != self._num_modules:
+            # Imported code stays for good: left out of later collections, which then take a millisecond.
+            self._num_modules = len(sys.modules)
+            gc.freeze()

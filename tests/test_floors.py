@@ -1,0 +1,216 @@
+"""Each file of fsdp_flat imports its own folder and lower floors only."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+PACKAGE = "fsdp_flat"
+TOP = 6
+
+# Every folder or module below the package that is not named here is on floor 5.
+FLOORS = {
+    "errors": 0,
+    "api": 0,
+    "layout": 0,
+    "flat": 1,
+    "comm": 1,
+    "wrap": 1,
+    "runtime": 2,
+    "state_dict": 3,
+    "optim_state": 4,
+    "compat": TOP,
+    "tools": TOP,
+    "": TOP,
+}
+DEFAULT_FLOOR = 5
+# Rooms of one floor may not know each other, but these are open: the errors to all, and the top two floors inside.
+SHARED_ROOMS = {"errors"}
+OPEN_FLOORS = {DEFAULT_FLOOR, TOP}
+# Integers and strings: these must be usable, and testable, without any process group.
+WITHOUT_DISTRIBUTED = {"errors", "api", "layout"}
+
+
+def violations(sources: Mapping[str, str]) -> list[str]:
+    """What the files import that they must not, one line each.
+
+    Args:
+        sources: ``{path: source}`` of the package's files; paths start with the package's name and use ``/``.
+    """
+    modules = {module_of(path) for path in sources}
+    found = []
+    for path, source in sources.items():
+        room = room_of(module_of(path))
+        for line, imported in imports_of(source, path, modules):
+            problem = problem_of(room, imported)
+            if problem:
+                found.append(f"{path}:{line}: {problem}")
+    return found
+
+
+def module_of(path: str) -> str:
+    """The dotted name of a file."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def room_of(module: str) -> str:
+    """The folder or top-level module that a module belongs to; empty for the package's own ``__init__``."""
+    return module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
+
+
+def floor_of(room: str) -> int:
+    """The floor of a room."""
+    return FLOORS.get(room, DEFAULT_FLOOR)
+
+
+def problem_of(room: str, imported: str) -> str | None:
+    """Why files of ``room`` must not import the module ``imported``, or None if they may."""
+    if is_inside(imported, "torch.distributed") and room in WITHOUT_DISTRIBUTED:
+        return f"imports {imported}, but {room} has to work without torch.distributed"
+    if is_inside(imported, "torch.distributed.fsdp") and room != "compat":
+        return f"imports {imported}, which only {PACKAGE}/compat/ may"
+    if room == "errors" and imported != "__future__":
+        return f"imports {imported}, but errors.py imports nothing"
+    if not is_inside(imported, PACKAGE):
+        return None
+    other = room_of(imported)
+    if other == room:
+        return None
+    here, there = floor_of(room), floor_of(other)
+    if there < here or other in SHARED_ROOMS or (there == here and here in OPEN_FLOORS):
+        return None
+    return f"imports {imported} of floor {there}, but is on floor {here}"
+
+
+def is_inside(module: str, package: str) -> bool:
+    """Whether ``module`` is ``package`` or below it."""
+    return module == package or module.startswith(package + ".")
+
+
+def imports_of(source: str, path: str, modules: set[str]) -> Iterator[tuple[int, str]]:
+    """``(line, module)`` of every import in a file, inside functions and for type checkers too.
+
+    The names torch.distributed and torch.distributed.fsdp also count when they are only spelled out.
+    """
+    for node in ast.walk(ast.parse(source, path)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute_base(node, path)
+            for alias in node.names:
+                # `from package import name` means the module of that name where there is one.
+                name = f"{base}.{alias.name}"
+                is_module = name in modules or any(is_inside(module, name) for module in modules)
+                outside = is_inside(base, "torch")
+                yield node.lineno, name if is_module or outside else base
+        elif isinstance(node, ast.Call) and is_import_call(node.func) and node.args:
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield node.lineno, argument.value
+        elif isinstance(node, ast.Attribute):
+            spelled = ast.unparse(node)
+            if spelled in ("torch.distributed", "torch.distributed.fsdp"):
+                yield node.lineno, spelled
+
+
+def absolute_base(node: ast.ImportFrom, path: str) -> str:
+    """The module after ``from``, with leading dots resolved."""
+    if node.level == 0:
+        return node.module or ""
+    folders = path.split("/")[:-1]
+    parents = folders[: len(folders) - node.level + 1]
+    return ".".join([*parents, *([node.module] if node.module else [])])
+
+
+def is_import_call(function: ast.expr) -> bool:
+    """Whether a call imports: ``importlib.import_module`` or ``__import__``."""
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    return name in ("import_module", "__import__")
+
+
+def package_sources() -> dict[str, str]:
+    """Every file of the package."""
+    root = Path(__file__).parent.parent
+    return {path.relative_to(root).as_posix(): path.read_text() for path in sorted((root / PACKAGE).rglob("*.py"))}
+
+
+def test_each_file_imports_its_own_folder_and_lower_floors_only() -> None:
+    sources = package_sources()
+    assert f"{PACKAGE}/errors.py" in sources
+    assert violations(sources) == []
+
+
+# One file for each room, so that names after `from package import` can be told from modules.
+HOUSE = dict.fromkeys(
+    [
+        "fsdp_flat/__init__.py",
+        "fsdp_flat/errors.py",
+        "fsdp_flat/api.py",
+        "fsdp_flat/layout/boxes.py",
+        "fsdp_flat/flat/handle.py",
+        "fsdp_flat/comm/groups.py",
+        "fsdp_flat/wrap/policies.py",
+        "fsdp_flat/runtime/unit.py",
+        "fsdp_flat/runtime/order.py",
+        "fsdp_flat/state_dict/full.py",
+        "fsdp_flat/optim_state/keys.py",
+        "fsdp_flat/fully_sharded_data_parallel.py",
+        "fsdp_flat/clipping.py",
+        "fsdp_flat/compat/install.py",
+        "fsdp_flat/tools/convert.py",
+    ],
+    "",
+)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fsdp_flat/layout/boxes.py", "from fsdp_flat.flat.handle import Handle"),
+        ("fsdp_flat/layout/boxes.py", "from fsdp_flat import api"),
+        ("fsdp_flat/layout/boxes.py", "import torch.distributed as dist"),
+        ("fsdp_flat/layout/boxes.py", "from torch import distributed"),
+        ("fsdp_flat/api.py", "import torch\nrank = torch.distributed.get_rank()"),
+        ("fsdp_flat/errors.py", "import torch"),
+        ("fsdp_flat/flat/handle.py", "from ..comm.groups import Groups"),
+        ("fsdp_flat/flat/handle.py", "from ..comm import groups"),
+        ("fsdp_flat/flat/handle.py", "from .. import comm"),
+        ("fsdp_flat/wrap/policies.py", "from fsdp_flat.flat import handle"),
+        ("fsdp_flat/runtime/unit.py", "def f():\n    from ..state_dict.full import save"),
+        ("fsdp_flat/runtime/unit.py", "from fsdp_flat import FullyShardedDataParallel"),
+        ("fsdp_flat/runtime/unit.py", "import importlib\nimportlib.import_module('fsdp_flat.optim_state.keys')"),
+        ("fsdp_flat/state_dict/full.py", "from ..fully_sharded_data_parallel import FSDP"),
+        ("fsdp_flat/clipping.py", "from .compat import install"),
+        ("fsdp_flat/clipping.py", "import fsdp_flat"),
+        ("fsdp_flat/runtime/unit.py", "from torch.distributed.fsdp import FullyShardedDataParallel"),
+        ("fsdp_flat/tools/convert.py", "from torch.distributed import fsdp"),
+        ("fsdp_flat/tools/convert.py", "import torch\nkind = torch.distributed.fsdp.ShardingStrategy"),
+    ],
+)
+def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, source: str) -> None:
+    found = violations({**HOUSE, path: source})
+    assert len(found) == 1, found
+    assert found[0].startswith(f"{path}:{len(source.splitlines())}: imports ")
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("fsdp_flat/errors.py", "from __future__ import annotations"),
+        ("fsdp_flat/layout/boxes.py", "import torch\nfrom ..errors import OptionError\nfrom .interval import Interval"),
+        ("fsdp_flat/flat/handle.py", "from .. import errors\nfrom ..layout import boxes\nfrom ..api import CPUOffload"),
+        ("fsdp_flat/comm/groups.py", "import torch.distributed as dist\nfrom torch.distributed import device_mesh"),
+        (
+            "fsdp_flat/runtime/unit.py",
+            "from . import order\nfrom ..flat.handle import Handle\nfrom ..comm import groups",
+        ),
+        ("fsdp_flat/fully_sharded_data_parallel.py", "from .clipping import clip\nfrom .optim_state import keys"),
+        ("fsdp_flat/__init__.py", "from .fully_sharded_data_parallel import FSDP\nfrom .tools import convert"),
+        ("fsdp_flat/compat/install.py", "import fsdp_flat\nimport torch.distributed.fsdp"),
+    ],
+)
+def test_an_import_of_the_own_folder_or_a_lower_floor_is_allowed(path: str, source: str) -> None:
+    assert violations({**HOUSE, path: source}) == []
