@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -15,91 +14,32 @@ from torch import nn
 from fsdp_flat.api import (
     BackwardPrefetch,
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
     StateDictType,
 )
 from fsdp_flat.clipping import clip_grads
-from fsdp_flat.comm import UnitGroups, resolve_groups, strategy_from
+from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.flat import FlatParameter, FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import (
-    Ignored,
     Phase,
     Tree,
-    UnitOptions,
-    agree_on_structure,
-    agree_on_weights,
     build_unit,
-    check_precision,
-    compute_device_from,
-    materialize,
-    owners_of_ties,
-    prefetch_from,
     resolve_ignored,
     run_forward,
-    structure_lines,
     summon_full_params,
-    sync_states_from,
     tree_of,
-    unit_of,
     units_of,
 )
 from fsdp_flat.state_dict import DEFAULT_SETTINGS, load_full, save_full, settings_for
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
-from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
 
 __all__ = ["FullyShardedDataParallel"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Arguments:
-    """The constructor's arguments, named and in order as there."""
-
-    process_group: Any = None
-    sharding_strategy: Any = None
-    cpu_offload: Any = None
-    auto_wrap_policy: Any = None
-    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
-    mixed_precision: Any = None
-    ignored_modules: Any = None
-    param_init_fn: Any = None
-    device_id: Any = None
-    sync_module_states: Any = False
-    forward_prefetch: Any = False
-    limit_all_gathers: Any = True
-    use_orig_params: Any = False
-    ignored_states: Any = None
-    device_mesh: Any = None
-
-    def as_kwargs(self) -> dict[str, Any]:
-        """The arguments by keyword."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-@dataclass(frozen=True, slots=True)
-class _Inherited:
-    """What the wrapper that runs an auto-wrap policy hands to the units that it makes.
-
-    Attributes:
-        owners: for parameters shared between units, the module whose unit takes them.
-        broadcast: units overwrite their tensors with those of rank 0.
-        name: the unit's name.
-    """
-
-    owners: dict[nn.Parameter, nn.Module]
-    broadcast: bool
-    name: str
 
 
 class FullyShardedDataParallel(nn.Module):
@@ -159,7 +99,7 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: Any = None,
     ) -> None:
         super().__init__()
-        arguments = _Arguments(
+        arguments = Arguments(
             process_group=process_group,
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
@@ -178,13 +118,13 @@ class FullyShardedDataParallel(nn.Module):
         )
         self._construct(module, arguments, None)
 
-    def _construct(self, module: nn.Module, arguments: _Arguments, inherited: _Inherited | None) -> None:
+    def _construct(self, module: nn.Module, arguments: Arguments, inherited: Inherited | None) -> None:
         if not isinstance(module, nn.Module):
             raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
-        options = _options_from(arguments)
+        options = options_from(arguments)
         name = type(module).__name__ if inherited is None else inherited.name
         if inherited is None:
-            ignored, inherited = _prepare(module, name, options, arguments)
+            ignored, inherited = prepare(module, name, options, arguments, FullyShardedDataParallel._child)
         else:
             ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
@@ -198,6 +138,14 @@ class FullyShardedDataParallel(nn.Module):
         self._settings = DEFAULT_SETTINGS
         setattr(self, FSDP_WRAPPED_MODULE, module)
         self.register_load_state_dict_post_hook(_clean_key_report)
+
+    @staticmethod
+    def _child(module: nn.Module, arguments: Arguments, inherited: Inherited) -> nn.Module:
+        # FSDP1 makes children of the base class also below a subclass.
+        wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        nn.Module.__init__(wrapper)
+        wrapper._construct(module, arguments, inherited)
+        return wrapper
 
     # -- what the wrapped module is reached by -------------------------------------------------------------------
 
@@ -526,126 +474,3 @@ class FullyShardedDataParallel(nn.Module):
 def _clean_key_report(_module: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
-
-
-def _options_from(arguments: _Arguments) -> UnitOptions:
-    strategy = strategy_from(arguments.sharding_strategy)
-    device, device_given = compute_device_from(arguments.device_id)
-    check_precision(arguments.mixed_precision, arguments.cpu_offload, device)
-    prefetch = prefetch_from(arguments.backward_prefetch)
-    sync_states = sync_states_from(arguments.sync_module_states)
-    groups: UnitGroups = resolve_groups(
-        strategy,
-        arguments.process_group,
-        arguments.device_mesh,
-        has_policy=arguments.auto_wrap_policy is not None,
-        device=device,
-    )
-    if groups.num_ranks == 1 and strategy.member is not ShardingStrategy.NO_SHARD:
-        warnings.warn(
-            f"{strategy.member.name} over a single rank has nothing to shard; the strategy becomes NO_SHARD.",
-            stacklevel=4,
-        )
-        strategy = strategy_from(ShardingStrategy.NO_SHARD)
-    elif strategy.member is ShardingStrategy.NO_SHARD and groups.num_ranks > 1:
-        warnings.warn(
-            "NO_SHARD keeps whole parameters on every rank; DistributedDataParallel does the same.",
-            FutureWarning,
-            stacklevel=4,
-        )
-    return UnitOptions(
-        strategy=strategy,
-        groups=groups,
-        device=device,
-        device_given=device_given,
-        use_orig_params=bool(arguments.use_orig_params),
-        backward_prefetch=prefetch,
-        forward_prefetch=bool(arguments.forward_prefetch),
-        limit_all_gathers=bool(arguments.limit_all_gathers),
-        sync_states=sync_states,
-        mixed_precision=arguments.mixed_precision or MixedPrecision(),
-        cpu_offload=arguments.cpu_offload,
-        param_init_fn=arguments.param_init_fn,
-    )
-
-
-def _prepare(module: nn.Module, name: str, options: UnitOptions, arguments: _Arguments) -> tuple[Ignored, _Inherited]:
-    """Plan, agree with the other ranks, and wrap the units that the policy chose."""
-    error: Exception | None = None
-    plan = WrapPlan(())
-    ignored = Ignored(frozenset(), frozenset())
-    lines: list[str] = []
-    try:
-        ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
-        if unit_of(module) is not None:
-            raise OptionError(f"{name} is wrapped already.")
-        if arguments.auto_wrap_policy is not None:
-            plan = plan_units(
-                module,
-                arguments.auto_wrap_policy,
-                ignored_modules=set(ignored.modules),
-                ignored_params=set(ignored.params),
-                root_kwargs=_child_kwargs(arguments, options, ignored),
-                is_wrapped=lambda child: unit_of(child) is not None,
-            )
-        lines = structure_lines(module, [unit.fqn for unit in plan.units], options, ignored)
-    except Exception as raised:
-        error = raised
-    agree_on_structure(lines, error, options.groups, options.device)
-    modules = [unit.module for unit in plan.units]
-    owners = owners_of_ties(module, modules, ignored.params.__contains__)
-    if any(param.is_meta for param in owners):
-        _materialize_ties(module, owners, options, ignored)
-        owners = owners_of_ties(module, modules, ignored.params.__contains__)
-    named = [
-        (clean_fqn(path), param)
-        for path, param in module.named_parameters()
-        if not param.is_meta and param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
-    ]
-    broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
-    names = {unit.module: unit.fqn for unit in plan.units}
-
-    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        # FSDP1 makes children of the base class also below a subclass.
-        wrapped = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
-        nn.Module.__init__(wrapped)
-        wrapped._construct(child, _Arguments(**kwargs), _Inherited(owners, broadcast, names[child]))
-        return wrapped
-
-    apply_plan(module, plan, wrapper)
-    return ignored, _Inherited(owners, broadcast, name)
-
-
-def _child_kwargs(arguments: _Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:
-    groups = options.groups
-    made_here = options.strategy.is_hybrid and groups.mesh is None
-    process_group = (groups.shard.group, groups.replicate.group) if made_here else arguments.process_group
-    return replace(
-        arguments,
-        process_group=process_group,
-        auto_wrap_policy=None,
-        ignored_modules=None,
-        ignored_states=set(ignored.params),
-    ).as_kwargs()
-
-
-def _materialize_ties(
-    module: nn.Module, owners: dict[nn.Parameter, nn.Module], options: UnitOptions, ignored: Ignored
-) -> None:
-    holders = [
-        (clean_fqn(path), child)
-        for path, child in module.named_modules()
-        if any(param in owners for param in child._parameters.values() if param is not None)
-    ]
-    materialize(
-        holders, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
-    )
-
-
-_REEXPORTED = (
-    FullOptimStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-)

@@ -35,7 +35,8 @@ def check(shape: tuple[int, ...], interval: Interval) -> None:
     assert len(found) <= max(1, 2 * len(shape) - 1)
     position = interval.start
     for box in found:
-        assert box.interval.start == position and not box.interval.is_empty
+        assert box.interval.start == position
+        assert not box.interval.is_empty
         assert flat_indices(shape, box) == list(range(box.interval.start, box.interval.stop))
         position = box.interval.stop
     assert position == interval.stop

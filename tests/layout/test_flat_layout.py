@@ -79,7 +79,8 @@ def test_pieces_of_all_ranks_make_up_each_parameter(shapes: Shapes, world: int, 
         position = 0
         for rank in range(world):
             piece = layout.piece(index, rank)
-            assert piece.in_param.start == position and piece.numel == piece.in_shard.numel
+            assert piece.in_param.start == position
+            assert piece.numel == piece.in_shard.numel
             assert Interval(0, layout.shard_numel).contains(piece.in_shard)
             assert (piece in layout.shard_slots(rank)) == (not piece.is_empty) == (rank in layout.owners(index))
             position = piece.in_param.stop
@@ -388,10 +389,12 @@ def test_pieces_of_a_rank_are_computed_once() -> None:
 def test_a_layout_is_a_value() -> None:
     one, other = (FlatLayout.build(named([(2,), (3,)]), world_size=2) for _ in range(2))
     one.shard_slots(0)
-    assert one == other and hash(one) == hash(other)
+    assert one == other
+    assert hash(one) == hash(other)
     assert one != FlatLayout.build(named([(2,), (3,)]), world_size=1)
     for copied in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
-        assert copied == one and copied.shard_slots(1) == one.shard_slots(1)
+        assert copied == one
+        assert copied.shard_slots(1) == one.shard_slots(1)
     with pytest.raises(AttributeError):
         one.numel = 7  # type: ignore[misc]
 
@@ -444,4 +447,6 @@ def test_the_floor_imports_no_torch() -> None:
     import fsdp_flat.layout as floor
 
     for path in pathlib.Path(floor.__file__).parent.glob("*.py"):
-        assert "import torch" not in path.read_text() and "from torch" not in path.read_text(), path
+        source = path.read_text()
+        assert "import torch" not in source, path
+        assert "from torch" not in source, path

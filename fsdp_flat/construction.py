@@ -1,0 +1,189 @@
+"""From the constructor's arguments to units: validated, planned, agreed between ranks, then built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from torch import nn
+
+from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_flat.comm import UnitGroups, resolve_groups, strategy_from
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime import (
+    Ignored,
+    UnitOptions,
+    agree_on_structure,
+    agree_on_weights,
+    check_precision,
+    compute_device_from,
+    materialize,
+    owners_of_ties,
+    prefetch_from,
+    resolve_ignored,
+    structure_lines,
+    sync_states_from,
+    unit_of,
+)
+from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
+
+__all__ = ["Arguments", "Inherited", "options_from", "prepare"]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The constructor's arguments, named and in order as there."""
+
+    process_group: Any = None
+    sharding_strategy: Any = None
+    cpu_offload: Any = None
+    auto_wrap_policy: Any = None
+    backward_prefetch: Any = BackwardPrefetch.BACKWARD_PRE
+    mixed_precision: Any = None
+    ignored_modules: Any = None
+    param_init_fn: Any = None
+    device_id: Any = None
+    sync_module_states: Any = False
+    forward_prefetch: Any = False
+    limit_all_gathers: Any = True
+    use_orig_params: Any = False
+    ignored_states: Any = None
+    device_mesh: Any = None
+
+    def as_kwargs(self) -> dict[str, Any]:
+        """The arguments by keyword."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """What the wrapper that runs an auto-wrap policy hands to the units that it makes.
+
+    Attributes:
+        owners: for parameters shared between units, the module whose unit takes them.
+        broadcast: units overwrite their tensors with those of rank 0.
+        name: the unit's name.
+    """
+
+    owners: dict[nn.Parameter, nn.Module]
+    broadcast: bool
+    name: str
+
+
+def options_from(arguments: Arguments) -> UnitOptions:
+    strategy = strategy_from(arguments.sharding_strategy)
+    device, device_given = compute_device_from(arguments.device_id)
+    check_precision(arguments.mixed_precision, arguments.cpu_offload, device)
+    prefetch = prefetch_from(arguments.backward_prefetch)
+    sync_states = sync_states_from(arguments.sync_module_states)
+    groups: UnitGroups = resolve_groups(
+        strategy,
+        arguments.process_group,
+        arguments.device_mesh,
+        has_policy=arguments.auto_wrap_policy is not None,
+        device=device,
+    )
+    if groups.num_ranks == 1 and strategy.member is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"{strategy.member.name} over a single rank has nothing to shard; the strategy becomes NO_SHARD.",
+            stacklevel=4,
+        )
+        strategy = strategy_from(ShardingStrategy.NO_SHARD)
+    elif strategy.member is ShardingStrategy.NO_SHARD and groups.num_ranks > 1:
+        warnings.warn(
+            "NO_SHARD keeps whole parameters on every rank; DistributedDataParallel does the same.",
+            FutureWarning,
+            stacklevel=4,
+        )
+    return UnitOptions(
+        strategy=strategy,
+        groups=groups,
+        device=device,
+        device_given=device_given,
+        use_orig_params=bool(arguments.use_orig_params),
+        backward_prefetch=prefetch,
+        forward_prefetch=bool(arguments.forward_prefetch),
+        limit_all_gathers=bool(arguments.limit_all_gathers),
+        sync_states=sync_states,
+        mixed_precision=arguments.mixed_precision or MixedPrecision(),
+        cpu_offload=arguments.cpu_offload,
+        param_init_fn=arguments.param_init_fn,
+    )
+
+
+def prepare(
+    module: nn.Module,
+    name: str,
+    options: UnitOptions,
+    arguments: Arguments,
+    make_child: Callable[[nn.Module, Arguments, Inherited], nn.Module],
+) -> tuple[Ignored, Inherited]:
+    """Plan, agree with the other ranks, and wrap the units that the policy chose."""
+    error: Exception | None = None
+    plan = WrapPlan(())
+    ignored = Ignored(frozenset(), frozenset())
+    lines: list[str] = []
+    try:
+        ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
+        if unit_of(module) is not None:
+            raise OptionError(f"{name} is wrapped already.")
+        if arguments.auto_wrap_policy is not None:
+            plan = plan_units(
+                module,
+                arguments.auto_wrap_policy,
+                ignored_modules=set(ignored.modules),
+                ignored_params=set(ignored.params),
+                root_kwargs=_child_kwargs(arguments, options, ignored),
+                is_wrapped=lambda child: unit_of(child) is not None,
+            )
+        lines = structure_lines(module, [unit.fqn for unit in plan.units], options, ignored)
+    except Exception as raised:
+        error = raised
+    agree_on_structure(lines, error, options.groups, options.device)
+    modules = [unit.module for unit in plan.units]
+    owners = owners_of_ties(module, modules, ignored.params.__contains__)
+    if any(param.is_meta for param in owners):
+        _materialize_ties(module, owners, options, ignored)
+        owners = owners_of_ties(module, modules, ignored.params.__contains__)
+    named = [
+        (clean_fqn(path), param)
+        for path, param in module.named_parameters()
+        if not param.is_meta and param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
+    ]
+    broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
+    names = {unit.module: unit.fqn for unit in plan.units}
+
+    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+        return make_child(child, Arguments(**kwargs), Inherited(owners, broadcast, names[child]))
+
+    apply_plan(module, plan, wrapper)
+    return ignored, Inherited(owners, broadcast, name)
+
+
+def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:
+    groups = options.groups
+    made_here = options.strategy.is_hybrid and groups.mesh is None
+    process_group = (groups.shard.group, groups.replicate.group) if made_here else arguments.process_group
+    return replace(
+        arguments,
+        process_group=process_group,
+        auto_wrap_policy=None,
+        ignored_modules=None,
+        ignored_states=set(ignored.params),
+    ).as_kwargs()
+
+
+def _materialize_ties(
+    module: nn.Module, owners: dict[nn.Parameter, nn.Module], options: UnitOptions, ignored: Ignored
+) -> None:
+    holders = [
+        (clean_fqn(path), child)
+        for path, child in module.named_modules()
+        if any(param in owners for param in child._parameters.values() if param is not None)
+    ]
+    materialize(
+        holders, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
+    )
