@@ -71,7 +71,12 @@ class MixedPrecision:
         keep_low_precision_grads: leave reduced gradients in ``reduce_dtype``.
         cast_forward_inputs: every unit casts its floating-point inputs to ``param_dtype``.
         cast_root_forward_inputs: the outermost unit casts its floating-point inputs.
-        _module_classes_to_ignore: classes that an auto-wrap policy keeps in full precision.
+        _module_classes_to_ignore: classes that an auto-wrap policy keeps in full precision, as units of their own.
+        master_dtype: dtype of the shards, so of the optimizer's work, where the model was built in a shorter
+            one; compute stays in ``param_dtype`` or the model's own dtype. (Not in FSDP1.)
+        full_precision_modules: classes whose parameters stay in their own dtype inside their unit, with
+            inputs cast to it and outputs cast back. (Not in FSDP1.)
+        uncast_inputs: names of forward arguments that input casts leave alone. (Not in FSDP1.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -81,6 +86,9 @@ class MixedPrecision:
     cast_forward_inputs: bool = False
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[torch.nn.Module]] = (_BatchNorm,)
+    master_dtype: torch.dtype | None = None
+    full_precision_modules: Sequence[type[torch.nn.Module]] = ()
+    uncast_inputs: Sequence[str] = ()
 
 
 @dataclass

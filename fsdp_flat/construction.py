@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import UnitGroups, resolve_groups, strategy_from
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
@@ -18,10 +18,12 @@ from fsdp_flat.runtime import (
     UnitOptions,
     agree_on_structure,
     agree_on_weights,
-    check_precision,
     compute_device_from,
+    keep_full_precision,
     materialize,
+    offloads_params,
     owners_of_ties,
+    precision_from,
     prefetch_from,
     resolve_ignored,
     structure_lines,
@@ -76,7 +78,8 @@ class Inherited:
 def options_from(arguments: Arguments) -> UnitOptions:
     strategy = strategy_from(arguments.sharding_strategy)
     device, device_given = compute_device_from(arguments.device_id)
-    check_precision(arguments.mixed_precision, arguments.cpu_offload, device)
+    precision = precision_from(arguments.mixed_precision)
+    offload_params = offloads_params(arguments.cpu_offload)
     prefetch = prefetch_from(arguments.backward_prefetch)
     sync_states = sync_states_from(arguments.sync_module_states)
     groups: UnitGroups = resolve_groups(
@@ -108,8 +111,8 @@ def options_from(arguments: Arguments) -> UnitOptions:
         forward_prefetch=bool(arguments.forward_prefetch),
         limit_all_gathers=bool(arguments.limit_all_gathers),
         sync_states=sync_states,
-        mixed_precision=arguments.mixed_precision or MixedPrecision(),
-        cpu_offload=arguments.cpu_offload,
+        precision=precision,
+        offload_params=offload_params,
         param_init_fn=arguments.param_init_fn,
     )
 
@@ -160,6 +163,8 @@ def prepare(
         return make_child(child, Arguments(**kwargs), Inherited(owners, broadcast, names[child]))
 
     apply_plan(module, plan, wrapper)
+    for exempt in plan.full_precision:
+        keep_full_precision(exempt)
     return ignored, Inherited(owners, broadcast, name)
 
 

@@ -53,9 +53,12 @@ class HandleSpec:
         world_size: size of the shard axis.
         num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to it.
         use_orig_params: the constructor's argument.
-        device: device of compute and of the shard.
+        device: device of compute.
+        shard_device: device of the shard and its gradient.
         compute_dtype: dtype of the gathered parameters; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
+        master_dtype: dtype of the shard; None keeps the original one.
+        keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
     """
 
     unit_name: str
@@ -65,8 +68,11 @@ class HandleSpec:
     num_ranks: int
     use_orig_params: bool
     device: torch.device
+    shard_device: torch.device
     compute_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
+    keep_reduce_dtype: bool = False
 
 
 class FlatParamHandle:
@@ -86,10 +92,12 @@ class FlatParamHandle:
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
         self.spec = spec
         first = params[0].param
-        self.orig_dtype = first.dtype
         floating = first.dtype.is_floating_point
-        self.compute_dtype = (spec.compute_dtype if floating else None) or first.dtype
-        self.reduce_dtype = (spec.reduce_dtype if floating else None) or self.compute_dtype
+        trainable = floating and first.requires_grad
+        self.orig_dtype = (spec.master_dtype if trainable else None) or first.dtype
+        self._low_dtype = (spec.compute_dtype if floating else None) or first.dtype
+        self.compute_dtype = self._low_dtype
+        self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
         self.layout = FlatLayout.build(
             [(entry.fqn, tuple(entry.shape)) for entry in params],
             world_size=spec.world_size,
@@ -101,34 +109,63 @@ class FlatParamHandle:
         self._state = ShardState.SHARDED
         self._window: GradientWindow | None = None
         self._hooked: list[Any] = []
-        self._make_buffer()
+        self._variants: dict[torch.dtype, _Variant] = {}
+        leaves = self._use_variant(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
-        self.views: Views = kind(params, self._new_leaves(params), self.layout, spec.rank, self.flat_param, spec.module)
+        self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module)
         for entry in params:
             entry.param._fsdp_flattened = FlattenedBy(entry.fqn, spec.unit_name)  # type: ignore[attr-defined]
         self._sync_requires_grad()
-        self.buffer.free()
 
     def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.device)
+        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.shard_device)
         for piece in self.layout.shard_slots(self.spec.rank):
             flat = params[piece.index].param.detach().reshape(-1)
             shard[piece.in_shard.to_slice()].copy_(flat[piece.in_param.to_slice()])
         return shard
 
-    def _make_buffer(self) -> None:
+    def _use_variant(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
+        """Point buffer and leaves at those of the compute dtype; they are made on first use."""
+        variant = self._variants.get(self.compute_dtype)
+        if variant is None:
+            buffer = self._new_buffer()
+            own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
+            variant = _Variant(buffer, own, tuple(self._new_leaves(params, buffer)))
+            self._variants[self.compute_dtype] = variant
+            buffer.free()
+        self.buffer, self._own_slice = variant.buffer, variant.own_slice
+        return variant.leaves
+
+    def _new_buffer(self) -> FlatBuffer:
         shard = self.flat_param.data
         self._shard_pointer = shard.data_ptr()
         same = self.layout.world_size == 1 and self.compute_dtype == shard.dtype and self.spec.device == shard.device
-        self.buffer = (
-            AliasBuffer(shard) if same else FlatBuffer(self.layout.numel, self.compute_dtype, self.spec.device)
-        )
-        self._own_slice = self.buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
+        return AliasBuffer(shard) if same else FlatBuffer(self.layout.numel, self.compute_dtype, self.spec.device)
 
-    def _new_leaves(self, params: Sequence[ManagedParam]) -> list[nn.Parameter]:
+    def use_full_precision(self, full: bool) -> None:
+        """Compute in the shard's own dtype from the next unshard on, or again in the low one."""
+        wanted = self.orig_dtype if full else self._low_dtype
+        if wanted != self.compute_dtype:
+            assert self._state is ShardState.SHARDED
+            self.compute_dtype = wanted
+            self.views.use_leaves(self._use_variant(self.views.params))
+            self._hooked = []
+            self._sync_requires_grad()
+
+    @property
+    def computes_low(self) -> bool:
+        """Whether compute has another dtype than the shard."""
+        return self._low_dtype != self.orig_dtype
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Dtype in which gradients are reduced."""
+        return self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
+
+    def _new_leaves(self, params: Sequence[ManagedParam], buffer: FlatBuffer) -> list[nn.Parameter]:
         leaves = []
         for entry, slot in zip(params, self.layout.slots, strict=True):
-            view = self.buffer.tensor[slot.interval.to_slice()].view(slot.shape)
+            view = buffer.tensor[slot.interval.to_slice()].view(slot.shape)
             # ``.data`` gives the leaf a version counter of its own, which refills of the buffer do not touch.
             leaf = nn.Parameter(view.data, requires_grad=False)
             # Marks that code in forward reads off parameters (weight decay flags, parallel dims) stay readable.
@@ -200,7 +237,7 @@ class FlatParamHandle:
     def _sync_requires_grad(self) -> None:
         wanted = self.views.requires_grad()
         leaves = self.views.leaves
-        if wanted == [leaf.requires_grad for leaf in leaves]:
+        if wanted == [leaf.requires_grad for leaf in leaves] and len(self._hooked) == sum(wanted):
             return
         for index, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
             if want and not leaf.requires_grad:
@@ -225,7 +262,7 @@ class FlatParamHandle:
                 "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
             )
         if self._window is None:
-            self._window = GradientWindow(self.layout, self.reduce_dtype, grad.device)
+            self._window = GradientWindow(self.layout, self.window_dtype, grad.device)
         self._window.land(index, grad.detach())
         self.on_landed(self)
 
@@ -249,7 +286,12 @@ class FlatParamHandle:
         window, self._window = self._window, None
         if window is None:
             return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device)
-        return window.close()
+        return window.close().to(self.reduce_dtype)
+
+    @property
+    def window_dtype(self) -> torch.dtype:
+        """Dtype in which gradients wait: never shorter than that in which they are computed."""
+        return torch.promote_types(self.compute_dtype, self.reduce_dtype)
 
     def drop_gradient(self) -> None:
         """Forget what came."""
@@ -269,24 +311,32 @@ class FlatParamHandle:
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""
         converted = fn(self.flat_param.data)
-        grad = self.flat_param.grad
-        self.flat_param.grad = None
+        grad, self.flat_param.grad = self.flat_param.grad, None
         self.flat_param.data = converted
         if grad is not None:
             self.flat_param.grad = fn(grad)
-        if self.compute_dtype == self.orig_dtype:
-            follows = self.reduce_dtype == self.compute_dtype
-            self.compute_dtype = converted.dtype
-            self.reduce_dtype = converted.dtype if follows else self.reduce_dtype
+        if self._low_dtype == self.orig_dtype:
+            if self._reduce_dtype == self._low_dtype:
+                self._reduce_dtype = converted.dtype
+            self._low_dtype = converted.dtype
         self.orig_dtype = converted.dtype
-        self.spec = replace(self.spec, device=converted.device)
-        self._make_buffer()
-        leaves = self._new_leaves(self.views.params)
-        self.views = type(self.views)(
-            self.views.params, leaves, self.layout, self.spec.rank, self.flat_param, self.spec.module
+        self.compute_dtype = self._low_dtype
+        moved = converted.device != self.spec.shard_device
+        self.spec = replace(
+            self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
         )
+        self._variants.clear()
+        self.views.use_leaves(self._use_variant(self.views.params))
         self.views.bind_shard(rebuilt=True)
         self._hooked = []
         self._sync_requires_grad()
         self.views.show_shard()
-        self.buffer.free()
+
+
+@dataclass(frozen=True, slots=True)
+class _Variant:
+    """A gathered buffer, this rank's slice of it and the leaves that view it, in one compute dtype."""
+
+    buffer: FlatBuffer
+    own_slice: torch.Tensor
+    leaves: tuple[nn.Parameter, ...]

@@ -53,6 +53,10 @@ class Views:
         self.module = module
         self.pieces: tuple[SlotShard, ...] = tuple(layout.piece(i, rank) for i in range(len(layout.slots)))
 
+    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        """Show other leaves from now on (another compute dtype)."""
+        self.leaves = tuple(leaves)
+
     def show_full(self) -> None:
         """Point the modules at the gathered parameters."""
         raise NotImplementedError
@@ -105,7 +109,7 @@ class Views:
         raise NotImplementedError
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
-        """Add a reduced gradient (1-D, the shard's numel and dtype) to ``.grad`` of what the optimizer holds."""
+        """Add a reduced gradient (1-D, the shard's numel) to ``.grad`` of what the optimizer holds."""
         raise NotImplementedError
 
     def adopt_changes(self, unit_name: str) -> None:
@@ -130,15 +134,19 @@ class OrigViews(Views):
     ) -> None:
         super().__init__(params, leaves, layout, rank, flat_param, module)
         self.sharded = tuple(entry.param for entry in params)
-        self._bindings = [
-            (site.module._parameters, site.name, leaf, entry.param)
-            for entry, leaf in zip(params, leaves, strict=True)
-            for site in entry.sites
-        ]
+        self.use_leaves(leaves)
         self._pointers: tuple[int, ...] = ()
         self._stash: list[torch.Tensor | None] | None = None
         self._is_whole = layout.world_size == 1
         self.bind_shard()
+
+    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        super().use_leaves(leaves)
+        self._bindings = [
+            (site.module._parameters, site.name, leaf, entry.param)
+            for entry, leaf in zip(self.params, self.leaves, strict=True)
+            for site in entry.sites
+        ]
 
     def show_full(self) -> None:
         for parameters, name, leaf, _ in self._bindings:
@@ -215,10 +223,7 @@ class OrigViews(Views):
             local = shard_grad[piece.in_shard.to_slice()]
             if self._is_whole:
                 local = local.view(slot.shape)
-            if sharded.grad is None:
-                sharded.grad = local
-            else:
-                sharded.grad.add_(local)
+            _accumulate(sharded, local)
 
     def version(self) -> int:
         return self.flat_param._version + sum([sharded._version for sharded in self.sharded])
@@ -268,6 +273,10 @@ class FlatViews(Views):
         module: nn.Module,
     ) -> None:
         super().__init__(params, leaves, layout, rank, flat_param, module)
+        self.show_shard()
+
+    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        super().use_leaves(leaves)
         self.show_shard()
 
     def show_full(self) -> None:
@@ -320,10 +329,18 @@ class FlatViews(Views):
     def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
         if not any(used):
             return
-        if self.flat_param.grad is None:
-            self.flat_param.grad = shard_grad
-        else:
-            self.flat_param.grad.add_(shard_grad)
+        _accumulate(self.flat_param, shard_grad)
 
     def version(self) -> int:
         return self.flat_param._version
+
+
+def _accumulate(param: nn.Parameter, grad: torch.Tensor) -> None:
+    if param.grad is not None:
+        param.grad.add_(grad)
+    elif grad.dtype == param.dtype:
+        param.grad = grad
+    else:
+        # keep_low_precision_grads: torch refuses a gradient of another dtype unless it comes in through ``.data``.
+        param.grad = torch.empty_like(param)
+        param.grad.data = grad

@@ -8,11 +8,12 @@ from fsdp_flat.runtime.materialize import materialize
 from fsdp_flat.runtime.options import (
     Ignored,
     UnitOptions,
-    check_precision,
     compute_device_from,
+    offloads_params,
     prefetch_from,
     sync_states_from,
 )
+from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
 from fsdp_flat.runtime.tree import Tree, reset_tree, tree_of
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
@@ -27,10 +28,12 @@ __all__ = [
     "agree_on_weights",
     "build_unit",
     "check_idle",
-    "check_precision",
     "compute_device_from",
+    "keep_full_precision",
     "materialize",
+    "offloads_params",
     "owners_of_ties",
+    "precision_from",
     "prefetch_from",
     "reset_tree",
     "resolve_ignored",

@@ -13,6 +13,7 @@ from fsdp_flat.layout import FLAT_PARAM, clean_fqn
 from fsdp_flat.runtime.agreement import agree_on_weights
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
 from fsdp_flat.runtime.options import Ignored, UnitOptions
+from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 __all__ = ["build_unit", "owners_of_ties", "structure_lines"]
@@ -55,8 +56,14 @@ def build_unit(
     if broadcast:
         with torch.no_grad():
             broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
-    handles = [FlatParamHandle(group, _spec(name, module, group, options)) for group in _grouped(params, name, options)]
-    unit = Unit(module, name, options, handles, ignored)
+    full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
+    handles = [
+        FlatParamHandle(group, _spec(name, module, group, options, full=full))
+        for group, full in _grouped(params, name, options, set(full_precision))
+    ]
+    unit = Unit(module, name, options, handles, ignored, BufferCasts(modules, options.precision.buffer_dtype))
+    for child in full_precision:
+        keep_full_precision(child)
     for _, child in modules:
         # torch.compile and transformers read these two off every managed submodule.
         child._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -69,8 +76,11 @@ def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[
     return [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
 
 
-def _spec(name: str, module: nn.Module, group: Sequence[ManagedParam], options: UnitOptions) -> HandleSpec:
-    shard = options.groups.shard
+def _spec(
+    name: str, module: nn.Module, group: Sequence[ManagedParam], options: UnitOptions, *, full: bool
+) -> HandleSpec:
+    shard, precision = options.groups.shard, options.precision
+    device = group[0].param.device
     return HandleSpec(
         unit_name=name,
         module=module,
@@ -78,9 +88,12 @@ def _spec(name: str, module: nn.Module, group: Sequence[ManagedParam], options: 
         world_size=shard.size,
         num_ranks=options.groups.num_ranks,
         use_orig_params=options.use_orig_params,
-        device=group[0].param.device,
-        compute_dtype=options.mixed_precision.param_dtype,
-        reduce_dtype=options.mixed_precision.reduce_dtype,
+        device=options.device if options.offload_params else device,
+        shard_device=torch.device("cpu") if options.offload_params else device,
+        compute_dtype=None if full else precision.param_dtype,
+        reduce_dtype=None if full else precision.reduce_dtype,
+        master_dtype=precision.master_dtype,
+        keep_reduce_dtype=precision.keep_low_precision_grads,
     )
 
 
@@ -109,22 +122,28 @@ def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owne
     return params
 
 
-def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) -> list[list[ManagedParam]]:
-    """One group per flat parameter: by dtype and requires_grad, so that what is frozen costs no gradient."""
-    groups: dict[tuple[torch.dtype, bool], list[ManagedParam]] = {}
+def _grouped(
+    params: Sequence[ManagedParam], name: str, options: UnitOptions, full_precision: set[nn.Module]
+) -> list[tuple[list[ManagedParam], bool]]:
+    """One group per flat parameter, and whether it keeps full precision.
+
+    Groups differ in dtype, in requires_grad (so that what is frozen costs no gradient), and in precision.
+    """
+    groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
     for entry in params:
-        groups.setdefault((entry.param.dtype, entry.param.requires_grad), []).append(entry)
+        full = entry.sites[0].module in full_precision
+        groups.setdefault((entry.param.dtype, entry.param.requires_grad, full), []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
         described = "; ".join(
-            f"{dtype}, requires_grad={grad}: {_some([entry.fqn for entry in group])}"
-            for (dtype, grad), group in groups.items()
+            f"{dtype}, requires_grad={grad}{', full precision' if full else ''}: {_some([e.fqn for e in group])}"
+            for (dtype, grad, full), group in groups.items()
         )
         raise OptionError(
             f"With use_orig_params=False all parameters of a unit share one flat parameter, so they need one dtype and "
             f"one requires_grad; unit {name!r} has {described}. Pass use_orig_params=True, which allows any mix, or "
             "wrap them in units of their own."
         )
-    return list(groups.values())
+    return [(group, full) for (_, _, full), group in groups.items()]
 
 
 def _some(names: list[str]) -> str:

@@ -33,6 +33,8 @@ def run_forward(wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: d
         if not recomputing:
             tree.prefetch_forward(unit)
         use = Use(unit, tree.current_pass)
+        if unit.cast_inputs is not None and not use.full_precision and tree.casts_inputs_of(unit):
+            args, kwargs = unit.cast_inputs(args, kwargs)
         if unit.gate_inputs and torch.is_grad_enabled():
             args, kwargs = _gate(use, args, kwargs)
         output = unit.module(*args, **kwargs)

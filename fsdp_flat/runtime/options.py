@@ -9,16 +9,17 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
+from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import Strategy, UnitGroups
-from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
+from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.runtime.precision import Precision
 
 __all__ = [
     "Ignored",
     "SyncStates",
     "UnitOptions",
-    "check_precision",
     "compute_device_from",
+    "offloads_params",
     "prefetch_from",
     "sync_states_from",
 ]
@@ -48,8 +49,8 @@ class UnitOptions:
         forward_prefetch: forward begins the next gather early, also where streams would overlap anyway.
         limit_all_gathers: kept for FSDP1's sake; the number of gathered units is bounded at any rate.
         sync_states: what to do about ranks that start from different weights.
-        mixed_precision: dtypes, or None.
-        cpu_offload: where shards live, or None.
+        precision: dtypes and casts.
+        offload_params: shards, gradients and so the optimizer live on the CPU.
         param_init_fn: initialises a module that is on the meta device.
     """
 
@@ -62,8 +63,8 @@ class UnitOptions:
     forward_prefetch: bool
     limit_all_gathers: bool
     sync_states: SyncStates
-    mixed_precision: MixedPrecision
-    cpu_offload: CPUOffload
+    precision: Precision
+    offload_params: bool
     param_init_fn: Callable[[nn.Module], None] | None
 
 
@@ -133,24 +134,14 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
     return device, True
 
 
-def check_precision(mixed_precision: object, cpu_offload: object, device: torch.device) -> None:
-    """Refuse what is not there yet.
+def offloads_params(cpu_offload: object) -> bool:
+    """Whether a ``CPUOffload`` (ours or torch's) or None asks for shards on the CPU.
 
     Raises:
-        OptionTypeError: not the option record expected.
-        UnsupportedError: an option that this version does not have.
+        OptionTypeError: it is something else.
     """
-    if mixed_precision is not None and type(mixed_precision).__name__ != "MixedPrecision":
-        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(mixed_precision).__name__}.")
-    if mixed_precision is not None:
-        asked = {
-            name: getattr(mixed_precision, name, None)
-            for name in ("param_dtype", "reduce_dtype", "buffer_dtype")
-            if getattr(mixed_precision, name, None) is not None
-        }
-        if asked:
-            raise UnsupportedError(f"mixed_precision with {asked} is not supported by this version of fsdp_flat yet.")
-    if cpu_offload is not None and not hasattr(cpu_offload, "offload_params"):
+    if cpu_offload is None:
+        return False
+    if type(cpu_offload).__name__ != "CPUOffload":
         raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(cpu_offload).__name__}.")
-    if getattr(cpu_offload, "offload_params", False) and device.type != "cpu":
-        raise UnsupportedError("CPUOffload(offload_params=True) is not supported on accelerators by this version yet.")
+    return bool(getattr(cpu_offload, "offload_params", False))

@@ -65,7 +65,8 @@ class Reduction:
             shard = self._pending.wait()
             if self._postscale != 1.0:
                 shard.div_(self._postscale)
-            return shard.to(self.handle.orig_dtype)
+            dtype = shard.dtype if self.handle.spec.keep_reduce_dtype else self.handle.orig_dtype
+            return shard.to(dtype=dtype, device=self.handle.spec.shard_device)
 
 
 class Reductions:

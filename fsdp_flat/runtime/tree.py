@@ -68,6 +68,21 @@ class Tree:
             if unit.tree is not None and unit.tree is not self:
                 self.trace = self.trace if self.trace is not None else unit.tree.trace
             unit.tree = self
+        self._buffers_full: bool | None = None
+        self._cast_buffers()
+
+    def _cast_buffers(self) -> None:
+        """Bring buffers to the dtype in which the next forward computes."""
+        full = self.root.wants_full_precision
+        if full != self._buffers_full:
+            self._buffers_full = full
+            for unit in self.units:
+                unit.buffers.cast(full=full)
+
+    def casts_inputs_of(self, unit: Unit) -> bool:
+        """Whether a unit's floating-point inputs are cast to its compute dtype."""
+        precision = unit.options.precision
+        return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
 
     def note(self, event: str, unit: Unit) -> None:
         """Append to the trace, if there is one."""
@@ -83,6 +98,7 @@ class Tree:
             self._recover()
             self._pass = Pass()
             self._streams.optimizer_ran()
+            self._cast_buffers()
         self._pass.begun.append(unit)
         return outermost
 

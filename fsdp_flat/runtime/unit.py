@@ -18,6 +18,7 @@ from fsdp_flat.comm import Collectives, Pending, Streams, collectives_for, strea
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward
 from fsdp_flat.runtime.options import Ignored, UnitOptions
+from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ class Use:
         position: index of this use among the uses of that pass.
         waits_for_inputs: the use ends when the gradients of its inputs are there, not with its parameters'.
         task: id of the backward pass in which it became active, -1 before.
+        full_precision: it ran in full precision, so its backward does.
     """
 
-    __slots__ = ("position", "record", "task", "unit", "waits_for_inputs")
+    __slots__ = ("full_precision", "position", "record", "task", "unit", "waits_for_inputs")
 
     def __init__(self, unit: Unit, record: Pass | None) -> None:
         self.unit = unit
@@ -54,6 +56,7 @@ class Use:
         self.position = -1
         self.waits_for_inputs = False
         self.task = -1
+        self.full_precision = unit.wants_full_precision
 
 
 class Unit:
@@ -65,6 +68,7 @@ class Unit:
         options: what it was asked for.
         handles: one per flat parameter; none if the module has no parameters of its own.
         ignored: what the unit leaves alone.
+        buffers: buffers that compute in another dtype.
 
     Attributes:
         phase: what the step is doing with it; written by this class and by ``summon_full_params``.
@@ -76,10 +80,19 @@ class Unit:
     """
 
     def __init__(
-        self, module: nn.Module, name: str, options: UnitOptions, handles: list[FlatParamHandle], ignored: Ignored
+        self,
+        module: nn.Module,
+        name: str,
+        options: UnitOptions,
+        handles: list[FlatParamHandle],
+        ignored: Ignored,
+        buffers: BufferCasts,
     ) -> None:
         self.module = module
         self.ignored = ignored
+        self.buffers = buffers
+        dtype = options.precision.param_dtype
+        self.cast_inputs = None if dtype is None else InputCast(module, dtype, options.precision.uncast_inputs)
         self.name = name
         self.options = options
         self.handles = handles
@@ -170,6 +183,18 @@ class Unit:
             self.tree.arrived(self)
         self.show_full()
 
+    @property
+    def wants_full_precision(self) -> bool:
+        """Whether a forward now would run in full precision (eval mode and the switch for it)."""
+        return self.options.precision.full_in_eval and not self.module.training
+
+    def use_full_precision(self, full: bool) -> None:
+        """Compute in the original dtype, or in the low one again; what is gathered in the other one is freed."""
+        if any(h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
+            self.reshard()
+            for handle in self.handles:
+                handle.use_full_precision(full)
+
     def show_full(self) -> None:
         """Point the modules at the gathered parameters."""
         for handle in self.handles:
@@ -226,6 +251,8 @@ class Unit:
         self._depth += 1
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
+        if self._depth == 1 and not self._active:
+            self.use_full_precision(self.wants_full_precision)
         self.unshard()
 
     def exit_forward(self, *, keep: bool) -> None:
@@ -243,6 +270,7 @@ class Unit:
         self.phase = Phase.BACKWARD
         self._active.add(use)
         self._trace("pre_backward")
+        self.use_full_precision(use.full_precision)
         self.unshard()
         if self.is_trainable and use.task not in self._expected:
             self._expect(use.task)

@@ -48,6 +48,9 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
                     stored = stored.cpu() if config.offload_to_cpu else stored
                     for name in present:
                         destination[name] = stored
+        for path, dtype in unit.buffers.originals().items():
+            if prefix + path in destination:
+                destination[prefix + path] = destination[prefix + path].to(dtype)
     return destination
 
 

@@ -1,0 +1,164 @@
+"""Dtypes of compute, reduction, buffers and inputs: what ``MixedPrecision`` asks for, and where casts happen."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.runtime.tensors import map_tensors
+
+__all__ = ["BufferCasts", "InputCast", "Precision", "keep_full_precision", "precision_from"]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """A validated ``MixedPrecision``; see there for the fields.
+
+    Attributes:
+        full_in_eval: forwards in eval mode run in full precision (``FSDP_USE_FULL_PREC_IN_EVAL=1``).
+    """
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    buffer_dtype: torch.dtype | None
+    keep_low_precision_grads: bool
+    cast_forward_inputs: bool
+    cast_root_forward_inputs: bool
+    master_dtype: torch.dtype | None
+    full_precision_modules: tuple[type[nn.Module], ...]
+    uncast_inputs: frozenset[str]
+    full_in_eval: bool
+
+
+def precision_from(value: Any) -> Precision:
+    """The precision that a ``MixedPrecision`` (ours or torch's) or None describes.
+
+    Raises:
+        OptionTypeError: it is something else, or a field is no dtype.
+        OptionError: a field is a dtype without fractions.
+    """
+    if value is not None and type(value).__name__ != "MixedPrecision":
+        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(value).__name__}.")
+    dtypes: dict[str, torch.dtype | None] = {}
+    for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype"):
+        dtype = getattr(value, name, None)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise OptionTypeError(f"MixedPrecision.{name} must be a torch.dtype or None; got {dtype!r}.")
+        if dtype is not None and not dtype.is_floating_point:
+            raise OptionError(f"MixedPrecision.{name} must be a floating-point dtype; got {dtype}.")
+        dtypes[name] = dtype
+    return Precision(
+        param_dtype=dtypes["param_dtype"],
+        reduce_dtype=dtypes["reduce_dtype"] or dtypes["param_dtype"],
+        buffer_dtype=dtypes["buffer_dtype"],
+        keep_low_precision_grads=bool(getattr(value, "keep_low_precision_grads", False)),
+        cast_forward_inputs=bool(getattr(value, "cast_forward_inputs", False)),
+        cast_root_forward_inputs=bool(getattr(value, "cast_root_forward_inputs", True)),
+        master_dtype=dtypes["master_dtype"],
+        full_precision_modules=tuple(getattr(value, "full_precision_modules", ())),
+        uncast_inputs=frozenset(getattr(value, "uncast_inputs", ())),
+        full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
+    )
+
+
+class InputCast:
+    """Casts floating-point forward inputs of one module to its compute dtype.
+
+    Args:
+        module: whose forward is called.
+        dtype: the compute dtype.
+        uncast: names of arguments that are left alone.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]) -> None:
+        self._dtype = dtype
+        self._uncast = uncast
+        self._positional: tuple[str, ...] = ()
+        if uncast:
+            self._positional = tuple(inspect.signature(module.forward).parameters)
+
+    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype == self._dtype or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(self._dtype)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The inputs, cast."""
+        if not self._uncast:
+            return map_tensors((args, kwargs), self._cast)
+        names = self._positional + ("",) * len(args)
+        cast_args = tuple(
+            arg if name in self._uncast else map_tensors(arg, self._cast)
+            for arg, name in zip(args, names, strict=False)
+        )
+        cast_kwargs = {
+            name: arg if name in self._uncast else map_tensors(arg, self._cast) for name, arg in kwargs.items()
+        }
+        return cast_args, cast_kwargs
+
+
+class BufferCasts:
+    """The buffers of one unit that compute in another dtype than they were registered with.
+
+    Args:
+        modules: the unit's own modules with their names.
+        dtype: dtype of floating-point buffers in compute; None leaves them alone.
+    """
+
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._buffers: list[tuple[str, nn.Module, str, torch.dtype]] = []
+        if dtype is not None:
+            for path, module in modules:
+                for name, buffer in module._buffers.items():
+                    if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                        self._buffers.append((f"{path}.{name}" if path else name, module, name, buffer.dtype))
+
+    def cast(self, *, full: bool) -> None:
+        """Bring the buffers to the compute dtype, or with ``full`` to the one they were registered with."""
+        for _, module, name, original in self._buffers:
+            buffer = module._buffers.get(name)
+            wanted = original if full or self._dtype is None else self._dtype
+            if buffer is not None and buffer.dtype != wanted:
+                buffer.data = buffer.data.to(wanted)
+
+    def originals(self) -> dict[str, torch.dtype]:
+        """Names below the unit's module and original dtypes."""
+        return {path: original for path, _, _, original in self._buffers}
+
+
+def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Have ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
+
+    The hooks come after those that are registered already.
+    """
+    before: list[torch.dtype | None] = []
+
+    def cast_inputs(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen: list[torch.dtype] = []
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == dtype or not tensor.is_floating_point():
+                return tensor
+            seen.append(tensor.dtype)
+            return tensor.to(dtype)
+
+        cast = map_tensors((args, kwargs), widen)
+        before.append(seen[-1] if seen else None)
+        return cast
+
+    def cast_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
+        original = before.pop() if before else None
+        if original is None:
+            return None
+        return map_tensors(output, lambda tensor: tensor.to(original) if tensor.dtype == dtype else tensor)
+
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+    module.register_forward_hook(cast_outputs)
