@@ -27,6 +27,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageErro
 from fsdp_flat.flat import FlatParameter, FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import (
+    LOW_PRECISION_HOOKS,
     Phase,
     Tree,
     build_unit,
@@ -302,6 +303,48 @@ class FullyShardedDataParallel(nn.Module):
         """
         tree = self._require_root("clip_grad_norm_")
         return clip_grads(self, tree.units, max_norm, norm_type)
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Replace the reduction of gradients by a function of the caller's; only on the root, once.
+
+        Args:
+            state: handed to the hook.
+            hook: called as ``hook(state, whole_gradient, output_shard)``; with NO_SHARD as ``hook(state, gradient)``,
+                which changes the gradient in place. Both are 1-D, in the reduction's dtype. The hook divides by
+                itself. Hybrid strategies call it over the shard axis and average over the replicate axis
+                themselves. torch's ``fp16_compress_hook`` and ``bf16_compress_hook`` stand for a reduction in
+                that dtype.
+
+        Raises:
+            PhaseError: (an AssertionError) not the root, or a second hook.
+            OptionError: (a ValueError) the hook is not callable.
+        """
+        tree = self._tree()
+        if tree.root is not self._unit:
+            raise PhaseError(f"register_comm_hook must be called on the root; {self._unit.name!r} is nested.")
+        if tree.policy.hook is not None or tree.policy.dtype is not None:
+            raise PhaseError("A communication hook is registered already; there can be one.")
+        if not callable(hook):
+            raise OptionError(f"A communication hook must be callable; got {hook!r}.")
+        dtype = LOW_PRECISION_HOOKS.get(hook)
+        if dtype is not None:
+            tree.policy.dtype = dtype
+        else:
+            tree.policy.hook, tree.policy.hook_state = hook, state
+
+    def set_gradient_divide_factor(self, factor: float | torch.Tensor | None) -> None:
+        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks.
+
+        With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is
+        read at the end of each backward, so it may be set anew for every step.
+
+        Args:
+            factor: a number, a scalar tensor on the gradients' device, or None for the mean.
+
+        Raises:
+            UsageError: not the root.
+        """
+        self._require_root("set_gradient_divide_factor").policy.divide_factor = factor
 
     # -- whole parameters ----------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
 from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
+from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.forward import run_forward
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
@@ -19,6 +20,7 @@ from fsdp_flat.runtime.tree import Tree, reset_tree, tree_of
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
 
 __all__ = [
+    "LOW_PRECISION_HOOKS",
     "Ignored",
     "Phase",
     "Tree",

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 
 from fsdp_flat.comm import Collectives, Pending, Streams, UnitGroups, begin_all_reduce
 from fsdp_flat.flat import FlatParamHandle
 
-__all__ = ["Reduction", "Reductions", "predivide_factor"]
+__all__ = ["Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
 
 
 def predivide_factor(num_ranks: int) -> float:
@@ -21,6 +25,24 @@ def predivide_factor(num_ranks: int) -> float:
     return float(factor)
 
 
+@dataclass(slots=True)
+class ReductionPolicy:
+    """How gradients are combined over ranks; one for a tree, read when a reduction begins and ends.
+
+    Attributes:
+        divide_factor: what the sum over ranks is divided by, a number or a scalar tensor; None is the number of
+            ranks, which makes it the mean.
+        hook: a communication hook in place of the reduction, called with ``hook_state``.
+        hook_state: the first argument of ``hook``.
+        dtype: dtype in which gradients travel, for the built-in low-precision hooks.
+    """
+
+    divide_factor: float | torch.Tensor | None = None
+    hook: Callable[..., Any] | None = None
+    hook_state: Any = None
+    dtype: torch.dtype | None = None
+
+
 class Reduction:
     """One flat gradient on its way to becoming this rank's shard of the mean gradient.
 
@@ -28,27 +50,48 @@ class Reduction:
     other dtype is summed as it is and only the shard is scaled, which is one pass over less data.
     """
 
-    __slots__ = ("_groups", "_pending", "_postscale", "_replicated", "_streams", "handle")
+    __slots__ = ("_groups", "_pending", "_policy", "_postscale", "_replicated", "_streams", "handle")
 
     def __init__(
-        self, handle: FlatParamHandle, groups: UnitGroups, collectives: Collectives | None, streams: Streams
+        self,
+        handle: FlatParamHandle,
+        groups: UnitGroups,
+        collectives: Collectives | None,
+        streams: Streams,
+        policy: ReductionPolicy,
     ) -> None:
         self.handle = handle
         self._groups = groups
         self._streams = streams
-        num_ranks = groups.num_ranks
-        prescale = 1.0
+        self._policy = policy
+        self._replicated = False
+        self._postscale: float = groups.num_ranks
         with torch.no_grad():
             flat = handle.take_gradient()
+            if policy.dtype is not None:
+                flat = flat.to(policy.dtype)
+            if policy.hook is not None:
+                self._pending = Pending((), self._call_hook(policy.hook, policy.hook_state, flat))
+                return
             if flat.dtype == torch.float16:
-                prescale = predivide_factor(num_ranks)
+                prescale = predivide_factor(groups.num_ranks)
                 flat.div_(prescale)
-            self._postscale = num_ranks / prescale
+                self._postscale /= prescale
             with streams.reducing():
                 self._pending = Pending((), flat) if collectives is None else collectives.begin_reduce_scatter(flat)
-                self._replicated = False
                 if collectives is None:
                     self.advance()
+
+    def _call_hook(self, hook: Callable[..., Any], state: Any, flat: torch.Tensor) -> torch.Tensor:
+        """Hooks divide by themselves; what is left is the mean over the replicate axis of a hybrid strategy."""
+        self._postscale = self._groups.replicate.size if self._groups.shard.size > 1 else 1.0
+        if self._groups.shard.size == 1:
+            self._replicated = True
+            hook(state, flat)
+            return flat
+        out = flat.new_zeros(self.handle.layout.shard_numel)
+        hook(state, flat, out)
+        return out
 
     def advance(self) -> None:
         """Wait for the sum over the shard axis and begin the one over the replicate axis."""
@@ -63,7 +106,11 @@ class Reduction:
         self.advance()
         with torch.no_grad(), self._streams.reducing():
             shard = self._pending.wait()
-            if self._postscale != 1.0:
+            factor = self._policy.divide_factor
+            if factor is not None and self._policy.hook is None:
+                # fp16 was divided once already; the caller's factor stands for the whole division.
+                shard.mul_(self._groups.num_ranks / self._postscale).div_(factor)
+            elif self._postscale != 1.0:
                 shard.div_(self._postscale)
             dtype = shard.dtype if self.handle.spec.keep_reduce_dtype else self.handle.orig_dtype
             return shard.to(dtype=dtype, device=self.handle.spec.shard_device)

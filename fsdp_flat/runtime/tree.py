@@ -16,7 +16,7 @@ from fsdp_flat.comm import Streams
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import FlatParamHandle, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.reduction import Reductions
+from fsdp_flat.runtime.reduction import ReductionPolicy, Reductions
 from fsdp_flat.runtime.unit import Unit, Use, unit_of
 from fsdp_flat.runtime.used import UsedExchange
 
@@ -42,6 +42,7 @@ class Tree:
     Attributes:
         root: the outermost unit; its parameters stay gathered between forward and backward.
         units: every unit, parents before children.
+        policy: how gradients are combined over ranks.
         reductions: those of the running backward pass.
         trace: None, or a list to which ``(event, unit name)`` is appended: begin_unshard, finish_unshard,
             reshard, pre_backward, begin_reduce, pre_forward, post_forward, end_of_backward.
@@ -55,6 +56,7 @@ class Tree:
                 unit.name = clean_fqn(name) or type(unit.module).__name__
                 self.units.append(unit)
         self.root = self.units[0]
+        self.policy = ReductionPolicy()
         self.reductions = Reductions()
         self.trace: list[tuple[str, str]] | None = None
         self._pass: Pass | None = None
@@ -67,6 +69,7 @@ class Tree:
         for unit in self.units:
             if unit.tree is not None and unit.tree is not self:
                 self.trace = self.trace if self.trace is not None else unit.tree.trace
+                self.policy = unit.tree.policy
             unit.tree = self
         self._buffers_full: bool | None = None
         self._cast_buffers()

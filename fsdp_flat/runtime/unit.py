@@ -148,6 +148,7 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
             for handle in self.handles:
+                handle.adopt_changes()
                 full = handle.begin_unshard()
                 if self._collectives is not None:
                     self._gathers.append(self._collectives.begin_all_gather(full))
@@ -175,8 +176,6 @@ class Unit:
             # Kept from an earlier forward, and somebody has changed the shards since.
             self.reshard()
         if self.is_sharded:
-            for handle in self.handles:
-                handle.adopt_changes()
             self.begin_unshard()
         self.finish_unshard()
         if self.tree is not None:
@@ -230,7 +229,7 @@ class Unit:
                 if self._collectives is None:
                     wholes.append(shard)
                     continue
-                whole = shard.new_empty(handle.layout.numel)
+                whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
                 whole[handle.layout.shard(self.options.groups.shard.rank).to_slice()].copy_(shard)
                 wholes.append(whole)
                 pendings.append(self._collectives.begin_all_gather(whole))
@@ -336,7 +335,9 @@ class Unit:
             before = self._used.get(handle)
             self._used[handle] = landed if before is None else bytes(map(max, landed, before))
             self._trace("begin_reduce")
-            self.tree.reductions.add(Reduction(handle, self.options.groups, self._collectives, self.streams))
+            self.tree.reductions.add(
+                Reduction(handle, self.options.groups, self._collectives, self.streams, self.tree.policy)
+            )
 
     def take_used(self) -> dict[FlatParamHandle, bytes]:
         """For each handle reduced in this backward, which of its parameters got a gradient on this rank."""
