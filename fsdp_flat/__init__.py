@@ -19,6 +19,7 @@ from fsdp_flat.api import (
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_flat.runtime import register_forward_method, unshard_for
 
 __version__ = "0.1.0"
 
@@ -40,4 +41,6 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "register_forward_method",
+    "unshard_for",
 ]

@@ -219,7 +219,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
-        return run_forward(self, self._unit, args, kwargs)
+        return run_forward(self, self._unit, args, kwargs, self._unit.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward and those that wait inside ``no_sync``."""

@@ -19,8 +19,10 @@ from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.flat._torch import accumulate_grad_node, num_nodes_that_will_run
 from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.flat_param import new_flat_parameter
+from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.gradients import GradientWindow
-from fsdp_flat.flat.views import FlatViews, OrigViews, Views
+from fsdp_flat.flat.orig_views import OrigViews
+from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, alignment_numel
 
@@ -112,7 +114,7 @@ class FlatParamHandle:
         self._variants: dict[torch.dtype, _Variant] = {}
         leaves = self._use_variant(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
-        self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module)
+        self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
         for entry in params:
             entry.param._fsdp_flattened = FlattenedBy(entry.fqn, spec.unit_name)  # type: ignore[attr-defined]
         self._sync_requires_grad()
@@ -172,6 +174,11 @@ class FlatParamHandle:
             leaf.__dict__.update(entry.param.__dict__)
             leaves.append(leaf)
         return leaves
+
+    def rename(self, unit_name: str) -> None:
+        """The unit is called something else in the tree that it turned out to belong to."""
+        self.spec = replace(self.spec, unit_name=unit_name)
+        self.views.unit_name = unit_name
 
     # -- where the data is ---------------------------------------------------------------------------------------
 
@@ -263,7 +270,7 @@ class FlatParamHandle:
             )
         if self._window is None:
             self._window = GradientWindow(self.layout, self.window_dtype, grad.device)
-        self._window.land(index, grad.detach())
+        self._window.land(index, self.views.run_hooks(index, grad.detach()))
         self.on_landed(self)
 
     @property
@@ -306,7 +313,7 @@ class FlatParamHandle:
         data = self.flat_param.data
         if data.data_ptr() != self._shard_pointer or data.dtype != self.orig_dtype:
             self.convert(lambda tensor: tensor)
-        self.views.adopt_changes(self.spec.unit_name)
+        self.views.adopt_changes()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""

@@ -3,7 +3,7 @@
 from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
 from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.forward import run_forward
+from fsdp_flat.runtime.forward import register_forward_method, run_forward, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
 from fsdp_flat.runtime.options import (
@@ -37,6 +37,7 @@ __all__ = [
     "owners_of_ties",
     "precision_from",
     "prefetch_from",
+    "register_forward_method",
     "reset_tree",
     "resolve_ignored",
     "run_forward",
@@ -46,5 +47,6 @@ __all__ = [
     "tree_of",
     "unit_of",
     "units_of",
+    "unshard_for",
     "whole_params",
 ]

@@ -14,6 +14,7 @@ from fsdp_flat.runtime.agreement import agree_on_weights
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
+from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 __all__ = ["build_unit", "owners_of_ties", "structure_lines"]
@@ -61,7 +62,9 @@ def build_unit(
         FlatParamHandle(group, _spec(name, module, group, options, full=full))
         for group, full in _grouped(params, name, options, set(full_precision))
     ]
-    unit = Unit(module, name, options, handles, ignored, BufferCasts(modules, options.precision.buffer_dtype))
+    buffers = BufferCasts(modules, options.precision.buffer_dtype)
+    stored = StoredTensors(child for _, child in modules)
+    unit = Unit(module, name, options, handles, ignored, buffers, stored)
     for child in full_precision:
         keep_full_precision(child)
     for _, child in modules:

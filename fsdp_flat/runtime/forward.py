@@ -2,56 +2,156 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import in_backward
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.tree import Tree, tree_of
-from fsdp_flat.runtime.unit import Unit, Use
+from fsdp_flat.runtime.unit import Unit, Use, unit_of
 
-__all__ = ["run_forward"]
+__all__ = ["register_forward_method", "run_forward", "unshard_for"]
 
 
-def run_forward(wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the wrapped module with its parameters gathered.
+def run_forward(
+    wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+) -> Any:
+    """Run ``call`` (the wrapped module, or a method of it) with the unit's parameters gathered.
 
     Every rank of the unit's groups must call this in the same order of units.
     """
-    tree = tree_of(wrapper, unit)
-    recomputing = in_backward() != -1
-    outermost = False if recomputing else tree.begin_forward(unit)
-    tree.note("pre_forward", unit)
-    entered = False
+    forward = _Forward(wrapper, unit)
     try:
-        if outermost and unit.streams.is_accelerator:
+        args, kwargs = forward.enter(args, kwargs)
+        output = call(*args, **kwargs)
+    except BaseException:
+        forward.fail()
+        raise
+    forward.leave(output)
+    return output
+
+
+@contextmanager
+def unshard_for(module: nn.Module) -> Iterator[None]:
+    """Have whole parameters of the units at and below ``module`` inside the block, also for autograd.
+
+    What is computed inside may be used in a loss: the gradients reach the parameters, and they stay gathered
+    until the end of that backward. For looking at or changing parameters use ``summon_full_params``.
+
+    Every rank must enter this. The block counts as a forward of the units.
+
+    Args:
+        module: a wrapper, or any module that holds wrappers.
+
+    Raises:
+        PhaseError: inside ``summon_full_params``.
+    """
+    entered: list[_Forward] = []
+    try:
+        for child in list(module.modules()):
+            unit = unit_of(child)
+            if unit is not None:
+                forward = _Forward(child, unit)
+                entered.append(forward)
+                forward.enter((), {})
+        yield
+    except BaseException:
+        for forward in reversed(entered):
+            forward.fail()
+        raise
+    for forward in reversed(entered):
+        forward.leave_open()
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a wrapped module run with its parameters gathered, as its forward does.
+
+    Args:
+        module: a wrapper. For any other module nothing is done, as with FSDP2's function of this kind.
+        method_name: name of a method of the wrapped module, ``"generate"`` for example.
+
+    Raises:
+        OptionError: the wrapped module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    method = getattr(unit.module, method_name, None)
+    if not callable(method):
+        raise OptionError(
+            f"{type(unit.module).__name__} has no method {method_name!r} to run with gathered parameters."
+        )
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return run_forward(module, unit, args, kwargs, method)
+
+    module.__dict__[method_name] = gathered
+
+
+class _Forward:
+    """One forward of a unit, from the gather to the hooks on its outputs."""
+
+    __slots__ = ("_entered", "_outermost", "_recomputing", "_tree", "_unit", "_use")
+
+    def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
+        self._unit = unit
+        self._tree = tree_of(wrapper, unit)
+        self._recomputing = in_backward() != -1
+        self._outermost = False
+        self._entered = False
+        self._use = Use(unit, None)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Gather, begin the next gather, and prepare the inputs."""
+        unit, tree = self._unit, self._tree
+        if not self._recomputing:
+            self._outermost = tree.begin_forward(unit)
+        tree.note("pre_forward", unit)
+        if self._outermost and unit.streams.is_accelerator:
             args, kwargs = _to_device((args, kwargs), unit.options.device)
         unit.enter_forward()
-        entered = True
-        if not recomputing:
+        self._entered = True
+        if not self._recomputing:
             tree.prefetch_forward(unit)
-        use = Use(unit, tree.current_pass)
+        use = self._use
+        use.record = tree.current_pass
         if unit.cast_inputs is not None and not use.full_precision and tree.casts_inputs_of(unit):
             args, kwargs = unit.cast_inputs(args, kwargs)
         if unit.gate_inputs and torch.is_grad_enabled():
             args, kwargs = _gate(use, args, kwargs)
-        output = unit.module(*args, **kwargs)
-    except BaseException:
-        # Inside backward this may be a checkpoint that has recomputed enough; the parameters stay for the
-        # backward that follows. Elsewhere the step is over, unless a caller further out catches this.
-        if outermost:
-            tree.abort()
-        elif entered:
-            unit.exit_forward(keep=recomputing)
-        raise
-    keep = _hook_outputs(tree, use, output, recomputing=recomputing)
-    tree.note("post_forward", unit)
-    unit.exit_forward(keep=keep)
-    if outermost:
-        tree.end_forward()
-    return output
+        return args, kwargs
+
+    def fail(self) -> None:
+        """The forward raised.
+
+        Inside backward this may be a checkpoint that has recomputed enough; the parameters stay for the backward
+        that follows. Elsewhere the step is over, unless a caller further out catches the exception.
+        """
+        if self._outermost:
+            self._tree.abort()
+        elif self._entered:
+            self._unit.exit_forward(keep=self._recomputing)
+
+    def leave(self, output: Any) -> None:
+        """Hook the outputs and free the parameters, or keep them for backward."""
+        self._close(_hook_outputs(self._tree, self._use, output, recomputing=self._recomputing))
+
+    def leave_open(self) -> None:
+        """There is no output to hook: keep the parameters for whatever backward follows."""
+        self._close(torch.is_grad_enabled())
+
+    def _close(self, keep: bool) -> None:
+        self._tree.note("post_forward", self._unit)
+        self._unit.exit_forward(keep=keep)
+        if self._outermost:
+            self._tree.end_forward()
 
 
 def _hook_outputs(tree: Tree, use: Use, output: Any, *, recomputing: bool) -> bool:
@@ -60,6 +160,8 @@ def _hook_outputs(tree: Tree, use: Use, output: Any, *, recomputing: bool) -> bo
         return False
     unit = use.unit
     outputs = differentiable_tensors(output)
+    if unit.handles:
+        outputs += unit.stored.tensors()
     if not outputs:
         return False
     if unit.handles:

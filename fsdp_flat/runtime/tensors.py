@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["differentiable_tensors", "map_tensors"]
+__all__ = ["StoredTensors", "differentiable_tensors", "map_tensors"]
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
@@ -46,6 +46,48 @@ def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
         children = getattr(value, "__dict__", {}).values()
     for child in list(children):
         _collect(child, found, seen)
+
+
+class StoredTensors:
+    """Differentiable tensors that modules keep as attributes in forward (an auxiliary loss, a cache).
+
+    A loss may be made of them, so backward may reach the unit through them instead of its outputs. All
+    attributes are searched after the first forward that saves for backward; after that only those that held
+    such a tensor, and all again every so often.
+
+    Args:
+        modules: the unit's own modules.
+    """
+
+    _SEARCH_EVERY = 64
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        self._modules = list(modules)
+        self._places: list[tuple[dict[str, Any], str]] = []
+        self._calls = 0
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What is stored now."""
+        if self._calls % self._SEARCH_EVERY == 0:
+            self._places = [
+                (module.__dict__, name)
+                for module in self._modules
+                for name, value in module.__dict__.items()
+                if _may_hold_tensors(name, value) and _derived(value)
+            ]
+        self._calls += 1
+        return [tensor for attributes, name in self._places for tensor in _derived(attributes.get(name))]
+
+
+_MODULE_STATE = frozenset(torch.nn.Module().__dict__)
+
+
+def _may_hold_tensors(name: str, value: Any) -> bool:
+    return name not in _MODULE_STATE and isinstance(value, (torch.Tensor, list, tuple, dict))
+
+
+def _derived(value: Any) -> list[torch.Tensor]:
+    return [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:

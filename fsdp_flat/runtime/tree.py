@@ -6,6 +6,7 @@ of a small tree until the real root's first forward takes it over.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import Streams
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle, in_backward
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.reduction import ReductionPolicy, Reductions
@@ -53,7 +54,7 @@ class Tree:
         for name, module in root_module.named_modules():
             unit = unit_of(module)
             if unit is not None:
-                unit.name = clean_fqn(name) or type(unit.module).__name__
+                unit.rename(clean_fqn(name) or type(unit.module).__name__)
                 self.units.append(unit)
         self.root = self.units[0]
         self.policy = ReductionPolicy()
@@ -63,6 +64,7 @@ class Tree:
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._callback_queued = False
+        self._checked_first_backward = False
         self._used = UsedExchange()
         self._streams: Streams = self.root.streams
         _check_homogeneous(self.units)
@@ -214,11 +216,34 @@ class Tree:
             unit.close_backward()
         for unit in self.units:
             unit.settle()
+        if not self._checked_first_backward:
+            self._check_first_backward()
         used = {handle: flags for unit in self.units for handle, flags in unit.take_used().items()}
         if not self.reductions.is_empty:
             self._publish(used)
         self._callback_queued = False
         self.note("end_of_backward", self.root)
+
+    def _check_first_backward(self) -> None:
+        """Once, when the first gradients are there: what would otherwise go wrong in silence."""
+        self._checked_first_backward = True
+        for unit in self.units:
+            for handle in unit.handles:
+                stale = handle.views.originals_in_optimizers()
+                if stale:
+                    raise UsageError(
+                        f"An optimizer holds {stale[0]!r} of unit {unit.name!r}, which wrapping replaced by a flat "
+                        "parameter, so its steps change nothing. Build the optimizer after wrapping, from "
+                        "model.parameters(), or pass use_orig_params=True."
+                    )
+        short = next((h for u in self.units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
+        if short is not None:
+            warnings.warn(
+                f"{short.layout.slots[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, so "
+                "an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
+                "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
+                stacklevel=2,
+            )
 
     def _publish(self, used: dict[FlatParamHandle, bytes]) -> None:
         owners = {handle: unit for unit in self.units for handle in unit.handles}

@@ -20,6 +20,7 @@ from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction
+from fsdp_flat.runtime.tensors import StoredTensors
 
 if TYPE_CHECKING:
     from fsdp_flat.runtime.tree import Pass, Tree
@@ -69,6 +70,7 @@ class Unit:
         handles: one per flat parameter; none if the module has no parameters of its own.
         ignored: what the unit leaves alone.
         buffers: buffers that compute in another dtype.
+        stored: tensors that the module keeps in forward.
 
     Attributes:
         phase: what the step is doing with it; written by this class and by ``summon_full_params``.
@@ -87,10 +89,12 @@ class Unit:
         handles: list[FlatParamHandle],
         ignored: Ignored,
         buffers: BufferCasts,
+        stored: StoredTensors,
     ) -> None:
         self.module = module
         self.ignored = ignored
         self.buffers = buffers
+        self.stored = stored
         dtype = options.precision.param_dtype
         self.cast_inputs = None if dtype is None else InputCast(module, dtype, options.precision.uncast_inputs)
         self.name = name
@@ -113,6 +117,12 @@ class Unit:
         self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
         for handle in handles:
             handle.on_landed = self._on_landed
+
+    def rename(self, name: str) -> None:
+        """The unit's place in its tree is known."""
+        self.name = name
+        for handle in self.handles:
+            handle.rename(name)
 
     # -- where the data is ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,129 @@
+"""Views of ``use_orig_params=False``: the optimizer sees the flat parameter alone."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from fsdp_flat.flat.guards import ShardedStandIn
+from fsdp_flat.flat.views import Views, accumulate_grad
+from fsdp_flat.flat.walk import ManagedParam
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout
+
+__all__ = ["FlatViews"]
+
+
+class FlatViews(Views):
+    """Views of ``use_orig_params=False``.
+
+    The originals leave ``module._parameters``. In compute the modules hold the leaves as plain attributes, otherwise
+    stand-ins that have the shape and raise when they are used.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        leaves: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        rank: int,
+        flat_param: nn.Parameter,
+        module: nn.Module,
+        unit_name: str,
+    ) -> None:
+        # The originals are let go of, so that whoever still holds one can be found.
+        self._originals = [weakref.ref(entry.param) for entry in params]
+        entries = [replace(entry, param=leaf) for entry, leaf in zip(params, leaves, strict=True)]
+        super().__init__(entries, leaves, layout, rank, flat_param, module, unit_name)
+        self._hooks = [entry.param._backward_hooks for entry in params]
+        self.use_leaves(leaves)
+
+    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        super().use_leaves(leaves)
+        self._stand_ins: list[torch.Tensor] = list(leaves)
+        if self.layout.world_size > 1:
+            self._stand_ins = [
+                ShardedStandIn.of(leaf, slot.fqn, lambda: self.unit_name)
+                for leaf, slot in zip(leaves, self.layout.slots, strict=True)
+            ]
+        self.show_shard()
+
+    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+        for entry, tensor in zip(self.params, tensors, strict=True):
+            for site in entry.sites:
+                site.module._parameters.pop(site.name, None)
+                site.module.__dict__[site.name] = tensor
+
+    def show_full(self) -> None:
+        self.unguard()
+        self._show(self.leaves)
+
+    def show_shard(self) -> None:
+        self._show(self._stand_ins)
+        self.guard()
+        self.module._parameters[FLAT_PARAM] = self.flat_param
+
+    def originals_in_optimizers(self) -> list[str]:
+        """Names of original parameters that some optimizer still holds, although wrapping replaced them."""
+        alive = [(index, param) for index, ref in enumerate(self._originals) if (param := ref()) is not None]
+        self._originals = []
+        return [self.layout.slots[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
+
+    def show_whole(self, whole: torch.Tensor) -> None:
+        self.unguard()
+        self.module._parameters.pop(FLAT_PARAM, None)
+        for entry, slot in zip(self.params, self.layout.slots, strict=True):
+            view = whole[slot.interval.to_slice()].view(slot.shape)
+            fresh = nn.Parameter(view, requires_grad=self.flat_param.requires_grad)
+            for site in entry.sites:
+                site.module.__dict__.pop(site.name, None)
+                site.module._parameters[site.name] = fresh
+
+    def hide_whole(self) -> None:
+        self.show_shard()
+
+    def shard_grad(self) -> torch.Tensor:
+        grad = self.flat_param.grad
+        return torch.zeros_like(self.flat_param.data) if grad is None else grad.clone()
+
+    def show_whole_grads(self, whole: torch.Tensor) -> None:
+        if self.flat_param.grad is not None:
+            for index, slot in enumerate(self.layout.slots):
+                self.shown(index).grad = whole[slot.interval.to_slice()].view(slot.shape)
+
+    def hide_whole_grads(self, own: torch.Tensor) -> None:
+        if self.flat_param.grad is not None:
+            self.flat_param.grad.copy_(own)
+
+    def remove(self) -> None:
+        self.module._parameters.pop(FLAT_PARAM, None)
+
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
+        pass
+
+    def visible_params(self) -> list[nn.Parameter]:
+        return [self.flat_param]
+
+    def requires_grad(self) -> list[bool]:
+        return [self.flat_param.requires_grad] * len(self.leaves)
+
+    def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
+        if not any(used):
+            return
+        accumulate_grad(self.flat_param, shard_grad)
+
+    def version(self) -> int:
+        return self.flat_param._version
+
+
+def _is_in_an_optimizer(param: nn.Parameter) -> bool:
+    lists = [referrer for referrer in gc.get_referrers(param) if isinstance(referrer, list)]
+    return any(
+        isinstance(owner, dict) and owner.get("params") is found and "lr" in owner
+        for found in lists
+        for owner in gc.get_referrers(found)
+    )

@@ -1,0 +1,163 @@
+"""Views of ``use_orig_params=True``: outside of compute the user's own Parameters are this rank's slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat.views import Views, accumulate_grad
+from fsdp_flat.flat.walk import ManagedParam
+from fsdp_flat.layout import FlatLayout
+
+__all__ = ["OrigViews"]
+
+
+class OrigViews(Views):
+    """Views of ``use_orig_params=True``.
+
+    ``module.weight`` is the same Parameter object at all times outside of compute; its data is a 1-D slice, possibly
+    empty, or the whole parameter where nothing is sharded or whole parameters are summoned.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        leaves: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        rank: int,
+        flat_param: nn.Parameter,
+        module: nn.Module,
+        unit_name: str,
+    ) -> None:
+        super().__init__(params, leaves, layout, rank, flat_param, module, unit_name)
+        self.sharded = tuple(entry.param for entry in params)
+        self.use_leaves(leaves)
+        self._pointers: tuple[int, ...] = ()
+        self._stash: list[torch.Tensor | None] | None = None
+        self._is_whole = layout.world_size == 1
+        self.bind_shard()
+
+    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+        super().use_leaves(leaves)
+        self._bindings = [
+            (site.module._parameters, site.name, leaf, entry.param)
+            for entry, leaf in zip(self.params, self.leaves, strict=True)
+            for site in entry.sites
+        ]
+
+    def show_full(self) -> None:
+        self.unguard()
+        for parameters, name, leaf, _ in self._bindings:
+            parameters[name] = leaf
+
+    def show_shard(self) -> None:
+        self.guard()
+        for parameters, name, _, sharded in self._bindings:
+            parameters[name] = sharded
+
+    def show_whole(self, whole: torch.Tensor) -> None:
+        self._stash = [sharded.grad for sharded in self.sharded]
+        for sharded, slot in zip(self.sharded, self.layout.slots, strict=True):
+            sharded.grad = None
+            sharded.data = whole[slot.interval.to_slice()].view(slot.shape)
+        self.show_shard()
+        self.unguard()
+
+    def hide_whole(self) -> None:
+        if self._stash is None:
+            return
+        stash, self._stash = self._stash, None
+        for sharded in self.sharded:
+            sharded.grad = None
+        self.show_shard()
+        self.bind_shard()
+        for sharded, grad in zip(self.sharded, stash, strict=True):
+            sharded.grad = grad
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        return [sharded.grad for sharded in self.sharded] if self._stash is None else self._stash
+
+    def shard_grad(self) -> torch.Tensor:
+        whole = torch.zeros_like(self.flat_param.data)
+        for grad, piece in zip(self._grads(), self.pieces, strict=True):
+            if grad is not None:
+                whole[piece.in_shard.to_slice()].copy_(grad.reshape(-1))
+        return whole
+
+    def show_whole_grads(self, whole: torch.Tensor) -> None:
+        for sharded, grad, slot in zip(self.sharded, self._grads(), self.layout.slots, strict=True):
+            sharded.grad = None if grad is None else whole[slot.interval.to_slice()].view(slot.shape)
+
+    def hide_whole_grads(self, own: torch.Tensor) -> None:
+        for sharded, grad, piece in zip(self.sharded, self._grads(), self.pieces, strict=True):
+            sharded.grad = None
+            if grad is not None:
+                grad.reshape(-1).copy_(own[piece.in_shard.to_slice()])
+
+    def remove(self) -> None:
+        for parameters, name, _, _ in self._bindings:
+            parameters.pop(name, None)
+
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
+        shard = self.flat_param.data
+        for sharded, piece, slot in zip(self.sharded, self.pieces, self.layout.slots, strict=True):
+            local = shard[piece.in_shard.to_slice()]
+            data = local.view(slot.shape) if self._is_whole else local
+            grad, sharded.grad = sharded.grad, None
+            sharded.data = data
+            # Only Module._apply changes dtype or device under a gradient; torch converts the gradient with it.
+            if grad is not None and grad.shape == data.shape:
+                sharded.grad = grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad
+        self._pointers = tuple(sharded.data_ptr() for sharded in self.sharded)
+
+    def visible_params(self) -> list[nn.Parameter]:
+        return list(self.sharded)
+
+    def requires_grad(self) -> list[bool]:
+        return [sharded.requires_grad for sharded in self.sharded]
+
+    def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
+        for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):
+            if not was_used:
+                continue
+            local = shard_grad[piece.in_shard.to_slice()]
+            if self._is_whole:
+                local = local.view(slot.shape)
+            accumulate_grad(sharded, local)
+
+    def version(self) -> int:
+        return self.flat_param._version + sum([sharded._version for sharded in self.sharded])
+
+    def adopt_changes(self) -> None:
+        shown = [parameters.get(name) for parameters, name, _, _ in self._bindings]
+        expected = [sharded for _, _, _, sharded in self._bindings]
+        if all(a is b for a, b in zip(shown, expected, strict=True)) and self._pointers == tuple(
+            [sharded.data_ptr() for sharded in self.sharded]
+        ):
+            return
+        for parameters, name, _, sharded in self._bindings:
+            current = parameters.get(name)
+            if current is not None and current is not sharded:
+                sharded.data = current.data
+        for index, sharded in enumerate(self.sharded):
+            if sharded.data_ptr() != self._pointers[index]:
+                self._write_back(index, sharded.data)
+        self.show_shard()
+        self.bind_shard()
+
+    def _write_back(self, index: int, data: torch.Tensor) -> None:
+        slot, piece = self.layout.slots[index], self.pieces[index]
+        target = self.flat_param.data[piece.in_shard.to_slice()]
+        if data.shape == target.shape:
+            target.copy_(data)
+        elif tuple(data.shape) == slot.shape:
+            target.copy_(data.reshape(-1)[piece.in_param.to_slice()])
+        else:
+            raise UsageError(
+                f"Parameter {slot.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
+                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {slot.shape} or this rank's slice "
+                f"{tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
+            )
