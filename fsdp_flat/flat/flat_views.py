@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.views import Views, accumulate_grad
 from fsdp_flat.flat.walk import ManagedParam
@@ -115,6 +116,9 @@ class FlatViews(Views):
         if not any(used):
             return
         accumulate_grad(self.flat_param, shard_grad)
+
+    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
+        return [PartialGrad(self.flat_param, own)] if any(landed) else []
 
     def version(self) -> int:
         return self.flat_param._version

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from fsdp_flat.layout import FlatLayout
 
-__all__ = ["GradientWindow"]
+__all__ = ["GradientWindow", "PartialGrad"]
 
 
 class GradientWindow:
@@ -53,3 +54,42 @@ class GradientWindow:
                 if not there:
                     self._buffer[slot.interval.to_slice()].zero_()
         return self._buffer
+
+
+class PartialGrad:
+    """What ``param.grad`` was set to, or was left as, between two backwards inside ``no_sync``.
+
+    Args:
+        param: what the optimizer holds.
+        piece: this rank's part of the waiting gradient, in the parameter's shape.
+    """
+
+    __slots__ = ("_grad", "_ours", "_param", "_version")
+
+    def __init__(self, param: nn.Parameter, piece: torch.Tensor) -> None:
+        self._param = param
+        self._ours = param.grad is None
+        if self._ours:
+            param.grad = piece if piece.dtype == param.dtype else piece.to(param.dtype)
+        self._grad = param.grad
+        self._version = -1 if self._grad is None else self._grad._version
+
+    @property
+    def is_cleared(self) -> bool:
+        """Whether somebody has set the gradient to None, or to zero, since."""
+        grad = self._param.grad
+        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody has written into the gradient since."""
+        return self._ours and self._changed_in_place
+
+    @property
+    def _changed_in_place(self) -> bool:
+        return self._param.grad is self._grad and self._grad is not None and self._grad._version != self._version
+
+    def withdraw(self) -> None:
+        """Take back what was shown."""
+        if self._ours and self._param.grad is self._grad:
+            self._param.grad = None

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.errors import PhaseError, UnsupportedError
+from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat._torch import accumulate_grad_node, num_nodes_that_will_run
 from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
-from fsdp_flat.flat.gradients import GradientWindow
+from fsdp_flat.flat.gradients import GradientWindow, PartialGrad
 from fsdp_flat.flat.orig_views import OrigViews
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
@@ -110,6 +110,7 @@ class FlatParamHandle:
         self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
         self._state = ShardState.SHARDED
         self._window: GradientWindow | None = None
+        self._partial: list[PartialGrad] = []
         self._hooked: list[Any] = []
         self._variants: dict[torch.dtype, _Variant] = {}
         leaves = self._use_variant(params)
@@ -268,6 +269,8 @@ class FlatParamHandle:
                 "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
                 "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
             )
+        if self._partial:
+            self._withdraw_partial()
         if self._window is None:
             self._window = GradientWindow(self.layout, self.window_dtype, grad.device)
         self._window.land(index, self.views.run_hooks(index, grad.detach()))
@@ -290,6 +293,7 @@ class FlatParamHandle:
 
     def take_gradient(self) -> torch.Tensor:
         """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle."""
+        self._withdraw_partial()
         window, self._window = self._window, None
         if window is None:
             return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device)
@@ -303,8 +307,35 @@ class FlatParamHandle:
     def drop_gradient(self) -> None:
         """Forget what came."""
         self._window = None
+        for shown in self._partial:
+            shown.withdraw()
+        self._partial = []
         for leaf in self.views.leaves:
             leaf.grad = None
+
+    def show_partial(self) -> None:
+        """Inside ``no_sync``: let ``.grad`` show this rank's part of what waits here, not yet reduced.
+
+        It costs no memory, and shows by its absence that the caller has cleared the gradients.
+        """
+        if self._window is not None:
+            own = self._window.close()[self.layout.shard(self.spec.rank).to_slice()]
+            self._partial = self.views.show_partial(own, self.landed)
+
+    def _withdraw_partial(self) -> None:
+        partial, self._partial = self._partial, []
+        if not partial:
+            return
+        if all(shown.is_cleared for shown in partial):
+            self._window = None
+        elif any(shown.is_changed for shown in partial):
+            raise UsageError(
+                f"Gradients of unit {self.spec.unit_name!r} were changed in place between backwards inside no_sync. "
+                "There they are this rank's own, not yet reduced, and it holds a slice of them only: scale or clip "
+                "after the first backward outside of no_sync."
+            )
+        for shown in partial:
+            shown.withdraw()
 
     # -- whole-module changes ------------------------------------------------------------------------------------
 

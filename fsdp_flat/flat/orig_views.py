@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
+from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.views import Views, accumulate_grad
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
@@ -127,6 +128,13 @@ class OrigViews(Views):
             if self._is_whole:
                 local = local.view(slot.shape)
             accumulate_grad(sharded, local)
+
+    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
+        return [
+            PartialGrad(sharded, own[piece.in_shard.to_slice()].view(sharded.shape))
+            for sharded, piece, there in zip(self.sharded, self.pieces, landed, strict=True)
+            if there
+        ]
 
     def version(self) -> int:
         return self.flat_param._version + sum([sharded._version for sharded in self.sharded])

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ModuleGuard
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, SlotShard
@@ -142,6 +143,10 @@ class Views:
 
     def adopt_changes(self) -> None:
         """Take over what the user assigned to sharded parameters since they were last shown."""
+
+    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
+        """Show this rank's part of a waiting gradient (1-D, ``shard_numel``) where one has landed."""
+        raise NotImplementedError
 
     def originals_in_optimizers(self) -> list[str]:
         """Names of original parameters that some optimizer still holds, although wrapping replaced them."""

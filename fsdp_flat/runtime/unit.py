@@ -368,6 +368,9 @@ class Unit:
         self._expected.clear()
         self._has_reduced = False
         self.last_use = None
+        if not self.sync_gradients:
+            for handle in self.handles:
+                handle.show_partial()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         if self._depth == 0 and (self.sync_gradients or self.options.strategy.reshard_after_forward):
             self.reshard()
