@@ -37,7 +37,7 @@ from fsdp_flat.runtime import (
     tree_of,
     units_of,
 )
-from fsdp_flat.state_dict import DEFAULT_SETTINGS, load_full, save_full, settings_for
+from fsdp_flat.state_dict import DEFAULT_SETTINGS, FORMS, LoadReport, settings_for
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 __all__ = ["FullyShardedDataParallel"]
@@ -441,6 +441,10 @@ class FullyShardedDataParallel(nn.Module):
             UnsupportedError: a type that this version does not have.
         """
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        for config in (settings.state_dict_config, settings.optim_state_dict_config):
+            if hasattr(config, "_use_dtensor"):
+                units = units_of(module)
+                config._use_dtensor = bool(units) and units[0].options.groups.mesh is not None
         previous = FullyShardedDataParallel.get_state_dict_type(module)
         for wrapper in FullyShardedDataParallel.fsdp_modules(module):
             wrapper._settings = settings
@@ -490,7 +494,8 @@ class FullyShardedDataParallel(nn.Module):
         assert wrapped is not None
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
-        destination = save_full(
+        form = FORMS[self._settings.state_dict_type]
+        destination = form.save(
             self._unit, self._settings.state_dict_config, prefix, lambda: wrapped.state_dict(**kwargs)
         )
         for hook in self._state_dict_hooks.values():
@@ -508,7 +513,8 @@ class FullyShardedDataParallel(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        load_full(self._unit, state_dict, prefix, strict=strict, missing=missing_keys, errors=error_msgs)
+        report = LoadReport(strict, missing_keys, error_msgs)
+        FORMS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -1,7 +1,14 @@
 """Floor 1: process groups, streams and collectives on 1-D tensors."""
 
 from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
-from fsdp_flat.comm.collectives import Collectives, Pending, begin_all_reduce, collectives_for, is_simulated
+from fsdp_flat.comm.collectives import (
+    Collectives,
+    Pending,
+    begin_all_reduce,
+    collectives_for,
+    exchange_runs,
+    is_simulated,
+)
 from fsdp_flat.comm.groups import Axis, UnitGroups, resolve_groups
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, streams_for
@@ -18,6 +25,7 @@ __all__ = [
     "collectives_for",
     "exchange_bytes",
     "exchange_ints",
+    "exchange_runs",
     "is_simulated",
     "resolve_groups",
     "strategy_from",

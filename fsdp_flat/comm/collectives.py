@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.groups import Axis
 
-__all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "is_simulated"]
+__all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "exchange_runs", "is_simulated"]
 
 
 class Pending:
@@ -158,3 +158,22 @@ def begin_all_reduce(tensor: torch.Tensor, axis: Axis, *, largest: bool = False)
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return Pending([dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)], tensor)
+
+
+def exchange_runs(sent: list[torch.Tensor], received_numels: list[int], axis: Axis) -> list[torch.Tensor]:
+    """Send a 1-D tensor to every rank of ``axis`` and receive one from each; all of one dtype and device.
+
+    Args:
+        sent: by receiving rank.
+        received_numels: elements that each rank sends here.
+        axis: the ranks.
+
+    Returns:
+        By sending rank, views of one tensor.
+    """
+    if axis.size == 1:
+        return sent
+    joined = torch.cat(sent)
+    received = joined.new_empty(sum(received_numels))
+    dist.all_to_all_single(received, joined, received_numels, [tensor.numel() for tensor in sent], group=axis.group)
+    return list(received.split(received_numels))

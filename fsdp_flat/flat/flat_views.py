@@ -84,6 +84,9 @@ class FlatViews(Views):
                 site.module.__dict__.pop(site.name, None)
                 site.module._parameters[site.name] = fresh
 
+    def show_names(self) -> None:
+        self.show_whole(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
+
     def hide_whole(self) -> None:
         self.show_shard()
 
@@ -101,7 +104,17 @@ class FlatViews(Views):
             self.flat_param.grad.copy_(own)
 
     def remove(self) -> None:
+        self.module._parameters[FLAT_PARAM] = None
+
+    def dissolve(self, whole: torch.Tensor) -> None:
+        self.unguard()
         self.module._parameters.pop(FLAT_PARAM, None)
+        for entry, slot in zip(self.params, self.layout.slots, strict=True):
+            data = whole[slot.interval.to_slice()].view(slot.shape).clone()
+            fresh = nn.Parameter(data, requires_grad=self.flat_param.requires_grad)
+            for site in entry.sites:
+                site.module.__dict__.pop(site.name, None)
+                site.module._parameters[site.name] = fresh
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         pass

@@ -47,6 +47,10 @@ class ModuleGuard:
         """Guard ``module`` from now on."""
         module._forward_pre_hooks[self._key] = self  # type: ignore[index]
 
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether ``module`` is guarded now."""
+        return self._key in module._forward_pre_hooks
+
     def take(self, module: nn.Module) -> None:
         """Let ``module`` run."""
         module._forward_pre_hooks.pop(self._key, None)  # type: ignore[call-overload]

@@ -6,6 +6,7 @@ closes a gradient that somebody else reduces; it never communicates.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -89,6 +90,7 @@ class FlatParamHandle:
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
         views: what modules point at.
         on_landed: called after each gradient that lands here.
+        generation: how often the shard was replaced; graphs recorded before that cannot be run backward.
     """
 
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
@@ -108,10 +110,12 @@ class FlatParamHandle:
         )
         self.on_landed: Callable[[FlatParamHandle], None] = lambda _handle: None
         self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
+        self.generation = 0
         self._state = ShardState.SHARDED
         self._window: GradientWindow | None = None
         self._partial: list[PartialGrad] = []
         self._hooked: list[Any] = []
+        self._synced: list[bool] = [False] * len(params)
         self._variants: dict[torch.dtype, _Variant] = {}
         leaves = self._use_variant(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
@@ -151,9 +155,14 @@ class FlatParamHandle:
         if wanted != self.compute_dtype:
             assert self._state is ShardState.SHARDED
             self.compute_dtype = wanted
-            self.views.use_leaves(self._use_variant(self.views.params))
-            self._hooked = []
-            self._sync_requires_grad()
+            self._show_other_leaves()
+
+    def _show_other_leaves(self) -> None:
+        self.views.use_leaves(self._use_variant(self.views.params))
+        self._hooked = []
+        # A variant that was in use before has its flags and hooks still.
+        self._synced = [leaf.requires_grad for leaf in self.views.leaves]
+        self._sync_requires_grad()
 
     @property
     def computes_low(self) -> bool:
@@ -243,17 +252,20 @@ class FlatParamHandle:
         self.views.show_full()
 
     def _sync_requires_grad(self) -> None:
+        leaves, before = self.views.leaves, self._synced
+        shown = [leaf.requires_grad for leaf in leaves]
+        if shown != before:
+            self.views.adopt_requires_grad(shown, before)
         wanted = self.views.requires_grad()
-        leaves = self.views.leaves
-        if wanted == [leaf.requires_grad for leaf in leaves] and len(self._hooked) == sum(wanted):
+        if wanted == shown == before and len(self._hooked) == sum(wanted):
             return
-        for index, (leaf, want) in enumerate(zip(leaves, wanted, strict=True)):
-            if want and not leaf.requires_grad:
-                leaf.requires_grad_(True)
+        for index, (leaf, want, was) in enumerate(zip(leaves, wanted, before, strict=True)):
+            leaf.requires_grad_(want)
+            if want and not was:
                 leaf.register_post_accumulate_grad_hook(partial(self._landed, index))
-            elif leaf.requires_grad and not want:
-                leaf.requires_grad_(False)
+            elif was and not want:
                 leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._synced = wanted
         self._hooked = [accumulate_grad_node(leaf) for leaf in leaves if leaf.requires_grad]
 
     def num_expected(self) -> int:
@@ -341,34 +353,74 @@ class FlatParamHandle:
 
     def adopt_changes(self) -> None:
         """Take over what the user assigned to sharded parameters or to the flat parameter's data."""
-        data = self.flat_param.data
-        if data.data_ptr() != self._shard_pointer or data.dtype != self.orig_dtype:
+        if not self._is_current(self.flat_param.data):
             self.convert(lambda tensor: tensor)
         self.views.adopt_changes()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""
+        was_partial = bool(self._partial)
+        self._withdraw_partial()
         converted = fn(self.flat_param.data)
         grad, self.flat_param.grad = self.flat_param.grad, None
         self.flat_param.data = converted
         if grad is not None:
             self.flat_param.grad = fn(grad)
-        if self._low_dtype == self.orig_dtype:
-            if self._reduce_dtype == self._low_dtype:
-                self._reduce_dtype = converted.dtype
-            self._low_dtype = converted.dtype
+        if not self._is_current(converted):
+            self._rebuild(converted)
+        if was_partial:
+            self.show_partial()
+
+    def _rebuild(self, converted: torch.Tensor) -> None:
+        self.generation += 1
+        floating = converted.is_floating_point()
         self.orig_dtype = converted.dtype
+        self._low_dtype = (self.spec.compute_dtype if floating else None) or converted.dtype
+        self._reduce_dtype = (self.spec.reduce_dtype if floating else None) or self._low_dtype
         self.compute_dtype = self._low_dtype
         moved = converted.device != self.spec.shard_device
         self.spec = replace(
             self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
         )
         self._variants.clear()
-        self.views.use_leaves(self._use_variant(self.views.params))
+        self._show_other_leaves()
         self.views.bind_shard(rebuilt=True)
-        self._hooked = []
-        self._sync_requires_grad()
         self.views.show_shard()
+
+    def is_changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
+        """Whether ``fn`` gives tensors another dtype or device."""
+        probe = fn(self.flat_param.data[:0])
+        return probe.dtype != self.orig_dtype or probe.device != self.spec.shard_device
+
+    def _is_current(self, shard: torch.Tensor) -> bool:
+        return (
+            shard.data_ptr() == self._shard_pointer
+            and shard.dtype == self.orig_dtype
+            and shard.device == self.spec.shard_device
+        )
+
+    def copy_to(
+        self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter
+    ) -> FlatParamHandle:
+        """An independent handle of the same layout on copies of the modules; gradients are not copied.
+
+        Args:
+            params: the managed parameters of the copy, in the layout's order, with their places in the copied modules.
+            module: the copy of the unit's module.
+            flat_param: the copy of the shard, from :func:`new_flat_parameter`.
+        """
+        twin = copy.copy(self)
+        twin.spec = replace(self.spec, module=module)
+        twin.flat_param = flat_param
+        twin.on_landed = lambda _handle: None
+        twin._state = ShardState.SHARDED
+        twin._window, twin._partial = None, []
+        twin._hooked, twin._synced, twin._variants = [], [False] * len(params), {}
+        leaves = twin._use_variant(params)
+        spec = twin.spec
+        twin.views = type(self.views)(params, leaves, twin.layout, spec.rank, flat_param, module, spec.unit_name)
+        twin._sync_requires_grad()
+        return twin
 
 
 @dataclass(frozen=True, slots=True)

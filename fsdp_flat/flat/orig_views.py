@@ -99,8 +99,17 @@ class OrigViews(Views):
                 grad.reshape(-1).copy_(own[piece.in_shard.to_slice()])
 
     def remove(self) -> None:
+        # None and not absent: the order of parameters is that in which optimizers number them.
         for parameters, name, _, _ in self._bindings:
-            parameters.pop(name, None)
+            parameters[name] = None
+
+    def dissolve(self, whole: torch.Tensor) -> None:
+        self.show_shard()
+        self.unguard()
+        for sharded, slot in zip(self.sharded, self.layout.slots, strict=True):
+            sharded.grad = None
+            sharded.data = whole[slot.interval.to_slice()].view(slot.shape).clone()
+            sharded.__dict__.pop("_fsdp_flattened", None)
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
@@ -119,6 +128,11 @@ class OrigViews(Views):
 
     def requires_grad(self) -> list[bool]:
         return [sharded.requires_grad for sharded in self.sharded]
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        for sharded, now, was in zip(self.sharded, shown, before, strict=True):
+            if now != was:
+                sharded.requires_grad_(now)
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
         for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):

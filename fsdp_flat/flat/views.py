@@ -12,7 +12,9 @@ In compute, both show ``leaves``: one Parameter per original, a view of the gath
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +22,7 @@ from torch import nn
 from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ModuleGuard
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FlatLayout, SlotShard
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
 __all__ = ["Views", "accumulate_grad"]
 
@@ -98,6 +100,9 @@ class Views:
         """Point the modules at whole Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
         raise NotImplementedError
 
+    def show_names(self) -> None:
+        """Register something under every original name; undone by :meth:`hide_whole`."""
+
     def hide_whole(self) -> None:
         """Undo :meth:`show_whole`; does nothing if nothing is shown."""
         raise NotImplementedError
@@ -125,6 +130,35 @@ class Views:
         """Take the managed parameters off the modules, so that ``Module._apply`` passes them by."""
         raise NotImplementedError
 
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Inside the block the modules hold None where they hold tensors of this handle, and no guards: to copy them.
+
+        What they hold now, sharded or gathered, comes back at the end.
+        """
+        guarded = [(module, guard) for module, guard in self._guards.items() if guard.is_on(module)]
+        held: list[tuple[dict[str, Any], str, Any]] = []
+        sites = [(site.module, site.name) for entry in self.params for site in entry.sites]
+        for module, name in (*sites, (self.module, FLAT_PARAM)):
+            where = next((d for d in (module._parameters, module.__dict__) if name in d), None)
+            if where is not None and (name != FLAT_PARAM or where[name] is self.flat_param):
+                held.append((where, name, where[name]))
+        for module, guard in guarded:
+            guard.take(module)
+        for where, name, _ in held:
+            where[name] = None
+        try:
+            yield
+        finally:
+            for where, name, tensor in held:
+                where[name] = tensor
+            for module, guard in guarded:
+                guard.put(module)
+
+    def dissolve(self, whole: torch.Tensor) -> None:
+        """Give the modules ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``), for good."""
+        raise NotImplementedError
+
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Let sharded parameters be views of ``flat_param``'s data."""
         raise NotImplementedError
@@ -136,6 +170,9 @@ class Views:
     def requires_grad(self) -> list[bool]:
         """For each original parameter whether it is to get a gradient."""
         raise NotImplementedError
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        """Take over the ``requires_grad`` that the user set on gathered parameters (``shown``; it was ``before``)."""
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
         """Add a reduced gradient (1-D, the shard's numel) to ``.grad`` of what the optimizer holds."""

@@ -6,15 +6,16 @@ tensors and communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from fsdp_flat.api import StateDictConfig
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
+from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle, whole_params
+from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, restore_buffers
 
 __all__ = ["load_full", "save_full"]
 
@@ -48,9 +49,7 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
                     stored = stored.cpu() if config.offload_to_cpu else stored
                     for name in present:
                         destination[name] = stored
-        for path, dtype in unit.buffers.originals().items():
-            if prefix + path in destination:
-                destination[prefix + path] = destination[prefix + path].to(dtype)
+        restore_buffers(unit, destination, prefix)
     return destination
 
 
@@ -61,78 +60,11 @@ def _named_values(handle: FlatParamHandle, prefix: str) -> list[tuple[list[str],
     ]
 
 
-def load_full(
-    unit: Unit,
-    state_dict: dict[str, Any],
-    prefix: str,
-    *,
-    strict: bool,
-    missing: list[str],
-    errors: list[str],
-) -> None:
-    """Copy one unit's pieces out of ``state_dict`` and rename what is left for the wrapped module.
-
-    Args:
-        unit: the unit.
-        state_dict: the caller's shallow copy; changed in place so that the wrapped module finds its other entries.
-        prefix: where the unit's names start.
-        strict: report names that are missing.
-        missing: extended with names that are missing.
-        errors: extended with one line per tensor that does not fit.
-    """
+def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
+    """Copy one unit's pieces out of whole tensors; no communication."""
     check_idle(unit, "load_state_dict")
-    unit.reshard()
-    unit.show_shard()
-    _rename(state_dict, prefix)
-    inner = prefix + FSDP_PREFIX
-    with torch.no_grad():
-        for handle in unit.handles:
-            for index, entry in enumerate(handle.views.params):
-                given = [(site, state_dict.pop(inner + site.fqn, None)) for site in entry.sites]
-                values = [value for _, value in given if value is not None]
-                if strict:
-                    missing.extend(prefix + site.fqn for site, value in given if value is None)
-                if values:
-                    _copy_piece(unit, handle, index, values[0], prefix, errors)
-    _satisfy_wrapped_modules(unit, state_dict, inner)
-
-
-def _rename(state_dict: dict[str, Any], prefix: str) -> None:
-    inner = prefix + FSDP_PREFIX
-    for key in list(state_dict):
-        if key.startswith(prefix) and not key.startswith(inner):
-            state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
-
-
-def _copy_piece(unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, errors: list[str]) -> None:
-    slot = handle.layout.slots[index]
-    name = prefix + slot.fqn
-    if not isinstance(value, torch.Tensor):
-        errors.append(f'While copying the parameter named "{name}", expected a tensor, but got {type(value)}.')
-        return
-    if tuple(value.shape) != slot.shape and not (value.numel() == 1 and slot.numel == 1):
-        errors.append(
-            f"size mismatch for {name}: copying a param with shape {value.shape} from checkpoint, "
-            f"the shape in current model is {torch.Size(slot.shape)}."
-        )
-        return
-    piece = handle.layout.piece(index, unit.options.groups.shard.rank)
-    if not piece.is_empty:
-        source = value.detach().reshape(-1)[piece.in_param.to_slice()]
-        handle.flat_param.data[piece.in_shard.to_slice()].copy_(source)
-
-
-def _satisfy_wrapped_modules(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:
-    """Give the wrapped modules' own loading something to find: each visible parameter itself."""
-    registered: Mapping[str, Any] = {
-        site.fqn: site.module._parameters.get(site.name)
-        for handle in unit.handles
-        for entry in handle.views.params
-        for site in entry.sites
-    }
-    for fqn, param in registered.items():
-        if param is not None:
-            state_dict[inner + fqn] = param
-    flat = unit.module._parameters.get(FLAT_PARAM)
-    if flat is not None:
-        state_dict[inner + FLAT_PARAM] = flat
+    for handle, values in prepare_load(unit, state_dict, prefix, report).items():
+        for index, value in enumerate(values):
+            if value is not None:
+                copy_whole(unit, handle, index, value, prefix, report)
+    finish_load(unit, state_dict, prefix + FSDP_PREFIX)

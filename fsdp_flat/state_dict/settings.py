@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_flat.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
+from fsdp_flat.errors import UsageError
+from fsdp_flat.state_dict.forms import FORMS
 
 __all__ = ["DEFAULT_SETTINGS", "settings_for"]
-
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-}
 
 
 def settings_for(
@@ -27,17 +17,16 @@ def settings_for(
     """The settings that the arguments of ``set_state_dict_type`` describe.
 
     Raises:
-        UsageError: a config does not belong to the type.
-        UnsupportedError: a type that this version does not have.
+        UsageError: a config does not belong to the type, or there is no such type.
     """
     kind = _member(state_dict_type)
-    if kind not in _CONFIGS:
-        raise UnsupportedError(f"{kind} is not supported by this version of fsdp_flat yet; use FULL_STATE_DICT.")
-    model_class, optim_class = _CONFIGS[kind]
-    for given, expected in ((state_dict_config, model_class), (optim_state_dict_config, optim_class)):
+    form = FORMS[kind]
+    for given, expected in ((state_dict_config, form.model_config), (optim_state_dict_config, form.optim_config)):
         if given is not None and type(given).__name__ != expected.__name__:
             raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
-    return StateDictSettings(kind, state_dict_config or model_class(), optim_state_dict_config or optim_class())
+    return StateDictSettings(
+        kind, state_dict_config or form.model_config(), optim_state_dict_config or form.optim_config()
+    )
 
 
 def _member(value: object) -> StateDictType:

@@ -1,0 +1,55 @@
+"""The forms of state dicts as data: how a unit saves itself and loads itself in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictType,
+)
+from fsdp_flat.runtime import Unit
+from fsdp_flat.state_dict.common import LoadReport
+from fsdp_flat.state_dict.full import load_full, save_full
+from fsdp_flat.state_dict.local import load_local, save_local
+from fsdp_flat.state_dict.sharded import load_sharded, save_sharded
+
+__all__ = ["FORMS", "Form"]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One form.
+
+    Attributes:
+        save: adds a unit's entries: ``save(unit, config, prefix, inner)``.
+        load: takes a unit's entries: ``load(unit, state_dict, prefix, report)``.
+        model_config: class of its options for model state dicts.
+        optim_config: class of its options for optimizer state dicts.
+    """
+
+    save: Callable[[Unit, StateDictConfig, str, Callable[[], dict[str, Any]]], dict[str, Any]]
+    load: Callable[[Unit, dict[str, Any], str, LoadReport], None]
+    model_config: type[StateDictConfig]
+    optim_config: type[OptimStateDictConfig]
+
+
+FORMS = MappingProxyType(
+    {
+        StateDictType.FULL_STATE_DICT: Form(save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig),
+        StateDictType.LOCAL_STATE_DICT: Form(save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig),
+        StateDictType.SHARDED_STATE_DICT: Form(
+            save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
+        ),
+    }
+)

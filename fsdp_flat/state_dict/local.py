@@ -1,0 +1,96 @@
+"""LOCAL state dicts: each unit's flat shard as it is, for the same wrapping and number of ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp_flat.api import StateDictConfig
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
+from fsdp_flat.runtime import Unit, check_idle
+from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, put, restore_buffers
+from fsdp_flat.state_dict.full import save_full
+from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk
+
+__all__ = ["load_local", "save_local"]
+
+
+def flat_key(unit: Unit, handle: FlatParamHandle) -> str:
+    """Name of a handle's flat parameter below its unit: ``_flat_param``, and ``_flat_param_1``, ... after that."""
+    index = unit.handles.index(handle)
+    return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"
+
+
+def _valid_numel(handle: FlatParamHandle, rank: int) -> int:
+    layout = handle.layout
+    return max(0, min(layout.shard_numel, layout.unpadded_numel - rank * layout.shard_numel))
+
+
+def save_local(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Add one unit's flat shards, which share memory with the live ones unless ``offload_to_cpu`` copies them."""
+    check_idle(unit, "state_dict")
+    groups = unit.options.groups
+    if groups.mesh is not None:
+        raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
+    if unit.handles and groups.shard.size == 1:
+        warnings.warn(
+            f"Unit {unit.name!r} is not sharded, so its entries of the local state dict are whole tensors.",
+            stacklevel=4,
+        )
+        return save_full(unit, config, prefix, inner)
+    destination = inner()
+    for handle in unit.handles:
+        for index, _ in enumerate(handle.layout.slots):
+            put(destination, handle, index, prefix, None)
+        local = handle.flat_param.detach()[: _valid_numel(handle, groups.shard.rank)]
+        value = flat_sharded(local, handle.layout.shard_numel, handle.layout.unpadded_numel, groups.shard)
+        key = prefix + flat_key(unit, handle)
+        destination[key] = value.cpu() if config.offload_to_cpu else value
+    restore_buffers(unit, destination, prefix)
+    return destination
+
+
+def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
+    """Copy one unit's flat shards back."""
+    check_idle(unit, "load_state_dict")
+    inner = prefix + FSDP_PREFIX
+    flats = {
+        handle: state_dict.pop(name, state_dict.pop(inner + flat_key(unit, handle), None))
+        for handle in unit.handles
+        for name in [prefix + flat_key(unit, handle)]
+    }
+    quiet = LoadReport(strict=False)
+    given = prepare_load(unit, state_dict, prefix, quiet)
+    rank = unit.options.groups.shard.rank
+    for handle, value in flats.items():
+        name = prefix + flat_key(unit, handle)
+        if value is None:
+            if unit.options.groups.shard.size == 1 and all(entry is not None for entry in given[handle]):
+                for index, entry in enumerate(given[handle]):
+                    copy_whole(unit, handle, index, entry, prefix, report)
+            elif report.strict:
+                report.missing.append(name)
+            continue
+        local = local_chunk(value)
+        expected = _valid_numel(handle, rank)
+        if local is None or local.numel() != expected or value.numel() != handle.layout.unpadded_numel:
+            got = (
+                f"{type(value).__name__} of {value.numel()} elements"
+                if isinstance(value, torch.Tensor)
+                else repr(value)
+            )
+            held = "nothing readable" if local is None else f"{local.numel()} elements"
+            report.errors.append(
+                f"{name}: a local state dict fits the wrapping and number of ranks that wrote it only. Got a {got}, "
+                f"of which rank {rank} holds {held}; expected {handle.layout.unpadded_numel} and {expected}. Use "
+                "SHARDED_STATE_DICT with torch.distributed.checkpoint, or FULL_STATE_DICT, to change either."
+            )
+            continue
+        with torch.no_grad():
+            handle.flat_param.data[:expected].copy_(local)
+    finish_load(unit, state_dict, inner)
