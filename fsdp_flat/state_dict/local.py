@@ -78,12 +78,8 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
             continue
         local = local_chunk(value)
         expected = _valid_numel(handle, rank)
-        if local is None or local.numel() != expected or value.numel() != handle.layout.unpadded_numel:
-            got = (
-                f"{type(value).__name__} of {value.numel()} elements"
-                if isinstance(value, torch.Tensor)
-                else repr(value)
-            )
+        if local is None or local.numel() != expected or tuple(value.shape) != (handle.layout.unpadded_numel,):
+            got = f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
             held = "nothing readable" if local is None else f"{local.numel()} elements"
             report.errors.append(
                 f"{name}: a local state dict fits the wrapping and number of ranks that wrote it only. Got a {got}, "
