@@ -14,6 +14,7 @@ import math
 import os
 import sys
 import time
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,13 @@ from report import Part, Progress, bytes_of_replication, bytes_per_rank, count_r
 from stdlib_text import Text, load_text, training_batch, validation_batches
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import FullStateDictConfig, MixedPrecision, ShardingStrategy, StateDictType
+from fsdp_flat import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    MixedPrecision,
+    ShardingStrategy,
+    StateDictType,
+)
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy
 
@@ -115,16 +122,26 @@ def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> FSDP:
 # ------------------------------------------------------------------------------------------------------ checkpoints
 
 
-def save_checkpoint(path: Path, model: FSDP, **progress: Any) -> None:
-    """Writes the full model and plain values as one file, which any number of ranks can resume from.
+def full_on_rank_0(model: FSDP) -> AbstractContextManager[None]:
+    """State dicts hold whole tensors, and rank 0 alone has them."""
+    return FSDP.state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True),
+        FullOptimStateDictConfig(rank0_only=True),
+    )
 
-    Every rank must call this. The optimizer's moments are not saved: a resumed run warms up again.
+
+def save_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, **progress: Any) -> None:
+    """Writes model, optimizer and plain values as one file, which any number of ranks can resume from.
+
+    Every rank must call this.
     """
-    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
-        full = model.state_dict()
+    with full_on_rank_0(model):
+        full = {"model": model.state_dict(), "optimizer": FSDP.optim_state_dict(model, optimizer)}
     if dist.get_rank() == 0:
         unfinished = path.with_suffix(".unfinished")
-        torch.save({"model": full, **progress}, unfinished)
+        torch.save({**full, **progress}, unfinished)
         unfinished.replace(path)  # at once: a job killed while it writes leaves the checkpoint before
 
 
@@ -135,10 +152,11 @@ def open_checkpoint(path: Path) -> dict[str, Any]:
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def load_checkpoint(checkpoint: dict[str, Any], model: FSDP) -> None:
-    """Copies each rank's part of the full model from an opened checkpoint. Every rank must call this."""
+def load_checkpoint(checkpoint: dict[str, Any], model: FSDP, optimizer: torch.optim.Optimizer) -> None:
+    """Copies each rank's part of model and optimizer from an opened checkpoint. Every rank must call this."""
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"]))
 
 
 # --------------------------------------------------------------------------------------------------------- training
@@ -187,7 +205,7 @@ class Trainer:
         self.first_step = self.step = 0
         self.parts = [self.part]
         if checkpoint is not None:
-            load_checkpoint(checkpoint, self.model)
+            load_checkpoint(checkpoint, self.model, self.optimizer)
             self.first_step = self.step = checkpoint["step"]
             self.parts = [*(Part(**part) for part in checkpoint["parts"]), self.part]
 
@@ -250,9 +268,9 @@ class Trainer:
         return loss.detach()
 
     def learning_rate(self) -> float:
-        """Warms up from each start or resume, then falls with the square root of the step."""
-        since_start = self.step - self.first_step + 1
-        return self.args.lr * min(since_start / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / max(self.step, WARMUP_STEPS)))
+        """Warms up, then falls with the square root of the step."""
+        step = self.step + 1
+        return self.args.lr * min(step / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / max(step, WARMUP_STEPS)))
 
     def log_training_loss(self, losses: list[torch.Tensor]) -> float:
         """Records and returns the mean of `losses` over ranks and steps, and empties the list."""
@@ -293,6 +311,7 @@ class Trainer:
         save_checkpoint(
             self.args.out / "checkpoint.pt",
             self.model,
+            self.optimizer,
             config=asdict(self.config),
             seed=self.seed,
             step=self.step,

@@ -9,6 +9,7 @@ from fsdp_flat.api import (
     LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
@@ -16,10 +17,12 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.runtime import register_forward_method, unshard_for
+from fsdp_flat.names import clean_named_parameters, clean_tensor_name
+from fsdp_flat.runtime import register_forward_method, unshard_for, unwrap
 
 __version__ = "0.1.0"
 
@@ -35,12 +38,17 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedEMA",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "clean_named_parameters",
+    "clean_tensor_name",
     "register_forward_method",
     "unshard_for",
+    "unwrap",
 ]

@@ -22,6 +22,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "OptimStateDictConfig",
+    "OptimStateKeyType",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -104,6 +105,13 @@ class StateDictType(Enum):
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
     SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """What keys a dict of optimizer state: parameter names, or the ids that optimizers number parameters with."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
 
 
 @dataclass

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import Axis, begin_all_reduce
+from fsdp_flat.flat import PLAIN, Guise, guise_if_dtensor
 from fsdp_flat.runtime import Unit
 
 __all__ = ["clip_grads"]
@@ -18,8 +19,9 @@ __all__ = ["clip_grads"]
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-    Norms are taken in fp32. Shards count on their own rank and are summed over their shard axis; what is not
-    sharded (NO_SHARD units, ignored parameters) is the same on every rank and counts once.
+    Norms are taken in fp32. Shards count on their own rank and are summed over their shard axis, and over the axes
+    over which tensor parallelism has split them; what is not sharded (NO_SHARD units, ignored parameters) is the same
+    on every rank and counts once.
 
     Every rank must call this.
 
@@ -30,25 +32,34 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
         norm_type: order of the norm, ``inf`` included.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    by_axis: dict[Axis, list[torch.Tensor]] = {}
+    by_axes: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
     device = None
     for unit in units:
         axis = unit.options.groups.shard
-        local = by_axis.setdefault(axis, [])
+        plain = by_axes.setdefault((axis,), [])
         for handle in unit.handles:
             device = device or handle.spec.device
-            for param in handle.views.visible_params():
-                managed.add(param)
-                if param.grad is not None:
-                    local.append(param.grad)
-    alone = by_axis.setdefault(Axis(None, 0, 1), [])
+            managed.update(handle.views.visible_params())
+            for guise, grad in handle.views.grads():
+                # Keys do not depend on gradients: every rank has to exchange the same norms.
+                local = plain if guise is PLAIN else by_axes.setdefault(_split_over(axis, guise), [])
+                if grad is not None:
+                    local.append(grad)
+    alone = Axis(None, 0, 1)
+    plain = by_axes.setdefault((alone,), [])
     for param in root.parameters():
-        if param not in managed and param.grad is not None and not getattr(param, "_fsdp_flattened", False):
-            alone.append(param.grad)
-    grads = [grad for local in by_axis.values() for grad in local]
+        if param not in managed and not getattr(param, "_fsdp_flattened", False):
+            guise = guise_if_dtensor(param)
+            local = plain if guise is PLAIN else by_axes.setdefault(_split_over(alone, guise), [])
+            if param.grad is not None:
+                local.append(guise.local(param.grad))
+                if guise is not PLAIN:
+                    # Partial sums may have been added up; what is scaled below has to be what the optimizer reads.
+                    param.grad = guise.shown(local[-1])
+    grads = [grad for local in by_axes.values() for grad in local]
     device = device if device is not None else torch.device("cpu")
-    parts = [_over_axis(_local_norm(local, norm_type, device), axis, norm_type) for axis, local in by_axis.items()]
+    parts = [_over_axes(_local_norm(local, norm_type, device), axes, norm_type) for axes, local in by_axes.items()]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
     if not grads:
@@ -76,9 +87,14 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.devic
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _over_axis(norm: torch.Tensor, axis: Axis, norm_type: float) -> torch.Tensor:
-    if axis.size == 1:
-        return norm
-    if math.isinf(norm_type):
-        return begin_all_reduce(norm, axis, largest=True).wait()
-    return begin_all_reduce(norm.pow(norm_type), axis).wait().pow(1.0 / norm_type)
+def _split_over(axis: Axis, guise: Guise) -> tuple[Axis, ...]:
+    return (axis, *map(Axis.of, guise.groups))
+
+
+def _over_axes(norm: torch.Tensor, axes: tuple[Axis, ...], norm_type: float) -> torch.Tensor:
+    for axis in axes:
+        if axis.size > 1 and math.isinf(norm_type):
+            norm = begin_all_reduce(norm, axis, largest=True).wait()
+        elif axis.size > 1:
+            norm = begin_all_reduce(norm.pow(norm_type), axis).wait().pow(1.0 / norm_type)
+    return norm

@@ -132,7 +132,15 @@ def prepare(
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
         if unit_of(module) is not None:
-            raise OptionError(f"{name} is wrapped already.")
+            raise OptionError(
+                f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
+                "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
+            )
+        if module.__dict__.get("_is_fsdp_managed_module", False):
+            raise OptionError(
+                f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
+                "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."
+            )
         if arguments.auto_wrap_policy is not None:
             plan = plan_units(
                 module,

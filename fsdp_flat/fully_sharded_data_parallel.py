@@ -14,8 +14,15 @@ from torch import nn
 from fsdp_flat.api import (
     BackwardPrefetch,
     CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
     MixedPrecision,
     OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
     StateDictSettings,
@@ -24,8 +31,10 @@ from fsdp_flat.api import (
 from fsdp_flat.clipping import clip_grads
 from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.flat import FlatParameter, FlatParamHandle
-from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
+from fsdp_flat.flat import FlatParameter, untraced_here
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_flat.life import LifeMethods
+from fsdp_flat.optim_methods import OptimStateMethods
 from fsdp_flat.runtime import (
     LOW_PRECISION_HOOKS,
     Phase,
@@ -37,13 +46,51 @@ from fsdp_flat.runtime import (
     tree_of,
     units_of,
 )
-from fsdp_flat.state_dict import DEFAULT_SETTINGS, FORMS, LoadReport, settings_for
+from fsdp_flat.semi_private import (
+    HYBRID_SHARDING_STRATEGIES,
+    FlatParamHandle,
+    Given,
+    HandleTrainingState,
+    TrainingState,
+    describe_flat_params,
+)
+from fsdp_flat.state_dict import DEFAULT_SETTINGS
+from fsdp_flat.state_methods import StateDictMethods, clean_key_report
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
-__all__ = ["FullyShardedDataParallel"]
+# Beside the class, what FSDP1 users import from the module of this name.
+__all__ = [
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
+    "HYBRID_SHARDING_STRATEGIES",
+    "LOW_PRECISION_HOOKS",
+    "BackwardPrefetch",
+    "CPUOffload",
+    "CustomPolicy",
+    "FlatParamHandle",
+    "FlatParameter",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "HandleTrainingState",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "ModuleWrapPolicy",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "TrainingState",
+]
 
 
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     The parameters of ``module`` that no nested wrapper manages are flattened and split over the ranks of the
@@ -137,8 +184,10 @@ class FullyShardedDataParallel(nn.Module):
         unit = build_unit(module, name, options, ignored, owners=inherited.owners, broadcast=inherited.broadcast)
         self._unit = unit
         self._settings = DEFAULT_SETTINGS
+        self._given = Given(arguments.mixed_precision or MixedPrecision(), arguments.cpu_offload or CPUOffload())
+        describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, module)
-        self.register_load_state_dict_post_hook(_clean_key_report)
+        self.register_load_state_dict_post_hook(clean_key_report)
 
     @staticmethod
     def _child(module: nn.Module, arguments: Arguments, inherited: Inherited) -> nn.Module:
@@ -158,55 +207,16 @@ class FullyShardedDataParallel(nn.Module):
         inner = wrapped._modules.get("_checkpoint_wrapped_module")
         return wrapped if inner is None else inner
 
-    @property
-    def _has_params(self) -> bool:
-        return bool(self._unit.handles)
-
-    @property
-    def _handle(self) -> FlatParamHandle | None:
-        return self._unit.handles[0] if self._unit.handles else None
-
-    @property
-    def _flat_param(self) -> FlatParameter | None:
-        return self._unit.handles[0].flat_param if self._unit.handles else None  # type: ignore[return-value]
-
-    @property
-    def _is_root(self) -> bool | None:
-        tree = self._unit.tree
-        return None if tree is None else tree.root is self._unit
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """The group that parameters are sharded over (with NO_SHARD: replicated over)."""
-        return self._unit.options.groups.process_group
-
-    @property
-    def rank(self) -> int:
-        """This rank within :attr:`process_group`."""
-        group = self.process_group
-        return 0 if group is None else dist.get_rank(group)
-
-    @property
-    def world_size(self) -> int:
-        """Size of :attr:`process_group`."""
-        group = self.process_group
-        return 1 if group is None else dist.get_world_size(group)
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """The strategy in force."""
-        return self._unit.options.strategy.member
-
-    @property
-    def compute_device(self) -> torch.device:
-        """The device on which forward and backward run."""
-        return self._unit.options.device
-
     def __getattr__(self, name: str) -> Any:
         """Forward unknown attributes to the wrapped module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name == "_unit":
+                raise UsageError(
+                    "This wrapper is not in use any more (or was never built): fsdp_flat.unwrap has taken its module "
+                    "out. Use the module that unwrap returned."
+                ) from None
             if name == FSDP_WRAPPED_MODULE or FSDP_WRAPPED_MODULE not in self.__dict__.get("_modules", {}):
                 raise
             return getattr(self._modules[FSDP_WRAPPED_MODULE], name)
@@ -217,6 +227,7 @@ class FullyShardedDataParallel(nn.Module):
 
     # -- running -------------------------------------------------------------------------------------------------
 
+    @untraced_here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with its parameters gathered."""
         return run_forward(self, self._unit, args, kwargs, self._unit.module)
@@ -398,8 +409,14 @@ class FullyShardedDataParallel(nn.Module):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As :meth:`nn.Module.named_parameters`; inside ``summon_full_params`` without wrapper words in the names."""
-        yield from self._named(super().named_parameters(*args, **kwargs))
+        """As :meth:`nn.Module.named_parameters`; inside ``summon_full_params`` without wrapper words in the names.
+
+        Outside of forward and backward these are the parameters that an optimizer is to hold, also while a unit is
+        still gathered after a forward that no backward followed.
+        """
+        kept = {shown: param for unit in units_of(self) for shown, param in unit.params_kept().items()}
+        items = super().named_parameters(*args, **kwargs)
+        yield from self._named((name, kept.get(param, param)) for name, param in items)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As :meth:`nn.Module.named_buffers`; inside ``summon_full_params`` without wrapper words in the names."""
@@ -407,119 +424,5 @@ class FullyShardedDataParallel(nn.Module):
 
     def _named(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         if self._unit.phase is Phase.SUMMONED:
-            items = ((name.replace(FSDP_PREFIX, ""), item) for name, item in items)
+            items = ((name.replace(FSDP_PREFIX, "").replace("_orig_mod.", ""), item) for name, item in items)
         yield from items
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
-        """``.to``, ``.float``, ``.cuda``: convert the shards instead of what the modules show."""
-        unit = self._unit
-        unit.reshard()
-        for handle in unit.handles:
-            handle.views.remove()
-        try:
-            super()._apply(fn, recurse)
-        finally:
-            for handle in unit.handles:
-                handle.views.show_shard()
-        for handle in unit.handles:
-            handle.convert(fn)
-        return self
-
-    # -- state dicts ---------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Choose the form of state dicts for every wrapper at and below ``module``; returns the previous settings.
-
-        Raises:
-            UsageError: a config that does not belong to the type.
-            UnsupportedError: a type that this version does not have.
-        """
-        settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
-        for config in (settings.state_dict_config, settings.optim_state_dict_config):
-            if hasattr(config, "_use_dtensor"):
-                units = units_of(module)
-                config._use_dtensor = bool(units) and units[0].options.groups.mesh is not None
-        previous = FullyShardedDataParallel.get_state_dict_type(module)
-        for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-            wrapper._settings = settings
-        return previous
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings in force below ``module``; None if nothing there is wrapped.
-
-        Raises:
-            PhaseError: wrappers below ``module`` have different settings.
-        """
-        found = [wrapper._settings for wrapper in FullyShardedDataParallel.fsdp_modules(module)]
-        if any(settings != found[0] for settings in found):
-            raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
-        return found[0] if found else None  # type: ignore[return-value]
-
-    @staticmethod
-    @contextmanager
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> Generator[None, None, None]:
-        """:meth:`set_state_dict_type` inside the block; the previous settings come back also after an exception."""
-        previous = FullyShardedDataParallel.set_state_dict_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-        try:
-            yield
-        finally:
-            for wrapper in FullyShardedDataParallel.fsdp_modules(module):
-                wrapper._settings = previous
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict in the form that is set, under the names of the unwrapped model.
-
-        Every rank must call this.
-        """
-        if args:
-            warnings.warn("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=2)
-            kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
-        prefix = kwargs.get("prefix", "")
-        keep_vars = kwargs.get("keep_vars", False)
-        wrapped = self._modules[FSDP_WRAPPED_MODULE]
-        assert wrapped is not None
-        for hook in self._state_dict_pre_hooks.values():
-            hook(self, prefix, keep_vars)
-        form = FORMS[self._settings.state_dict_type]
-        destination = form.save(
-            self._unit, self._settings.state_dict_config, prefix, lambda: wrapped.state_dict(**kwargs)
-        )
-        for hook in self._state_dict_hooks.values():
-            result = hook(self, destination, prefix, {})
-            destination = destination if result is None else result
-        return destination
-
-    def _load_from_state_dict(
-        self,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        report = LoadReport(strict, missing_keys, error_msgs)
-        FORMS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
-
-
-def _clean_key_report(_module: nn.Module, keys: Any) -> None:
-    keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
-    keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)

@@ -57,9 +57,14 @@ class UnitGroups:
         return (self.shard, self.replicate)
 
     @property
+    def primary(self) -> Axis:
+        """The axis of FSDP1's ``process_group``: the shard axis, or the only one where nothing is sharded."""
+        return self.shard if self.shard.group is not None else self.replicate
+
+    @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """FSDP1's ``process_group``: the shard group, or the only group where nothing is sharded."""
-        return self.shard.group if self.shard.group is not None else self.replicate.group
+        """The group of :attr:`primary`."""
+        return self.primary.group
 
 
 def resolve_groups(

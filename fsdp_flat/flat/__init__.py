@@ -1,19 +1,33 @@
 """Floor 1: the tensors of one process. Walking a module, flat buffers, views, gradients, the handle."""
 
 from fsdp_flat.flat._torch import in_backward
-from fsdp_flat.flat.flat_param import FlatParameter
+from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
+from fsdp_flat.flat.guards import ShardedStandIn
+from fsdp_flat.flat.guise import PLAIN, Guise, check_guise, guise_if_dtensor, guise_of
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.walk import FlattenedBy, ManagedParam, Site, collect_params, named_sites
+from fsdp_flat.flat.untraced import active_compiler, untraced, untraced_here
+from fsdp_flat.flat.walk import FlattenedBy, ManagedParam, Site, collect_params, held_locally, named_sites
 
 __all__ = [
+    "PLAIN",
     "FlatParamHandle",
     "FlatParameter",
     "FlattenedBy",
+    "Guise",
     "HandleSpec",
     "ManagedParam",
     "ShardState",
+    "ShardedStandIn",
     "Site",
+    "active_compiler",
+    "check_guise",
     "collect_params",
+    "copy_flat_parameter",
+    "guise_if_dtensor",
+    "guise_of",
+    "held_locally",
     "in_backward",
     "named_sites",
+    "untraced",
+    "untraced_here",
 ]

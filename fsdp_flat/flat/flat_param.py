@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["FlatParameter", "new_flat_parameter"]
+__all__ = ["FlatParameter", "copy_flat_parameter", "new_flat_parameter"]
 
 
 class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
@@ -27,7 +27,17 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
     """A flat parameter whose data is ``shard`` (1-D, the rank's elements and their padding)."""
-    flat_param = nn.Parameter(shard, requires_grad=requires_grad)
+    return _marked(nn.Parameter(shard, requires_grad=requires_grad))
+
+
+def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
+    """A flat parameter with a copy of the shard; ``copied`` is one that ``copy.deepcopy`` has made already."""
+    if copied is not None:
+        return _marked(copied)
+    return new_flat_parameter(flat_param.data.clone(), requires_grad=flat_param.requires_grad)
+
+
+def _marked(flat_param: nn.Parameter) -> nn.Parameter:
     flat_param._is_flat_param = True  # type: ignore[attr-defined]
     flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
     return flat_param

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+import warnings
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ShardedStandIn
+from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.views import Views, accumulate_grad
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
@@ -37,9 +38,11 @@ class FlatViews(Views):
         unit_name: str,
     ) -> None:
         # The originals are let go of, so that whoever still holds one can be found.
-        self._originals = [weakref.ref(entry.param) for entry in params]
+        originals = {index: entry.replaced or weakref.ref(entry.param) for index, entry in enumerate(params)}
         entries = [replace(entry, param=leaf) for entry, leaf in zip(params, leaves, strict=True)]
         super().__init__(entries, leaves, layout, rank, flat_param, module, unit_name)
+        self._originals = originals
+        _warn_of_lost_hooks(params, unit_name)
         self._hooks = [entry.param._backward_hooks for entry in params]
         self.use_leaves(leaves)
 
@@ -68,18 +71,12 @@ class FlatViews(Views):
         self.guard()
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
-    def originals_in_optimizers(self) -> list[str]:
-        """Names of original parameters that some optimizer still holds, although wrapping replaced them."""
-        alive = [(index, param) for index, ref in enumerate(self._originals) if (param := ref()) is not None]
-        self._originals = []
-        return [self.layout.slots[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
-
     def show_whole(self, whole: torch.Tensor) -> None:
         self.unguard()
         self.module._parameters.pop(FLAT_PARAM, None)
         for entry, slot in zip(self.params, self.layout.slots, strict=True):
             view = whole[slot.interval.to_slice()].view(slot.shape)
-            fresh = nn.Parameter(view, requires_grad=self.flat_param.requires_grad)
+            fresh = nn.Parameter(entry.guise.shown(view), requires_grad=self.flat_param.requires_grad)
             for site in entry.sites:
                 site.module.__dict__.pop(site.name, None)
                 site.module._parameters[site.name] = fresh
@@ -97,7 +94,7 @@ class FlatViews(Views):
     def show_whole_grads(self, whole: torch.Tensor) -> None:
         if self.flat_param.grad is not None:
             for index, slot in enumerate(self.layout.slots):
-                self.shown(index).grad = whole[slot.interval.to_slice()].view(slot.shape)
+                self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
 
     def hide_whole_grads(self, own: torch.Tensor) -> None:
         if self.flat_param.grad is not None:
@@ -110,7 +107,7 @@ class FlatViews(Views):
         self.unguard()
         self.module._parameters.pop(FLAT_PARAM, None)
         for entry, slot in zip(self.params, self.layout.slots, strict=True):
-            data = whole[slot.interval.to_slice()].view(slot.shape).clone()
+            data = entry.guise.shown(whole[slot.interval.to_slice()].view(slot.shape).clone())
             fresh = nn.Parameter(data, requires_grad=self.flat_param.requires_grad)
             for site in entry.sites:
                 site.module.__dict__.pop(site.name, None)
@@ -122,12 +119,25 @@ class FlatViews(Views):
     def visible_params(self) -> list[nn.Parameter]:
         return [self.flat_param]
 
+    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
+        grad = self.flat_param.grad
+        if all(entry.guise is PLAIN for entry in self.params):
+            return [(PLAIN, grad)]
+        return [
+            (entry.guise, None if grad is None else grad[piece.in_shard.to_slice()])
+            for entry, piece in zip(self.params, self.pieces, strict=True)
+        ]
+
     def requires_grad(self) -> list[bool]:
         return [self.flat_param.requires_grad] * len(self.leaves)
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
         if not any(used):
             return
+        # The flat parameter is no leaf of the graph, so its hooks see what there is: this rank's reduced gradient.
+        for hook in (self.flat_param._backward_hooks or {}).values():
+            result = hook(shard_grad)
+            shard_grad = shard_grad if result is None else result
         accumulate_grad(self.flat_param, shard_grad)
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
@@ -137,10 +147,12 @@ class FlatViews(Views):
         return self.flat_param._version
 
 
-def _is_in_an_optimizer(param: nn.Parameter) -> bool:
-    lists = [referrer for referrer in gc.get_referrers(param) if isinstance(referrer, list)]
-    return any(
-        isinstance(owner, dict) and owner.get("params") is found and "lr" in owner
-        for found in lists
-        for owner in gc.get_referrers(found)
-    )
+def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
+    lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]
+    if lost:
+        warnings.warn(
+            f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which will "
+            "not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
+            "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True.",
+            stacklevel=2,
+        )

@@ -78,8 +78,14 @@ class ShardedStandIn(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        found = next((arg for arg in args if isinstance(arg, ShardedStandIn)), None)
+                result = func(*args, **(kwargs or {}))
+                if isinstance(result, torch.Tensor):
+                    # ``.T``, ``.data``: what they give has a shape too, and no data either.
+                    result = result.as_subclass(cls)
+                    result._explain = args[0]._explain
+                return result
+        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+        found = next((item for item in flat if isinstance(item, ShardedStandIn)), None)
         raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_WAYS_OUT}")
 
     def __deepcopy__(self, _memo: Any) -> ShardedStandIn:

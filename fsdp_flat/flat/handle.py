@@ -22,7 +22,9 @@ from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.gradients import GradientWindow, PartialGrad
+from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.orig_views import OrigViews
+from fsdp_flat.flat.untraced import untraced
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, alignment_numel
@@ -121,7 +123,7 @@ class FlatParamHandle:
         kind = OrigViews if spec.use_orig_params else FlatViews
         self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
         for entry in params:
-            entry.param._fsdp_flattened = FlattenedBy(entry.fqn, spec.unit_name)  # type: ignore[attr-defined]
+            entry.mark(FlattenedBy(entry.fqn, spec.unit_name))
         self._sync_requires_grad()
 
     def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
@@ -179,7 +181,7 @@ class FlatParamHandle:
         for entry, slot in zip(params, self.layout.slots, strict=True):
             view = buffer.tensor[slot.interval.to_slice()].view(slot.shape)
             # ``.data`` gives the leaf a version counter of its own, which refills of the buffer do not touch.
-            leaf = nn.Parameter(view.data, requires_grad=False)
+            leaf = nn.Parameter(entry.guise.shown(view.data), requires_grad=False)
             # Marks that code in forward reads off parameters (weight decay flags, parallel dims) stay readable.
             leaf.__dict__.update(entry.param.__dict__)
             leaves.append(leaf)
@@ -262,7 +264,10 @@ class FlatParamHandle:
         for index, (leaf, want, was) in enumerate(zip(leaves, wanted, before, strict=True)):
             leaf.requires_grad_(want)
             if want and not was:
-                leaf.register_post_accumulate_grad_hook(partial(self._landed, index))
+                guise = self.views.params[index].guise
+                leaf.register_post_accumulate_grad_hook(
+                    partial(self._landed, index, guise=None if guise is PLAIN else guise)
+                )
             elif was and not want:
                 leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
@@ -272,7 +277,8 @@ class FlatParamHandle:
         """Gradients that the running backward pass will bring."""
         return num_nodes_that_will_run(self._hooked)
 
-    def _landed(self, index: int, leaf: torch.Tensor) -> None:
+    @untraced
+    def _landed(self, index: int, leaf: torch.Tensor, *, guise: Guise | None) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if grad.requires_grad:
@@ -285,7 +291,8 @@ class FlatParamHandle:
             self._withdraw_partial()
         if self._window is None:
             self._window = GradientWindow(self.layout, self.window_dtype, grad.device)
-        self._window.land(index, self.views.run_hooks(index, grad.detach()))
+        grad = self.views.run_hooks(index, grad.detach())
+        self._window.land(index, grad if guise is None else guise.local(grad))
         self.on_landed(self)
 
     @property
@@ -399,9 +406,7 @@ class FlatParamHandle:
             and shard.device == self.spec.shard_device
         )
 
-    def copy_to(
-        self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter
-    ) -> FlatParamHandle:
+    def copy_to(self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter) -> FlatParamHandle:
         """An independent handle of the same layout on copies of the modules; gradients are not copied.
 
         Args:

@@ -9,6 +9,7 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.gradients import PartialGrad
+from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.views import Views, accumulate_grad
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
@@ -40,6 +41,7 @@ class OrigViews(Views):
         self._stash: list[torch.Tensor | None] | None = None
         self._is_whole = layout.world_size == 1
         self.bind_shard()
+        self.guard()
 
     def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
         super().use_leaves(leaves)
@@ -66,6 +68,15 @@ class OrigViews(Views):
             sharded.data = whole[slot.interval.to_slice()].view(slot.shape)
         self.show_shard()
         self.unguard()
+        self._show_guises()
+
+    def _show_guises(self) -> None:
+        """The user's Parameter cannot become a DTensor, so where it stands in for one another is shown."""
+        for entry, sharded in zip(self.params, self.sharded, strict=True):
+            if entry.guise is not PLAIN:
+                shown = nn.Parameter(entry.guise.shown(sharded.data), requires_grad=sharded.requires_grad)
+                for site in entry.sites:
+                    site.module._parameters[site.name] = shown
 
     def hide_whole(self) -> None:
         if self._stash is None:
@@ -89,8 +100,9 @@ class OrigViews(Views):
         return whole
 
     def show_whole_grads(self, whole: torch.Tensor) -> None:
-        for sharded, grad, slot in zip(self.sharded, self._grads(), self.layout.slots, strict=True):
-            sharded.grad = None if grad is None else whole[slot.interval.to_slice()].view(slot.shape)
+        for index, (grad, slot) in enumerate(zip(self._grads(), self.layout.slots, strict=True)):
+            if grad is not None:
+                self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
 
     def hide_whole_grads(self, own: torch.Tensor) -> None:
         for sharded, grad, piece in zip(self.sharded, self._grads(), self.pieces, strict=True):
@@ -110,6 +122,7 @@ class OrigViews(Views):
             sharded.grad = None
             sharded.data = whole[slot.interval.to_slice()].view(slot.shape).clone()
             sharded.__dict__.pop("_fsdp_flattened", None)
+        self._show_guises()
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
@@ -125,6 +138,12 @@ class OrigViews(Views):
 
     def visible_params(self) -> list[nn.Parameter]:
         return list(self.sharded)
+
+    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
+        return [(entry.guise, sharded.grad) for entry, sharded in zip(self.params, self.sharded, strict=True)]
+
+    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        return dict(zip(self.leaves, self.sharded, strict=True))
 
     def requires_grad(self) -> list[bool]:
         return [sharded.requires_grad for sharded in self.sharded]

@@ -12,6 +12,7 @@ In compute, both show ``leaves``: one Parameter per original, a view of the gath
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +22,7 @@ from torch import nn
 
 from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ModuleGuard
+from fsdp_flat.flat.guise import Guise
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
@@ -59,6 +61,8 @@ class Views:
         self.module = module
         self.pieces: tuple[SlotShard, ...] = tuple(layout.piece(i, rank) for i in range(len(layout.slots)))
         self._hooks = [entry.param._backward_hooks for entry in params]
+        # What the modules held is let go of, so that whoever still holds it can be found.
+        self._originals = {index: entry.replaced for index, entry in enumerate(params) if entry.replaced is not None}
         self._guards: dict[nn.Module, ModuleGuard] = {}
         if layout.world_size > 1:
             for entry, slot in zip(params, layout.slots, strict=True):
@@ -108,7 +112,14 @@ class Views:
         raise NotImplementedError
 
     def shown(self, index: int) -> torch.Tensor:
-        """What the first place of parameter ``index`` holds while whole parameters are shown."""
+        """What this process holds of parameter ``index`` at its first place while whole parameters are shown."""
+        return self.params[index].guise.local(self._at(index))
+
+    def set_shown_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Give that parameter a gradient, of which this process holds ``grad``."""
+        self._at(index).grad = self.params[index].guise.shown(grad)
+
+    def _at(self, index: int) -> nn.Parameter:
         site = self.params[index].sites[0]
         current = site.module._parameters.get(site.name)
         assert current is not None
@@ -167,6 +178,14 @@ class Views:
         """The parameters that an optimizer of this handle holds."""
         raise NotImplementedError
 
+    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
+        """This rank's gradients as the optimizer has them, by what they are further split over."""
+        raise NotImplementedError
+
+    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        """For each leaf that modules may show, the parameter that an optimizer holds, where that is another one."""
+        return {}
+
     def requires_grad(self) -> list[bool]:
         """For each original parameter whether it is to get a gradient."""
         raise NotImplementedError
@@ -187,11 +206,22 @@ class Views:
 
     def originals_in_optimizers(self) -> list[str]:
         """Names of original parameters that some optimizer still holds, although wrapping replaced them."""
-        return []
+        alive = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
+        self._originals = {}
+        return [self.layout.slots[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
 
     def version(self) -> int:
         """A number that changes when sharded values are changed in place."""
         raise NotImplementedError
+
+
+def _is_in_an_optimizer(param: nn.Parameter) -> bool:
+    lists = [referrer for referrer in gc.get_referrers(param) if isinstance(referrer, list)]
+    return any(
+        isinstance(owner, dict) and owner.get("params") is found and "lr" in owner
+        for found in lists
+        for owner in gc.get_referrers(found)
+    )
 
 
 def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from fsdp_flat.errors import TiedParameterError
+from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 
-__all__ = ["ManagedParam", "Site", "collect_params", "named_sites"]
+__all__ = ["ManagedParam", "Site", "collect_params", "held_locally", "named_sites"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -25,15 +27,31 @@ class Site:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedParam:
-    """A parameter and every place in its unit that holds it; the first place gives it its name."""
+    """A parameter and every place in its unit that holds it; the first place gives it its name.
+
+    Attributes:
+        param: a plain Parameter, once the unit has taken it.
+        sites: the places.
+        guise: what the places show when the parameter is there.
+        replaced: the user's own Parameter if ``param`` stands in for it.
+    """
 
     param: nn.Parameter
     sites: tuple[Site, ...]
+    guise: Guise = PLAIN
+    replaced: weakref.ref[nn.Parameter] | None = None
 
     @property
     def fqn(self) -> str:
         """Name relative to the unit's module, without wrapper components."""
         return self.sites[0].fqn
+
+    def mark(self, owner: FlattenedBy) -> None:
+        """Have the parameter say which unit took it."""
+        replaced = self.replaced() if self.replaced is not None else None
+        for param in (self.param, replaced):
+            if param is not None:
+                param._fsdp_flattened = owner  # type: ignore[attr-defined]
 
     @property
     def shape(self) -> torch.Size:
@@ -81,6 +99,22 @@ def collect_params(
             )
         found.setdefault(param, {}).setdefault((id(site.module), site.name), site)
     return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
+
+
+def held_locally(entry: ManagedParam) -> ManagedParam:
+    """``entry`` as a plain Parameter: itself, or in place of a DTensor one of the local tensor, put in the modules."""
+    shown = entry.param
+    guise = guise_of(shown, entry.fqn)
+    if guise is PLAIN:
+        return entry
+    with torch.no_grad():
+        param = nn.Parameter(guise.local(shown.detach()), requires_grad=shown.requires_grad)
+    param.__dict__.update({key: value for key, value in shown.__dict__.items() if key != "_is_param"})
+    param._backward_hooks = shown._backward_hooks
+    param._post_accumulate_grad_hooks = shown._post_accumulate_grad_hooks
+    for site in entry.sites:
+        site.module._parameters[site.name] = param
+    return replace(entry, param=param, guise=guise, replaced=weakref.ref(shown))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
 from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
+from fsdp_flat.runtime.duplicate import copy_policy, copy_unit
 from fsdp_flat.runtime.forward import register_forward_method, run_forward, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
@@ -18,6 +19,7 @@ from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
 from fsdp_flat.runtime.tree import Tree, reset_tree, tree_of
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.runtime.unwrap import unwrap
 
 __all__ = [
     "LOW_PRECISION_HOOKS",
@@ -31,6 +33,8 @@ __all__ = [
     "build_unit",
     "check_idle",
     "compute_device_from",
+    "copy_policy",
+    "copy_unit",
     "keep_full_precision",
     "materialize",
     "offloads_params",
@@ -48,5 +52,6 @@ __all__ = [
     "unit_of",
     "units_of",
     "unshard_for",
+    "unwrap",
     "whole_params",
 ]

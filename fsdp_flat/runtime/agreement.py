@@ -14,11 +14,16 @@ import torch
 
 from fsdp_flat.comm import Axis, UnitGroups, exchange_bytes, exchange_ints
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.flat import guise_of
 from fsdp_flat.runtime.options import SyncStates
 
 __all__ = ["agree_on_structure", "agree_on_weights", "fingerprint"]
 
 _SAMPLES = 4096
+_ADVICE = (
+    'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
+    "load a checkpoint on every rank."
+)
 
 
 def _digest(text: str) -> int:
@@ -41,29 +46,37 @@ def agree_on_structure(lines: Sequence[str], error: Exception | None, groups: Un
         RankMismatchError: lines differ; the text shows the first difference.
     """
     text = "\n".join(lines)
+    # What is found on one axis travels along the next before anybody raises: else other rows would wait for ever.
+    found = error
     for axis in groups.axes:
         if axis.group is None or axis.size == 1:
             continue
-        rows = exchange_ints([int(error is None), _digest(text) if error is None else 0], axis.group, device)
+        rows = exchange_ints([int(found is None), _digest(text) if found is None else 0], axis.group, device)
         if not all(ok for ok, _ in rows):
-            _raise_failure(error, axis, device)
-        if len({digest for _, digest in rows}) > 1:
-            _raise_difference(text, axis, device)
-    if error is not None:
-        raise error
+            heard = _hear_of(found, axis, device, own=found is error)
+            found = found or heard
+        elif len({digest for _, digest in rows}) > 1:
+            found = _difference(text, axis, device)
+    if found is not None:
+        raise found
 
 
-def _raise_failure(error: Exception | None, axis: Axis, device: torch.device) -> None:
+def _hear_of(found: Exception | None, axis: Axis, device: torch.device, *, own: bool) -> Exception:
+    """The first thing that any rank of the axis has found; ``own`` if it is this rank's failure, not another's."""
     assert axis.group is not None
-    own = b"" if error is None else f"{type(error).__name__}: {error}".encode()
-    texts = exchange_bytes(own, axis.group, device)
-    if error is not None:
-        raise error
-    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise PeerFailureError(f"Rank {rank} of the group failed while wrapping, so this rank stops too: {text.decode()}")
+    kind = "failure" if own else "difference" if isinstance(found, RankMismatchError) else "heard"
+    told = "" if found is None else f"{kind}\n" + (f"{type(found).__name__}: {found}" if own else str(found))
+    texts = [payload.decode() for payload in exchange_bytes(told.encode(), axis.group, device)]
+    rank, first = next((rank, text) for rank, text in enumerate(texts) if text)
+    kind, _, text = first.partition("\n")
+    if kind == "difference":
+        return RankMismatchError(text)
+    if kind == "heard":
+        return PeerFailureError(text)
+    return PeerFailureError(f"Rank {rank} of the group failed while wrapping, so this rank stops too: {text}")
 
 
-def _raise_difference(text: str, axis: Axis, device: torch.device) -> None:
+def _difference(text: str, axis: Axis, device: torch.device) -> RankMismatchError:
     assert axis.group is not None
     texts = [payload.decode().split("\n") for payload in exchange_bytes(text.encode(), axis.group, device)]
     first = texts[0]
@@ -71,7 +84,7 @@ def _raise_difference(text: str, axis: Axis, device: torch.device) -> None:
     other = texts[rank]
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     end = "nothing more"
-    raise RankMismatchError(
+    return RankMismatchError(
         f"Ranks were given different models. First difference: rank 0 of the group has {_line(first, at, end)}, "
         f"rank {rank} has {_line(other, at, end)}. Build the same model with the same policy on every rank."
     )
@@ -102,28 +115,27 @@ def agree_on_weights(
     """
     if sync == "broadcast":
         return True
-    differs = False
-    prints = [fingerprint(param) for _, param in named]
+    found = ""
+    prints = [fingerprint(guise_of(param, name).local(param.detach())) for name, param in named]
+    total = _digest(repr(prints))
     for axis in groups.axes:
         if axis.group is None or axis.size == 1 or not prints:
             continue
-        total = _digest(repr(prints))
-        if len({row[0] for row in exchange_ints([total], axis.group, device)}) == 1:
-            continue
-        rows = exchange_ints(prints, axis.group, device)
-        index = next(i for i in range(len(prints)) if len({row[i] for row in rows}) > 1)
-        rank = next(rank for rank, row in enumerate(rows) if row[index] != rows[0][index])
-        text = (
-            f"Ranks start from different weights: {named[index][0]!r} of rank {rank} differs from that of rank 0 of "
-            "the group"
-        )
-        advice = (
-            'pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or load '
-            "a checkpoint on every rank"
-        )
-        if sync == "raise":
-            raise RankMismatchError(f"{text}. To mend it, {advice}.")
-        if sync == "warn" and axis.rank == 0:
-            warnings.warn(f"{text}; each rank's shard will hold its own. To mend it, {advice}.", stacklevel=6)
-        differs = True
-    return differs and sync == "auto"
+        # What is found on one axis is told along the next, so that all ranks do the same afterwards.
+        summary = exchange_ints([total, int(bool(found))], axis.group, device)
+        if any(already for _, already in summary):
+            told = [payload.decode() for payload in exchange_bytes(found.encode(), axis.group, device)]
+            found = found or next(text for text in told if text)
+        elif len({row[0] for row in summary}) > 1:
+            rows = exchange_ints(prints, axis.group, device)
+            index = next(i for i in range(len(prints)) if len({row[i] for row in rows}) > 1)
+            rank = next(rank for rank, row in enumerate(rows) if row[index] != rows[0][index])
+            found = (
+                f"Ranks start from different weights: {named[index][0]!r} of rank {rank} differs from that of rank 0 "
+                "of the group"
+            )
+            if sync == "warn" and axis.rank == 0:
+                warnings.warn(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=6)
+    if found and sync == "raise":
+        raise RankMismatchError(f"{found}. {_ADVICE}")
+    return bool(found) and sync == "auto"

@@ -7,10 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle, HandleSpec, ManagedParam, collect_params, named_sites
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import (
+    FlatParamHandle,
+    HandleSpec,
+    ManagedParam,
+    check_guise,
+    collect_params,
+    guise_if_dtensor,
+    guise_of,
+    held_locally,
+    named_sites,
+)
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn
 from fsdp_flat.runtime.agreement import agree_on_weights
+from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
@@ -71,11 +82,17 @@ def build_unit(
         # torch.compile and transformers read these two off every managed submodule.
         child._is_fsdp_managed_module = True  # type: ignore[assignment]
         child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
+        hide_compiled_name(child)
     return unit
 
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
-    buffers = [buffer for _, module in modules for buffer in module._buffers.values() if buffer is not None]
+    buffers = [
+        guise_if_dtensor(buffer).local(buffer)
+        for _, module in modules
+        for buffer in module._buffers.values()
+        if buffer is not None
+    ]
     return [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
 
 
@@ -116,13 +133,7 @@ def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owne
         skip=lambda param: param in ignored.params or owners.get(param, module) is not module,
         is_managed_below=lambda child, key: (id(child), key) in below,
     )
-    for entry in params:
-        if type(entry.param.data) is not torch.Tensor:
-            raise UnsupportedError(
-                f"Parameter {entry.fqn!r} of unit {name!r} is a {type(entry.param.data).__name__}; this version "
-                "flattens plain tensors only. Leave it out with ignored_states."
-            )
-    return params
+    return [held_locally(entry) for entry in params]
 
 
 def _grouped(
@@ -191,13 +202,24 @@ def owners_of_ties(
 
 
 def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
-    """What this rank is about to build, one fact a line, for comparison between ranks."""
-    lines = [f"strategy {options.strategy.member.name}, use_orig_params={options.use_orig_params}"]
+    """What this rank is about to build, one fact a line, for comparison between ranks.
+
+    Raises:
+        UnsupportedError: a parameter is of a kind that cannot be flattened.
+        OptionError: tensor parallelism has split a parameter over the ranks that it is to be sharded over.
+    """
+    groups = [axis.group for axis in options.groups.axes if axis.group is not None]
+    precision = options.precision
+    lines = [
+        f"strategy {options.strategy.member.name}, use_orig_params={options.use_orig_params}, "
+        f"sync_module_states={options.sync_states!r}",
+        f"mixed precision of {precision.param_dtype}, {precision.reduce_dtype}, {precision.master_dtype}",
+    ]
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            shape = tuple(param.shape)
-            lines.append(
-                f"parameter {clean_fqn(name)!r} of shape {shape}, {param.dtype}, requires_grad={param.requires_grad}"
-            )
+            check_guise(guise_of(param, clean_fqn(name)), clean_fqn(name), groups)
+            # What a nested unit holds already is this rank's slice; the unit compared the shapes when it was made.
+            shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
+            lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import in_backward
+from fsdp_flat.flat import active_compiler, in_backward, untraced, untraced_here
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.tree import Tree, tree_of
 from fsdp_flat.runtime.unit import Unit, Use, unit_of
@@ -19,6 +19,7 @@ from fsdp_flat.runtime.unit import Unit, Use, unit_of
 __all__ = ["register_forward_method", "run_forward", "unshard_for"]
 
 
+@untraced_here
 def run_forward(
     wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
@@ -26,7 +27,7 @@ def run_forward(
 
     Every rank of the unit's groups must call this in the same order of units.
     """
-    forward = _Forward(wrapper, unit)
+    forward = _Forward(wrapper, unit, compiler=active_compiler())
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
@@ -93,6 +94,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         return run_forward(module, unit, args, kwargs, method)
 
     module.__dict__[method_name] = gathered
+    unit.forward_methods.add(method_name)
 
 
 class _Forward:
@@ -100,14 +102,18 @@ class _Forward:
 
     __slots__ = ("_entered", "_outermost", "_recomputing", "_tree", "_unit", "_use")
 
-    def __init__(self, wrapper: nn.Module, unit: Unit) -> None:
+    @untraced
+    def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
         self._tree = tree_of(wrapper, unit)
+        if not unit.options.use_orig_params:
+            self._tree.check_compiles(unit, compiler)
         self._recomputing = in_backward() != -1
         self._outermost = False
         self._entered = False
         self._use = Use(unit, None)
 
+    @untraced
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather, begin the next gather, and prepare the inputs."""
         unit, tree = self._unit, self._tree
@@ -128,6 +134,7 @@ class _Forward:
             args, kwargs = _gate(use, args, kwargs)
         return args, kwargs
 
+    @untraced
     def fail(self) -> None:
         """The forward raised.
 
@@ -139,6 +146,7 @@ class _Forward:
         elif self._entered:
             self._unit.exit_forward(keep=self._recomputing)
 
+    @untraced
     def leave(self, output: Any) -> None:
         """Hook the outputs and free the parameters, or keep them for backward."""
         self._close(_hook_outputs(self._tree, self._use, output, recomputing=self._recomputing))
@@ -166,9 +174,16 @@ def _hook_outputs(tree: Tree, use: Use, output: Any, *, recomputing: bool) -> bo
         return False
     if unit.handles:
         tree.record(use)
+        hook = functools.partial(_reached, use)
         for tensor in outputs:
-            tensor.register_hook(lambda _grad: unit_tree(unit).pre_backward(use))
+            tensor.register_hook(hook)
     return recomputing or unit is tree.root or not unit.options.strategy.reshard_after_forward
+
+
+@untraced
+def _reached(use: Use, _grad: torch.Tensor) -> None:
+    """Backward has reached an output of ``use``."""
+    unit_tree(use.unit).pre_backward(use)
 
 
 def unit_tree(unit: Unit) -> Tree:
@@ -190,6 +205,7 @@ class _InputGate(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
+    @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         ctx.use.unit.inputs_complete(ctx.use)
         return (None, *grads)

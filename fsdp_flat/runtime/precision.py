@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.tensors import map_tensors
 
-__all__ = ["BufferCasts", "InputCast", "Precision", "keep_full_precision", "precision_from"]
+__all__ = ["BufferCasts", "InputCast", "Precision", "drop_full_precision", "keep_full_precision", "precision_from"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,31 +134,50 @@ class BufferCasts:
         return {path: original for path, _, _, original in self._buffers}
 
 
+class _FullPrecision:
+    """The two hooks of a module that computes in full precision: inputs are cast to it, and outputs back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._before: list[torch.dtype | None] = []
+
+    def cast_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen: list[torch.dtype] = []
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.dtype == self._dtype or not tensor.is_floating_point():
+                return tensor
+            seen.append(tensor.dtype)
+            return tensor.to(self._dtype)
+
+        cast = map_tensors((args, kwargs), widen)
+        self._before.append(seen[-1] if seen else None)
+        return cast
+
+    def cast_outputs(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        original = self._before.pop() if self._before else None
+        if original is None:
+            return None
+        return map_tensors(output, lambda tensor: tensor.to(original) if tensor.dtype == self._dtype else tensor)
+
+
 def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Have ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
 
     The hooks come after those that are registered already.
     """
-    before: list[torch.dtype | None] = []
+    casts = _FullPrecision(dtype)
+    module.register_forward_pre_hook(casts.cast_inputs, with_kwargs=True)
+    module.register_forward_hook(casts.cast_outputs)
 
-    def cast_inputs(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        seen: list[torch.dtype] = []
 
-        def widen(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype == dtype or not tensor.is_floating_point():
-                return tensor
-            seen.append(tensor.dtype)
-            return tensor.to(dtype)
-
-        cast = map_tensors((args, kwargs), widen)
-        before.append(seen[-1] if seen else None)
-        return cast
-
-    def cast_outputs(_module: nn.Module, _args: Any, output: Any) -> Any:
-        original = before.pop() if before else None
-        if original is None:
-            return None
-        return map_tensors(output, lambda tensor: tensor.to(original) if tensor.dtype == dtype else tensor)
-
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-    module.register_forward_hook(cast_outputs)
+def drop_full_precision(module: nn.Module) -> None:
+    """Undo :func:`keep_full_precision`; does nothing for other modules."""
+    both: list[tuple[dict[int, Any], dict[int, bool]]] = [
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ]
+    for hooks, marks in both:
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _FullPrecision)]:
+            del hooks[key]
+            marks.pop(key, None)

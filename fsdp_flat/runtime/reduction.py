@@ -106,14 +106,16 @@ class Reduction:
         self.advance()
         with torch.no_grad(), self._streams.reducing():
             shard = self._pending.wait()
-            factor = self._policy.divide_factor
-            if factor is not None and self._policy.hook is None:
-                # fp16 was divided once already; the caller's factor stands for the whole division.
-                shard.mul_(self._groups.num_ranks / self._postscale).div_(factor)
-            elif self._postscale != 1.0:
+            if self._postscale != 1.0:
                 shard.div_(self._postscale)
             dtype = shard.dtype if self.handle.spec.keep_reduce_dtype else self.handle.orig_dtype
             return shard.to(dtype=dtype, device=self.handle.spec.shard_device)
+
+    @property
+    def rescale(self) -> float | torch.Tensor | None:
+        """What :meth:`finish`'s mean is to be multiplied by, if the caller gave a factor of their own."""
+        factor = self._policy.divide_factor
+        return None if factor is None or self._policy.hook is not None else self._groups.num_ranks / factor
 
 
 class Reductions:
@@ -124,6 +126,7 @@ class Reductions:
 
     def __init__(self) -> None:
         self._in_flight: list[Reduction] = []
+        self._last: dict[FlatParamHandle, Reduction] = {}
         self.results: dict[FlatParamHandle, torch.Tensor] = {}
 
     @property
@@ -142,6 +145,7 @@ class Reductions:
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.pop(0)
         shard = reduction.finish()
+        self._last[reduction.handle] = reduction
         before = self.results.get(reduction.handle)
         if before is None:
             self.results[reduction.handle] = shard
@@ -152,5 +156,11 @@ class Reductions:
         """Wait for everything; the sharded mean gradients by handle."""
         while self._in_flight:
             self._finish_oldest()
+        # Only now: a factor may be a tensor that the caller completes while backward runs.
+        for handle, reduction in self._last.items():
+            scale = reduction.rescale
+            if scale is not None:
+                self.results[handle].mul_(scale)
+        self._last.clear()
         results, self.results = self.results, {}
         return results

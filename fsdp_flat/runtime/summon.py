@@ -34,6 +34,8 @@ def check_idle(unit: Unit, what: str) -> None:
     Raises:
         PhaseError: it is.
     """
+    if unit.tree is not None:
+        unit.tree.recover()
     if unit.phase is not Phase.IDLE:
         raise PhaseError(
             f"{what} was called while unit {unit.name!r} is {unit.phase.value}. Call it between steps and outside of "
@@ -97,10 +99,14 @@ def summon_full_params(
     units = units_of(module) if recurse else [own] if own is not None else []
     for unit in units:
         check_idle(unit, "summon_full_params")
+    if writeback:
+        for unit in units:
+            # What is still gathered from an earlier forward would hide the changes from the next one.
+            unit.reshard()
     device = torch.device("cpu") if offload_to_cpu else None
     with ExitStack() as stack:
         for unit in units:
-            shown = not rank0_only or unit.options.groups.shard.rank == 0
+            shown = not rank0_only or unit.options.groups.primary.rank == 0
             whole = stack.enter_context(whole_params(unit, device=device, show=shown))
             if shown and with_grads:
                 stack.enter_context(_whole_grads(unit, writeback=writeback))

@@ -66,6 +66,9 @@ class StoredTensors:
         self._places: list[tuple[dict[str, Any], str]] = []
         self._calls = 0
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensors:
+        return StoredTensors(copy.deepcopy(self._modules, memo))
+
     def tensors(self) -> list[torch.Tensor]:
         """What is stored now."""
         if self._calls % self._SEARCH_EVERY == 0:
@@ -83,7 +86,9 @@ _MODULE_STATE = frozenset(torch.nn.Module().__dict__)
 
 
 def _may_hold_tensors(name: str, value: Any) -> bool:
-    return name not in _MODULE_STATE and isinstance(value, (torch.Tensor, list, tuple, dict))
+    return name not in _MODULE_STATE and (
+        isinstance(value, (torch.Tensor, list, tuple, dict)) or dataclasses.is_dataclass(value)
+    )
 
 
 def _derived(value: Any) -> list[torch.Tensor]:

@@ -15,8 +15,9 @@ from torch.autograd import Variable
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import Streams
 from fsdp_flat.errors import OptionError, UsageError
-from fsdp_flat.flat import FlatParamHandle, in_backward
+from fsdp_flat.flat import FlatParamHandle, in_backward, untraced
 from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime.compiled import is_compiled
 from fsdp_flat.runtime.reduction import ReductionPolicy, Reductions
 from fsdp_flat.runtime.unit import Unit, Use, unit_of
 from fsdp_flat.runtime.used import UsedExchange
@@ -68,11 +69,14 @@ class Tree:
         self._used = UsedExchange()
         self._streams: Streams = self.root.streams
         _check_homogeneous(self.units)
+        _check_optimizers_in_backward(self.units)
         for unit in self.units:
             if unit.tree is not None and unit.tree is not self:
                 self.trace = self.trace if self.trace is not None else unit.tree.trace
                 self.policy = unit.tree.policy
             unit.tree = self
+        self._looked_for_compiled = False
+        self._warned_uncompiled = False
         self._buffers_full: bool | None = None
         self._cast_buffers()
 
@@ -89,6 +93,27 @@ class Tree:
         precision = unit.options.precision
         return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
 
+    def check_compiles(self, unit: Unit, compiler: Any) -> None:
+        """A unit without original parameters runs: say so, once, if torch.compile is to compile it.
+
+        Args:
+            unit: the unit.
+            compiler: what compiles the code that calls the unit, if anything does.
+        """
+        modules = [unit.module] if self._looked_for_compiled else list(unit.module.modules())
+        self._looked_for_compiled = True
+        if self._warned_uncompiled or not (
+            compiler or any(is_compiled(m) and getattr(m, "_is_fsdp_managed_module", False) for m in modules)
+        ):
+            return
+        self._warned_uncompiled = True
+        warnings.warn(
+            f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
+            f"{self.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. Training "
+            "goes on without compilation; pass use_orig_params=True to have it.",
+            stacklevel=5,
+        )
+
     def note(self, event: str, unit: Unit) -> None:
         """Append to the trace, if there is one."""
         if self.trace is not None:
@@ -100,7 +125,7 @@ class Tree:
         """A unit's forward begins outside of backward. Returns whether it is the outermost one of this call."""
         outermost = self._pass is None
         if self._pass is None:
-            self._recover()
+            self.recover()
             self._pass = Pass()
             self._streams.optimizer_ran()
             self._cast_buffers()
@@ -114,9 +139,9 @@ class Tree:
         self._pass = None
         self._drop_prefetched()
 
-    def _recover(self) -> None:
-        # A queued end of backward that never ran means that backward raised.
-        if self._callback_queued:
+    def recover(self) -> None:
+        """Drop a step whose backward raised, if there is one: a queued end of backward that never ran tells."""
+        if self._callback_queued and in_backward() == -1:
             self.abort()
 
     def abort(self) -> None:
@@ -206,6 +231,7 @@ class Tree:
             self._callback_queued = True
             Variable._execution_engine.queue_callback(self.end_of_backward)
 
+    @untraced
     def end_of_backward(self) -> None:
         """Close what is open, wait for the reductions, publish the sharded gradients, free everything."""
         self._prefetched, prefetched = None, self._prefetched
@@ -233,8 +259,9 @@ class Tree:
                 if stale:
                     raise UsageError(
                         f"An optimizer holds {stale[0]!r} of unit {unit.name!r}, which wrapping replaced by a flat "
-                        "parameter, so its steps change nothing. Build the optimizer after wrapping, from "
-                        "model.parameters(), or pass use_orig_params=True."
+                        "parameter or by a part of its own, so its steps change nothing. Build the optimizer after "
+                        "wrapping, from model.parameters(); parameters that are plain tensors stay what they are with "
+                        "use_orig_params=True."
                     )
         short = next((h for u in self.units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
         if short is not None:
@@ -264,6 +291,16 @@ def _check_homogeneous(units: list[Unit]) -> None:
         if len(first) > 1:
             described = "; ".join(f"{what}={value} in unit {name!r}" for value, name in first.items())
             raise OptionError(f"Every unit under one root must have the same {what}; got {described}.")
+
+
+def _check_optimizers_in_backward(units: list[Unit]) -> None:
+    for unit in units:
+        for handle in unit.handles if not unit.options.use_orig_params else ():
+            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.leaves)):
+                raise UsageError(
+                    f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
+                    "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
+                )
 
 
 def tree_of(module: nn.Module, unit: Unit) -> Tree:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import Collectives, Pending, Streams, collectives_for, streams_for
-from fsdp_flat.errors import PhaseError
+from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
@@ -47,9 +47,10 @@ class Use:
         waits_for_inputs: the use ends when the gradients of its inputs are there, not with its parameters'.
         task: id of the backward pass in which it became active, -1 before.
         full_precision: it ran in full precision, so its backward does.
+        generation: that of the unit at that time.
     """
 
-    __slots__ = ("full_precision", "position", "record", "task", "unit", "waits_for_inputs")
+    __slots__ = ("full_precision", "generation", "position", "record", "task", "unit", "waits_for_inputs")
 
     def __init__(self, unit: Unit, record: Pass | None) -> None:
         self.unit = unit
@@ -58,6 +59,7 @@ class Use:
         self.waits_for_inputs = False
         self.task = -1
         self.full_precision = unit.wants_full_precision
+        self.generation = unit.generation
 
 
 class Unit:
@@ -79,6 +81,7 @@ class Unit:
         gate_inputs: the end of backward is told by the gradients of the inputs, because some parameter
             here gets none of its own (frozen, unused).
         last_use: the use whose backward is running, for prefetch.
+        forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
     """
 
     def __init__(
@@ -113,7 +116,9 @@ class Unit:
         self._expected: dict[int, int] = {}
         self._used: dict[FlatParamHandle, bytes] = {}
         self._has_reduced = False
+        self._keeps_graph = False
         self.last_use: Use | None = None
+        self.forward_methods: set[str] = set()
         self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
         for handle in handles:
             handle.on_landed = self._on_landed
@@ -145,6 +150,11 @@ class Unit:
     def is_trainable(self) -> bool:
         """Whether any parameter is to get a gradient."""
         return any(handle.is_trainable for handle in self.handles)
+
+    @property
+    def generation(self) -> int:
+        """How often shards were replaced (``.to(dtype)``), so that gathered buffers were as well."""
+        return sum([handle.generation for handle in self.handles])
 
     def _trace(self, event: str) -> None:
         if self.tree is not None and self.tree.trace is not None:
@@ -204,6 +214,12 @@ class Unit:
             for handle in self.handles:
                 handle.use_full_precision(full)
 
+    def params_kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        """For what the modules show while nothing is computed and parameters are gathered: what an optimizer holds."""
+        if self.is_sharded or self._depth > 0 or in_backward() != -1:
+            return {}
+        return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
+
     def show_full(self) -> None:
         """Point the modules at the gathered parameters."""
         for handle in self.handles:
@@ -242,22 +258,25 @@ class Unit:
         The result is memory of its own, except where nothing is sharded: there it is the given tensor.
         Every rank of the shard group must call this.
         """
-        wholes: list[torch.Tensor] = []
-        pendings: list[Pending] = []
         with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
-            for handle in self.handles:
-                shard = of(handle)
-                if self._collectives is None:
-                    wholes.append(shard)
-                    continue
-                whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
-                whole[handle.layout.shard(self.options.groups.shard.rank).to_slice()].copy_(shard)
-                wholes.append(whole)
-                pendings.append(self._collectives.begin_all_gather(whole))
-            for pending in pendings:
-                pending.wait()
+            pendings = [self._begin_gather(handle, of(handle)) for handle in self.handles]
+            wholes = [pending.wait() for pending in pendings]
         self.streams.gathered()
         return wholes
+
+    def _begin_gather(self, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
+        if self._collectives is None:
+            return Pending((), shard)
+        whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
+        whole[handle.layout.shard(self.options.groups.shard.rank).to_slice()].copy_(shard)
+        return self._collectives.begin_all_gather(whole)
+
+    def gather_tensor(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
+        """As :meth:`gather_whole` for one tensor in the layout of ``handle``."""
+        with torch.no_grad(), self.streams.gathering():
+            whole = self._begin_gather(handle, shard).wait()
+        self.streams.gathered()
+        return whole
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -286,8 +305,21 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def activate(self, use: Use) -> None:
-        """Backward has reached the outputs of ``use``: the parameters are needed from here on."""
+        """Backward has reached the outputs of ``use``: the parameters are needed from here on.
+
+        Raises:
+            UsageError: what the forward used is gone.
+        """
+        if self.is_sharded:
+            for handle in self.handles:
+                handle.adopt_changes()
+        if use.generation != self.generation:
+            raise UsageError(
+                f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
+                "the forward of this backward, whose buffers are gone. Convert between steps."
+            )
         self.phase = Phase.BACKWARD
+        self._keeps_graph = torch.is_grad_enabled()
         self._active.add(use)
         self._trace("pre_backward")
         self.use_full_precision(use.full_precision)
@@ -306,6 +338,7 @@ class Unit:
             # directly), or this is the inner pass of a re-entrant checkpoint.
             self.tree.queue_end_of_backward()
             self.phase = Phase.BACKWARD
+            self._keeps_graph = torch.is_grad_enabled()
             self._expect(task)
         self._expected[task] -= 1
         if self._expected[task] == 0:
@@ -338,7 +371,7 @@ class Unit:
         self.tree.gradients_are_complete(self)
 
     def _reshard_after_backward(self) -> None:
-        if self._active or self._depth > 0:
+        if self._active or self._depth > 0 or self._keeps_graph:
             return
         self.phase = Phase.IDLE
         if self.sync_gradients or self.options.strategy.reshard_after_forward:
@@ -383,14 +416,22 @@ class Unit:
             for handle in self.handles:
                 handle.show_partial()
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
-        if self._depth == 0 and (self.sync_gradients or self.options.strategy.reshard_after_forward):
+        if self._keeps_graph:
+            # create_graph=True: a second backward may follow, through what this one computed with the parameters.
+            self._keeps_graph = False
+            self.show_shard()
+        elif self._depth == 0 and (self.sync_gradients or self.options.strategy.reshard_after_forward):
             self.reshard()
         elif self._depth == 0 and not self.is_sharded:
             self.show_shard()
 
     def abort(self) -> None:
         """An exception ended the step: back to the sharded, idle state, without partial gradients."""
+        if self.phase is Phase.SUMMONED:
+            # Its forward was refused, so there is nothing to undo, and the block that shows its parameters goes on.
+            return
         self._depth = 0
+        self._keeps_graph = False
         self._used.clear()
         gathers, self._gathers = self._gathers, []
         for pending in gathers:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import Unit
 
-__all__ = ["LoadReport", "copy_whole", "finish_load", "prepare_load", "put", "restore_buffers"]
+__all__ = ["LoadReport", "copy_whole", "finish_load", "prepare_load", "put", "refuse_split", "restore_buffers"]
 
 
 @dataclass(slots=True)
@@ -47,6 +49,21 @@ def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix
                 destination[name] = value
 
 
+def refuse_split(unit: Unit, what: str) -> None:
+    """Raise if tensor parallelism has split a parameter of ``unit``; chunks of such parts have no form yet.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    for handle in unit.handles:
+        for entry in handle.views.params:
+            if entry.guise is not PLAIN:
+                raise UnsupportedError(
+                    f"{what} of unit {unit.name!r} holds {entry.fqn!r}, a DTensor of tensor parallelism. This version "
+                    "saves and loads such parameters in full state dicts only; use FULL_STATE_DICT."
+                )
+
+
 def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> None:
     """Bring buffers that compute in another dtype to the one they were registered with."""
     for path, dtype in unit.buffers.originals().items():
@@ -67,7 +84,9 @@ def prepare_load(
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):
-            state_dict[inner + key[len(prefix) :]] = state_dict.pop(key)
+            name = key[len(prefix) :]
+            # Wrapper words are no part of names here; FSDP1 leaves that of torch.compile in what it saves.
+            state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
     taken: dict[FlatParamHandle, list[Any]] = {}
     for handle in unit.handles:
         values = []
@@ -87,13 +106,15 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
     if not isinstance(value, torch.Tensor):
         report.errors.append(f'While copying the parameter named "{name}", expected a tensor, but got {type(value)}.')
         return
-    if tuple(value.shape) != slot.shape and not (value.numel() == 1 and slot.numel == 1):
-        report.mismatch(name, value.shape, slot.shape)
+    guise = handle.views.params[index].guise
+    shape = guise.whole_shape(slot.shape)
+    if tuple(value.shape) != shape and not (value.numel() == 1 and math.prod(shape) == 1):
+        report.mismatch(name, value.shape, shape)
         return
     piece = handle.layout.piece(index, unit.options.groups.shard.rank)
     if not piece.is_empty:
         with torch.no_grad():
-            source = value.detach().reshape(-1)[piece.in_param.to_slice()]
+            source = guise.part(value.detach().reshape(shape)).reshape(-1)[piece.in_param.to_slice()]
             handle.flat_param.data[piece.in_shard.to_slice()].copy_(source)
 
 

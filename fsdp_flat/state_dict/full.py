@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import FlatParamHandle, Guise
 from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle, whole_params
 from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, restore_buffers
@@ -32,17 +32,17 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it; hooks of the wrapped modules see whole parameters.
     """
-    keep = not getattr(config, "rank0_only", False) or unit.options.groups.shard.rank == 0
+    keep = not getattr(config, "rank0_only", False) or unit.options.groups.primary.rank == 0
     with whole_params(unit):
         destination = inner()
         for handle in unit.handles:
-            for names, value in _named_values(handle, prefix):
+            for names, value, guise in _named_values(handle, prefix):
                 present = [name for name in names if name in destination]
                 if not keep:
                     for name in present:
                         del destination[name]
                 elif present:
-                    stored = destination[present[0]].detach()
+                    stored = guise.whole(destination[present[0]].detach())
                     # Only what the caller's own hooks left alone is still a view of the gathered unit.
                     if stored.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
                         stored = stored.clone()
@@ -53,9 +53,9 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
     return destination
 
 
-def _named_values(handle: FlatParamHandle, prefix: str) -> list[tuple[list[str], torch.Tensor]]:
+def _named_values(handle: FlatParamHandle, prefix: str) -> list[tuple[list[str], torch.Tensor, Guise]]:
     return [
-        ([prefix + site.fqn for site in entry.sites], handle.views.shown(index))
+        ([prefix + site.fqn for site in entry.sites], handle.views.shown(index), entry.guise)
         for index, entry in enumerate(handle.views.params)
     ]
 

@@ -13,7 +13,15 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX, chunk_shape
 from fsdp_flat.runtime import Unit, check_idle
 from fsdp_flat.state_dict.chunks import chunks_to_shard, shard_to_chunks
-from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, put, restore_buffers
+from fsdp_flat.state_dict.common import (
+    LoadReport,
+    copy_whole,
+    finish_load,
+    prepare_load,
+    put,
+    refuse_split,
+    restore_buffers,
+)
 from fsdp_flat.state_dict.torch_types import chunked, local_chunk
 
 __all__ = ["load_sharded", "save_sharded"]
@@ -27,6 +35,7 @@ def save_sharded(
     Every rank of the shard group must call this. What is not sharded is returned whole.
     """
     check_idle(unit, "state_dict")
+    refuse_split(unit, "SHARDED_STATE_DICT")
     groups = unit.options.groups
     with unit.names_shown():
         destination = inner()
@@ -52,6 +61,7 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
     Every rank of the shard group must call this, with the same names.
     """
     check_idle(unit, "load_state_dict")
+    refuse_split(unit, "SHARDED_STATE_DICT")
     given = prepare_load(unit, state_dict, prefix, report)
     for handle in unit.handles:
         values = given[handle]

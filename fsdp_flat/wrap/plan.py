@@ -26,7 +26,7 @@ from fsdp_flat.wrap.checks import (
 )
 from fsdp_flat.wrap.policies import PolicyObject, _or_policy, _wrap_module_cls_individually
 from fsdp_flat.wrap.recursion import Walk
-from fsdp_flat.wrap.tree import Places, describe, post_order, require_module, wrap_overrides
+from fsdp_flat.wrap.tree import Places, compiled_forms, describe, post_order, require_module, wrap_overrides
 
 __all__ = ["UnitPlan", "WrapPlan", "apply_plan", "plan_units"]
 
@@ -81,7 +81,8 @@ def plan_units(
         is_wrapped: says whether a module is, or belongs to, a unit already; None to skip the check.
 
     Returns:
-        The plan. Units of a policy object have ``auto_wrap_policy=None`` among their keyword arguments.
+        The plan. Of a module that ``torch.compile(module)`` holds, the compiled form becomes the unit. Units of a
+        policy object have ``auto_wrap_policy=None`` among their keyword arguments.
 
     Raises:
         OptionError: a submodule is wrapped already; a unit without original parameters mixes frozen and
@@ -105,6 +106,8 @@ def plan_units(
     for module, kwargs in targets.items():
         if isinstance(module, exempt):
             kwargs["mixed_precision"] = None
+    compiled = compiled_forms(root)
+    targets = {compiled.get(module, module): kwargs for module, kwargs in targets.items()}
 
     units = tuple(
         UnitPlan(clean_fqn(path), module, targets[module])

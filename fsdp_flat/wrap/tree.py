@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.layout import clean_fqn, join_fqn
 
-__all__ = ["Places", "describe", "named_children", "post_order"]
+__all__ = ["Places", "compiled_forms", "describe", "named_children", "post_order"]
 
 
 def describe(module: nn.Module, path: str) -> str:
@@ -45,6 +46,18 @@ def post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
     visit("", root)
     return ordered
+
+
+def compiled_forms(root: nn.Module) -> dict[nn.Module, nn.Module]:
+    """For each module that ``torch.compile(module)`` was called on below ``root``: what that returned.
+
+    That keeps calling the module it was made of, whatever is put in its place later.
+    """
+    return {
+        inner: module
+        for module in root.modules()
+        if isinstance(module, OptimizedModule) and (inner := module._modules.get("_orig_mod")) is not None
+    }
 
 
 @dataclass(frozen=True, slots=True)

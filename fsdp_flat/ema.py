@@ -1,0 +1,191 @@
+"""An exponential moving average of a sharded model, kept on shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime import Unit, check_idle, units_of
+
+__all__ = ["ShardedEMA"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Averaged:
+    """One tensor that is averaged, and what says that two of them hold the same elements."""
+
+    param: nn.Parameter
+    unit: Unit | None
+    identity: dict[str, Any]
+
+
+class ShardedEMA:
+    """An exponential moving average of a model's parameters: ``average += (1 - decay) * (parameter - average)``.
+
+    Each rank averages its own shards, element by element, so nothing is communicated and nothing is gathered; the
+    average costs one more shard. Buffers are not averaged: inside :meth:`swap` the model has its own.
+
+    Args:
+        model: a wrapped model, or any module that holds wrappers; parameters that no unit manages are averaged too.
+        decay: weight of the old average, in [0, 1).
+        dtype: dtype of the average; by default that of the parameters, and float32 where that is shorter than 4 bytes,
+            since an average in bfloat16 would lose most updates. Integer parameters are copied.
+
+    Attributes:
+        decay: may be changed at any time.
+        num_updates: calls of :meth:`update`.
+
+    Raises:
+        OptionError: ``decay`` is out of range, or the model has no parameters.
+    """
+
+    def __init__(self, model: nn.Module, decay: float, *, dtype: torch.dtype | None = None) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise OptionError(f"decay must be at least 0 and below 1; got {decay!r}.")
+        self.decay = decay
+        self.num_updates = 0
+        self._model = model
+        self._entries = _averaged(model)
+        if not self._entries:
+            raise OptionError(f"{type(model).__name__} has no parameters to average.")
+        self._shadows = {name: _shadow(entry.param, dtype) for name, entry in self._entries.items()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take the model's parameters as they are now into the average; after ``optimizer.step()``.
+
+        Raises:
+            PhaseError: inside forward, backward or ``summon_full_params``.
+        """
+        self._check_idle("ShardedEMA.update")
+        for name, entry in self._entries.items():
+            shadow = self._shadows[name]
+            data = entry.param.data.to(device=shadow.device, dtype=shadow.dtype)
+            if shadow.is_floating_point() or shadow.is_complex():
+                shadow.lerp_(data, 1.0 - self.decay)
+            else:
+                shadow.copy_(data)
+        self.num_updates += 1
+
+    @contextmanager
+    def swap(self) -> Iterator[None]:
+        """Inside the block the model has the averaged parameters: to evaluate it, or to save its ``state_dict``.
+
+        Every rank must enter it. The model's own parameters come back at the end, also after an exception. One unit's
+        shard at a time is held twice.
+
+        Raises:
+            PhaseError: inside forward, backward or ``summon_full_params``.
+        """
+        self._check_idle("ShardedEMA.swap")
+        kept = self._exchange({})
+        try:
+            yield
+        finally:
+            self._exchange(kept)
+
+    @torch.no_grad()
+    def _exchange(self, exact: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Trade the model's values for the average; ``exact`` holds those that the average's dtype could not hold."""
+        kept: dict[str, torch.Tensor] = {}
+        for name, entry in self._entries.items():
+            shadow, param = self._shadows[name], entry.param
+            own = param.detach().clone()
+            if shadow.dtype == param.dtype and name not in exact:
+                param.copy_(shadow)
+                shadow.copy_(own)
+            elif name in exact:
+                param.copy_(exact[name])
+            else:
+                param.copy_(shadow)
+                kept[name] = own
+        for unit in units_of(self._model):
+            # What an earlier forward has left gathered holds the other values.
+            unit.reshard()
+        return kept
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the average, with what it takes to recognise it.
+
+        It fits a model that is sharded alike, on the same rank. For a checkpoint that fits any number of ranks, save
+        ``model.state_dict()`` inside :meth:`swap`, and make a new average from a model that has loaded it.
+
+        Returns:
+            ``{"decay", "num_updates", "averages": {name: tensor}, "layout": {name: numbers}}``; the tensors are
+            those of the average itself.
+        """
+        return {
+            "decay": self.decay,
+            "num_updates": self.num_updates,
+            "averages": dict(self._shadows),
+            "layout": {name: dict(entry.identity) for name, entry in self._entries.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what :meth:`state_dict` returned.
+
+        Raises:
+            LoadError: a key is missing, or the model is sharded in another way.
+        """
+        missing = [key for key in ("decay", "num_updates", "averages", "layout") if key not in state_dict]
+        if missing:
+            raise LoadError(f"The state of a ShardedEMA needs the keys {', '.join(missing)} too.")
+        given = state_dict["layout"]
+        for name, entry in self._entries.items():
+            if given.get(name) != entry.identity:
+                raise LoadError(
+                    f"The saved average of {name!r} has the layout {given.get(name)}; this model's is "
+                    f"{entry.identity}. A ShardedEMA's own state fits the same sharding and rank only; save "
+                    "model.state_dict() inside swap() to change them."
+                )
+        extra = sorted(set(given) - set(self._entries))
+        if extra:
+            raise LoadError(f"The saved average holds {extra[0]!r}, which this model does not have.")
+        for name, shadow in self._shadows.items():
+            shadow.copy_(state_dict["averages"][name])
+        self.decay, self.num_updates = state_dict["decay"], state_dict["num_updates"]
+
+    def _check_idle(self, what: str) -> None:
+        for unit in units_of(self._model):
+            check_idle(unit, what)
+            if unit.is_sharded:
+                for handle in unit.handles:
+                    handle.adopt_changes()
+
+
+def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
+    data = param.detach()
+    if not data.is_floating_point():
+        return data.clone()
+    wanted = dtype or (torch.float32 if data.dtype.itemsize < 4 else data.dtype)
+    return data.to(wanted, copy=True)
+
+
+def _averaged(model: nn.Module) -> dict[str, _Averaged]:
+    found: dict[str, _Averaged] = {}
+    managed: set[nn.Parameter] = set()
+    names = {child: clean_fqn(name) for name, child in model.named_modules()}
+    for unit in units_of(model):
+        for handle in unit.handles:
+            managed.update((handle.flat_param, *handle.views.visible_params(), *handle.views.leaves))
+            layout = handle.layout
+            identity = {
+                "fqns": list(layout.fqns),
+                "numel": layout.numel,
+                "world_size": layout.world_size,
+                "rank": handle.spec.rank,
+            }
+            name = join_fqn(names[unit.module], layout.fqns[0])
+            found[name] = _Averaged(handle.flat_param, unit, identity)
+    for raw, param in model.named_parameters():
+        if param not in managed:
+            found[clean_fqn(raw)] = _Averaged(param, None, {"shape": list(param.shape)})
+    return found

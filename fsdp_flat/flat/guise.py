@@ -1,0 +1,163 @@
+"""What a parameter is to the model, where a process holds a plain tensor of it.
+
+Everything below the modules (flat layout, shards, buffers, gradients) deals in plain tensors of one process. A
+parameter that tensor parallelism has split already is a DTensor to its module; its guise says how the two turn into
+each other. Plain parameters share one guise, the identity, which no step ever calls.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from fsdp_flat.errors import OptionError, UnsupportedError
+
+__all__ = ["PLAIN", "DTensorGuise", "Guise", "check_guise", "guise_if_dtensor", "guise_of"]
+
+
+class Guise:
+    """What a parameter is to its module; here the plain tensor that the process holds, so all is the identity."""
+
+    __slots__ = ()
+
+    def shown(self, local: torch.Tensor) -> torch.Tensor:
+        """What modules are to see, sharing the memory of ``local`` (the process's own tensor, never a shard of it)."""
+        return local
+
+    def local(self, shown: torch.Tensor) -> torch.Tensor:
+        """The process's own tensor of what a module holds, or of its gradient.
+
+        A gradient may need communication among :attr:`groups` to get the parameter's placement.
+        """
+        return shown
+
+    def whole(self, shown: torch.Tensor) -> torch.Tensor:
+        """The whole plain tensor of what a module holds. Every rank of the guise's mesh must call this."""
+        return shown
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        """The process's own part of a whole tensor, or of one that modules hold; plain ones need no communication."""
+        return whole
+
+    def whole_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return local_shape
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """Groups over which the elements are split, besides the unit's shard axis."""
+        return ()
+
+
+PLAIN = Guise()
+
+
+class DTensorGuise(Guise):
+    """A DTensor, of which this process holds the local tensor.
+
+    Args:
+        shape: shape of the whole DTensor.
+        mesh: the mesh that it lies on, 1-D or more.
+        placements: one per dim of the mesh, ``Shard`` or ``Replicate``.
+    """
+
+    __slots__ = ("mesh", "placements", "shape")
+
+    def __init__(self, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
+        self.shape = shape
+        self.mesh = mesh
+        self.placements = placements
+
+    def shown(self, local: torch.Tensor) -> torch.Tensor:
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
+
+    def local(self, shown: torch.Tensor) -> torch.Tensor:
+        if not isinstance(shown, DTensor):
+            return shown
+        if shown.placements != self.placements or shown.device_mesh != self.mesh:
+            shown = shown.redistribute(self.mesh, self.placements)
+        return shown.to_local()
+
+    def whole(self, shown: torch.Tensor) -> torch.Tensor:
+        return shown.full_tensor() if isinstance(shown, DTensor) else shown
+
+    def part(self, whole: torch.Tensor) -> torch.Tensor:
+        if isinstance(whole, DTensor):
+            return self.local(whole)
+        for dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                # DTensor's rule: as torch.chunk, so the last ranks may have less, or nothing.
+                length = whole.shape[placement.dim]
+                step = -(-length // self.mesh.size(dim))
+                start = min(self.mesh.get_local_rank(dim) * step, length)
+                whole = whole.narrow(placement.dim, start, min(step, length - start))
+        return whole
+
+    def whole_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.shape)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(
+            self.mesh.get_group(dim) for dim, place in enumerate(self.placements) if not isinstance(place, Replicate)
+        )
+
+
+def guise_of(tensor: torch.Tensor, name: str) -> Guise:
+    """The guise of a parameter as its module holds it.
+
+    Raises:
+        UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
+    """
+    data = tensor.data
+    if type(data) is torch.Tensor:
+        return PLAIN
+    if not isinstance(data, DTensor):
+        raise UnsupportedError(
+            f"Parameter {name!r} is a {type(data).__name__}; plain tensors and DTensors can be flattened. Leave it out "
+            "with ignored_states."
+        )
+    if not all(type(placement) in (Shard, Replicate) for placement in data.placements):
+        raise UnsupportedError(
+            f"Parameter {name!r} is a DTensor with placements {data.placements}; expected Shard and Replicate only. "
+            "Redistribute it before wrapping, or leave it out with ignored_states."
+        )
+    return guise_if_dtensor(tensor)
+
+
+def guise_if_dtensor(tensor: torch.Tensor) -> Guise:
+    """The guise of any tensor, also of one that cannot be flattened: that of a plain one unless it is a DTensor."""
+    data = tensor.data
+    if not isinstance(data, DTensor):
+        return PLAIN
+    return DTensorGuise(data.shape, data.device_mesh, tuple(data.placements))
+
+
+def check_guise(guise: Guise, name: str, groups: list[dist.ProcessGroup]) -> None:
+    """Raise if a unit would flatten together what tensor parallelism has put on different ranks.
+
+    Args:
+        guise: the guise of a parameter.
+        name: the parameter's name, for the text.
+        groups: the groups over which the unit shards and replicates.
+
+    Raises:
+        OptionError: the DTensor's mesh and a group share ranks besides this one.
+    """
+    if not isinstance(guise, DTensorGuise):
+        return
+    own = dist.get_rank()
+    meshed = set(guise.mesh.mesh.flatten().tolist())
+    for group in groups:
+        ranks = dist.get_process_group_ranks(group)
+        if meshed.intersection(ranks) - {own}:
+            raise OptionError(
+                f"Parameter {name!r} is a DTensor over ranks {sorted(meshed)} and would be sharded over ranks {ranks} "
+                f"too; the two may share rank {own} only. Make one mesh with an axis for each, "
+                'mesh = init_device_mesh(device_type, (num_data, num_tensor), mesh_dim_names=("dp", "tp")), pass '
+                'mesh["tp"] to parallelize_module and device_mesh=mesh["dp"] to FullyShardedDataParallel.'
+            )

@@ -1,0 +1,40 @@
+"""Parameter names without the words that wrappers add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fsdp_flat.layout import clean_fqn
+
+__all__ = ["clean_named_parameters", "clean_tensor_name"]
+
+
+def clean_tensor_name(tensor_name: str) -> str:
+    """A dotted name without the components of FSDP, of activation-checkpoint wrappers and of ``torch.compile``.
+
+    Args:
+        tensor_name: as ``named_parameters`` gives it.
+
+    Returns:
+        The name in the plain model.
+    """
+    return clean_fqn(tensor_name)
+
+
+def clean_named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()`` under the plain model's names.
+
+    ``torch.optim.AdamW(clean_named_parameters(model))`` makes an optimizer whose groups hold clean names.
+
+    Args:
+        model: a wrapper, or any module that holds wrappers.
+        remove_duplicate: give a tied parameter once, under its first name.
+
+    Returns:
+        Names and parameters, which are this rank's slices with ``use_orig_params=True``. Without it a unit has one
+        parameter, under its module's name and ``_flat_param``; its ``_fqns`` lists the names of what is in it.
+    """
+    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+        yield clean_fqn(name), param

@@ -1,0 +1,184 @@
+"""The wrapper's methods for optimizer state."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
+from fsdp_flat.errors import PhaseError
+from fsdp_flat.optim_state import contents_of, load_optim_state, ordered_params, rekey, save_optim_state
+from fsdp_flat.state_dict import DEFAULT_SETTINGS
+
+__all__ = ["OptimStateMethods"]
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+class OptimStateMethods(nn.Module):
+    """The wrapper's static methods for optimizer state; the wrapper class inherits them."""
+
+    @staticmethod
+    def optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The optimizer's state under parameter names, in the form that is set for state dicts.
+
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. FULL gives whole tensors; SHARDED
+        and LOCAL give torch's types with dim-0 chunks. Scalars are on the CPU. Every rank must call this.
+
+        Args:
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim: its optimizer, built after wrapping.
+            optim_state_dict: taken instead of ``optim.state_dict()``, keyed by position.
+            group: accepted for FSDP1's sake; each unit's own groups are used.
+
+        Raises:
+            OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
+            UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+        """
+        settings = _settings(model)
+        config = settings.optim_state_dict_config
+        return save_optim_state(
+            model,
+            contents_of(optim, optim_state_dict),
+            whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
+            rank0_only=bool(getattr(config, "rank0_only", False)),
+            offload_to_cpu=config.offload_to_cpu,
+        )
+
+    @staticmethod
+    def optim_state_dict_to_load(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any],
+        is_named_optimizer: bool = False,
+        load_directly: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What this rank's ``optim.load_state_dict`` takes, made of a state dict under parameter names.
+
+        Whole tensors, ShardedTensors and DTensors are taken, whatever form is set. With
+        ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 of each shard group needs the dict. Every rank must
+        call this.
+
+        Args:
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim: its optimizer, built after wrapping.
+            optim_state_dict: from :meth:`optim_state_dict`, FSDP1's, or a plain optimizer's under names.
+            is_named_optimizer: keys of the result are names.
+            load_directly: also load the result into ``optim``.
+            group: accepted for FSDP1's sake; each unit's own groups are used.
+
+        Raises:
+            OptionError: (a ValueError) not an optimizer state dict.
+            LoadError: (a RuntimeError) a value that does not fit its parameter.
+        """
+        config = _settings(model).optim_state_dict_config
+        loaded = load_optim_state(
+            model,
+            contents_of(optim).params,
+            optim_state_dict,
+            named=is_named_optimizer,
+            from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+        )
+        if load_directly:
+            optim.load_state_dict(loaded)
+        return loaded
+
+    @staticmethod
+    def full_optim_state_dict(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """The older form of :meth:`optim_state_dict` for whole tensors on the CPU, on rank 0 unless told otherwise."""
+        _warn_legacy("full_optim_state_dict", "optim_state_dict")
+        return save_optim_state(model, contents_of(optim), whole=True, rank0_only=rank0_only, offload_to_cpu=True)
+
+    @staticmethod
+    def sharded_optim_state_dict(
+        model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
+    ) -> dict[str, Any]:
+        """The older form of :meth:`optim_state_dict` for dim-0 chunks."""
+        _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
+        return save_optim_state(model, contents_of(optim), whole=False, rank0_only=False, offload_to_cpu=False)
+
+    @staticmethod
+    def shard_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any],
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """The older form of :meth:`optim_state_dict_to_load` for whole tensors that every rank has.
+
+        Without ``optim`` the order of parameters is that of ``optim_input``, or of ``model.parameters()``.
+        """
+        _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        return load_optim_state(model, ordered_params(model, optim, optim_input), full_optim_state_dict)
+
+    @staticmethod
+    def flatten_sharded_optim_state_dict(
+        sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
+    ) -> dict[str, Any]:
+        """The older form of :meth:`optim_state_dict_to_load` for dim-0 chunks."""
+        _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
+        return load_optim_state(model, contents_of(optim).params, sharded_optim_state_dict)
+
+    @staticmethod
+    def scatter_full_optim_state_dict(
+        full_optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        group: Any | None = None,
+    ) -> dict[str, Any]:
+        """The older form of :meth:`optim_state_dict_to_load` for whole tensors that rank 0 alone has."""
+        _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        params = ordered_params(model, optim, optim_input)
+        return load_optim_state(model, params, full_optim_state_dict, from_rank_zero=True)
+
+    @staticmethod
+    def rekey_optim_state_dict(
+        optim_state_dict: dict[str, Any],
+        optim_state_key_type: OptimStateKeyType,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+    ) -> dict[str, Any]:
+        """An optimizer state dict with positions as keys turned to names, or the other way; for plain models too.
+
+        Args:
+            optim_state_dict: the state dict.
+            optim_state_key_type: what keys are to become.
+            model: the model that has the names.
+            optim_input: what the optimizer was built from, where there is no ``optim``.
+            optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
+
+        Raises:
+            OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
+            PhaseError: (an AssertionError) no such key type.
+        """
+        return rekey(optim_state_dict, optim_state_key_type, model, ordered_params(model, optim, optim_input))
+
+
+def _settings(model: nn.Module) -> StateDictSettings:
+    found = [child._settings for child in model.modules() if isinstance(child, OptimStateMethods)]
+    if any(settings != found[0] for settings in found):
+        raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
+    return found[0] if found else DEFAULT_SETTINGS  # type: ignore[return-value]
+
+
+def _warn_legacy(name: str, instead: str) -> None:
+    warnings.warn(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)

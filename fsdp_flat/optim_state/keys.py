@@ -1,0 +1,70 @@
+"""Keys of optimizer state dicts: names, or positions in the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from fsdp_flat.api import OptimStateKeyType
+from fsdp_flat.errors import OptionError, PhaseError
+from fsdp_flat.optim_state.names import ParamNames, names_of
+
+__all__ = ["rekey"]
+
+
+def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequence[nn.Parameter]) -> dict[str, Any]:
+    """``given`` with its keys turned into names or positions.
+
+    Args:
+        given: an optimizer state dict.
+        key_type: what its keys are to become.
+        model: the model that has the names.
+        params: the optimizer's parameters in order.
+
+    Raises:
+        OptionError: keys of both kinds, or a state that does not fit the parameter at its position.
+        PhaseError: no such key type.
+    """
+    member = getattr(key_type, "name", None)
+    if type(key_type).__name__ != "OptimStateKeyType" or member not in OptimStateKeyType.__members__:
+        raise PhaseError(f"optim_state_key_type must be an OptimStateKeyType; got {key_type!r}.")
+    kinds = {type(key) for key in given["state"]}
+    if len(kinds) > 1:
+        raise OptionError(
+            f"An optimizer state dict must be keyed by names or by positions, not both; got {list(given['state'])}."
+        )
+    names = names_of(model)
+    order = [names.fqns_of(param)[0] for param in params]
+    to_names = member == "PARAM_NAME"
+    _check_shapes(given, names, params, order)
+    if kinds and (str in kinds) == to_names:
+        return given
+    table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
+    try:
+        state = {table[key]: value for key, value in given["state"].items()}
+        groups = [{**group, "params": sorted(table[key] for key in group["params"])} for group in given["param_groups"]]
+    except KeyError as error:
+        raise OptionError(f"Key {error} of the optimizer state dict belongs to no parameter of this model.") from None
+    return {"state": state, "param_groups": groups}
+
+
+def _check_shapes(
+    given: dict[str, Any], names: ParamNames, params: Sequence[nn.Parameter], order: Sequence[str]
+) -> None:
+    """A state that has another shape than the parameter at its position belongs to another one."""
+    for key, row in given["state"].items():
+        if not isinstance(key, int) or key >= len(params):
+            continue
+        managed = names.managed.get(params[key])
+        expected = tuple(params[key].shape)
+        if managed is not None:
+            expected = managed.handle.layout.slots[managed.indices[0]].shape
+        for name, value in row.items():
+            shape = tuple(getattr(value, "shape", ()))
+            if shape and shape != expected and (managed is None or len(managed.indices) == 1):
+                raise OptionError(
+                    f"State {name!r} at position {key} has shape {shape}, but the parameter there, {order[key]!r}, has "
+                    f"{expected}. The optimizer state was saved with another order of parameters."
+                )

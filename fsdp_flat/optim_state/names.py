@@ -1,0 +1,153 @@
+"""Which parameter of an optimizer is which: names relative to a model, for managed and other parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime import Unit, unit_of
+
+__all__ = ["Managed", "OptimContents", "ParamNames", "contents_of", "is_scalar", "names_of", "ordered_params"]
+
+
+@dataclass(frozen=True, slots=True)
+class Managed:
+    """One visible parameter of a handle.
+
+    Attributes:
+        unit: its unit.
+        handle: its handle.
+        indices: the slots that it holds: one with original parameters, else all.
+        fqns: their names relative to the model.
+    """
+
+    unit: Unit
+    handle: FlatParamHandle
+    indices: tuple[int, ...]
+    fqns: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ParamNames:
+    """Names of the parameters that an optimizer may hold.
+
+    Attributes:
+        managed: by visible parameter.
+        others: by parameter, the name of one that no unit manages.
+        handles: every handle with the names of all its slots, in the model's order.
+    """
+
+    managed: dict[nn.Parameter, Managed]
+    others: dict[nn.Parameter, str]
+    handles: tuple[tuple[Unit, FlatParamHandle, tuple[str, ...]], ...]
+
+    def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        """The names that a parameter of an optimizer stands for.
+
+        Raises:
+            OptionError: it is none of this model's.
+        """
+        if param in self.managed:
+            return self.managed[param].fqns
+        if param in self.others:
+            return (self.others[param],)
+        raise OptionError(
+            f"The optimizer holds a parameter of shape {tuple(param.shape)} that is none of this model's. Pass "
+            "the model that the optimizer was built from, and build optimizers after wrapping."
+        )
+
+    def ids(self, params: Sequence[nn.Parameter]) -> dict[str, int]:
+        """For every name the position of its parameter in ``params``, as in an optimizer's state dict."""
+        return {fqn: position for position, param in enumerate(params) for fqn in self.fqns_of(param)}
+
+
+@dataclass(frozen=True, slots=True)
+class OptimContents:
+    """What an optimizer holds.
+
+    Attributes:
+        params: its parameters, in the order in which its state dict numbers them.
+        state: by parameter, its states.
+        groups: its groups, with parameters.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    state: Mapping[nn.Parameter, Mapping[str, Any]]
+    groups: tuple[dict[str, Any], ...]
+
+
+def contents_of(optim: Any, state_dict: Mapping[str, Any] | None = None) -> OptimContents:
+    """The contents of an optimizer, or of something with ``param_groups`` and ``state`` like one.
+
+    Args:
+        optim: the optimizer.
+        state_dict: taken instead of the optimizer's own state and settings; keyed by position.
+    """
+    params = tuple(param for group in optim.param_groups for param in group["params"])
+    if state_dict is None:
+        return OptimContents(params, optim.state, tuple(optim.param_groups))
+    state = {params[key] if isinstance(key, int) else key: value for key, value in state_dict["state"].items()}
+    groups = tuple(
+        {**group, "params": [params[key] if isinstance(key, int) else key for key in group["params"]]}
+        for group in state_dict["param_groups"]
+    )
+    return OptimContents(params, state, groups)
+
+
+def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
+    """The parameters of an optimizer that is given, or only described by what it was (or would be) built from.
+
+    Raises:
+        OptionTypeError: ``optim_input`` is neither parameters nor groups.
+    """
+    if optim is not None:
+        return contents_of(optim).params
+    if optim_input is None:
+        return tuple(model.parameters())
+    if isinstance(optim_input, (torch.Tensor, dict, str)):
+        raise OptionTypeError(f"optim_input must be parameters or parameter groups; got {type(optim_input).__name__}.")
+    entries = list(optim_input)
+    if not entries:
+        raise OptionError("optim_input is empty; pass what the optimizer was built from, or the optimizer.")
+    if all(isinstance(entry, dict) for entry in entries):
+        return tuple(param for group in entries for param in group["params"])
+    if all(isinstance(entry, torch.Tensor) for entry in entries):
+        return tuple(entries)
+    raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
+
+
+def names_of(model: nn.Module) -> ParamNames:
+    """The names below ``model``, which is a wrapper or holds wrappers, or is a plain module."""
+    managed: dict[nn.Parameter, Managed] = {}
+    handles: list[tuple[Unit, FlatParamHandle, tuple[str, ...]]] = []
+    for path, module in model.named_modules():
+        unit = unit_of(module)
+        if unit is None:
+            continue
+        prefix = clean_fqn(path)
+        for handle in unit.handles:
+            fqns = tuple(join_fqn(prefix, slot.fqn) for slot in handle.layout.slots)
+            handles.append((unit, handle, fqns))
+            visible = handle.views.visible_params()
+            if len(visible) == 1 and visible[0] is handle.flat_param:
+                managed[visible[0]] = Managed(unit, handle, tuple(range(len(fqns))), fqns)
+            else:
+                for index, param in enumerate(visible):
+                    managed[param] = Managed(unit, handle, (index,), (fqns[index],))
+    others: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters():
+        if param not in managed:
+            others.setdefault(param, clean_fqn(name))
+    return ParamNames(managed, others, tuple(handles))
+
+
+def is_scalar(value: Any) -> bool:
+    """Whether a state is one number or no tensor at all, so the same for every part of a parameter."""
+    return len(getattr(value, "shape", ())) == 0

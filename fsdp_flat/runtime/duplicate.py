@@ -1,0 +1,142 @@
+"""``copy.deepcopy`` of a unit: the same layout on copied modules, with a shard of its own.
+
+Nothing is communicated. While the modules are copied they hold None where they hold parameters of the unit, so
+neither gathered nor sharded values are copied along; the copy's parameters are made of the copied shard.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedStandIn, Site, copy_flat_parameter
+from fsdp_flat.runtime.options import Ignored
+from fsdp_flat.runtime.summon import check_idle
+from fsdp_flat.runtime.tree import tree_of
+from fsdp_flat.runtime.unit import Unit, units_of
+
+__all__ = ["copy_policy", "copy_unit"]
+
+_COPYING = "fsdp_flat is copying an outer unit"
+
+
+def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
+    """A copy of a unit and of the module that it wraps; nested wrappers copy themselves meanwhile.
+
+    Process groups, meshes and what the constructor was given are shared with the original. Gradients are not copied,
+    as ``copy.deepcopy`` of plain parameters does not copy them either.
+
+    Args:
+        unit: the unit.
+        memo: the memo of ``copy.deepcopy``. Parameters that it knows already (a copied optimizer's) are used.
+
+    Raises:
+        PhaseError: inside forward, backward or ``summon_full_params``.
+        UsageError: the module holds parameters of a unit further out, which is not being copied.
+    """
+    check_idle(unit, "copy.deepcopy")
+    _share_groups(unit, memo)
+    outermost = _COPYING not in memo
+    if outermost:
+        _check_complete(unit)
+        memo[_COPYING] = True
+    try:
+        for handle in unit.handles:
+            if unit.is_sharded:
+                handle.adopt_changes()
+            _copy_params(handle, memo)
+        with ExitStack() as stack:
+            for handle in unit.handles:
+                stack.enter_context(handle.views.lifted())
+            module = copy.deepcopy(unit.module, memo)
+    finally:
+        if outermost:
+            del memo[_COPYING]
+    handles = [_copy_handle(handle, module, memo) for handle in unit.handles]
+    ignored = Ignored(
+        frozenset(memo.get(id(child), child) for child in unit.ignored.modules),
+        frozenset(memo.get(id(param), param) for param in unit.ignored.params),
+    )
+    buffers, stored = copy.deepcopy(unit.buffers, memo), copy.deepcopy(unit.stored, memo)
+    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored)
+    twin.gate_inputs = unit.gate_inputs
+    for handle in handles:
+        handle.views.show_shard()
+    return twin
+
+
+def copy_policy(unit: Unit, wrapper: nn.Module, twin: Unit) -> None:
+    """Give the copy of a root the root's communication hook and divide factor.
+
+    Args:
+        unit: the original.
+        wrapper: the copy's wrapper.
+        twin: the copy.
+    """
+    if unit.tree is not None and unit.tree.root is unit:
+        tree_of(wrapper, twin).policy = copy.copy(unit.tree.policy)
+
+
+def _share_groups(unit: Unit, memo: dict[Any, Any]) -> None:
+    groups = unit.options.groups
+    for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
+        if shared is not None:
+            memo[id(shared)] = shared
+
+
+def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
+    # Before the modules, so that whatever else refers to these parameters refers to their copies in the copy.
+    memo[id(handle.flat_param)] = copy_flat_parameter(handle.flat_param, memo.get(id(handle.flat_param)))
+    for entry in handle.views.params:
+        if id(entry.param) not in memo:
+            kind = type(entry.param) if entry.guise is PLAIN else nn.Parameter
+            twin = kind(entry.param.data, requires_grad=entry.param.requires_grad)
+            memo[id(entry.param)] = twin
+        marks = entry.param.__dict__
+        if "_fsdp_flattened" in marks:
+            memo[id(entry.param)]._fsdp_flattened = marks["_fsdp_flattened"]
+
+
+def _copy_handle(handle: FlatParamHandle, module: nn.Module, memo: dict[Any, Any]) -> FlatParamHandle:
+    params = [
+        replace(
+            entry,
+            param=memo[id(entry.param)],
+            sites=tuple(Site(copy.deepcopy(site.module, memo), site.name, site.fqn) for site in entry.sites),
+        )
+        for entry in handle.views.params
+    ]
+    return handle.copy_to(params, module, memo[id(handle.flat_param)])
+
+
+def _check_complete(unit: Unit) -> None:
+    """Raise if a module below the unit holds a parameter of a unit further out: its values would not be copied."""
+    managed = {
+        (id(site.module), site.name)
+        for inner in (unit, *units_of(unit.module))
+        for handle in inner.handles
+        for entry in handle.views.params
+        for site in entry.sites
+    }
+    for module, name, tensor in _held(unit.module):
+        if (id(module), name) not in managed and getattr(tensor, "_is_flat_param", False) is False:
+            raise UsageError(
+                f"{name!r} of a {type(module).__name__} in unit {unit.name!r} is shared with a unit further out, which "
+                "holds it, so this unit cannot be copied alone. Copy the outermost wrapper."
+            )
+
+
+def _held(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if getattr(param, "_fsdp_flattened", False):
+                yield module, name, param
+        for name, value in module.__dict__.items():
+            if isinstance(value, ShardedStandIn):
+                yield module, name, value

@@ -1,0 +1,77 @@
+"""Back to the plain module: whole parameters, no wrappers, no hooks."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE
+from fsdp_flat.runtime.compiled import show_compiled_name
+from fsdp_flat.runtime.precision import drop_full_precision
+from fsdp_flat.runtime.summon import check_idle
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+
+__all__ = ["unwrap"]
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The plain module inside a wrapped model, with whole parameters on every rank and nothing of fsdp_flat left.
+
+    Units are gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
+    the Parameter objects stay the same. Gradients are dropped, and an optimizer that was built for the wrapped model
+    has state in the shapes of shards: build a new one. The old wrappers raise when they are used.
+
+    Every rank must call this, between steps.
+
+    Args:
+        model: a wrapper that is not nested in another one, or any module that holds such wrappers; the latter is
+            changed in place. An activation-checkpoint wrapper stays.
+
+    Returns:
+        The wrapped module, or ``model`` itself if it is no wrapper.
+
+    Raises:
+        PhaseError: inside forward, backward or ``summon_full_params``.
+        UsageError: ``model`` is nested in another wrapper.
+    """
+    units = units_of(model)
+    for unit in units:
+        check_idle(unit, "unwrap")
+        if unit.tree is not None and unit.tree.root not in units:
+            raise UsageError(
+                f"unwrap was called on {unit.name!r}, which is nested in {unit.tree.root.name!r}. Pass the outermost "
+                "wrapper, or the module that holds it."
+            )
+    for unit in units:
+        _make_whole(unit)
+    modules = list(model.modules())
+    wrapped = {child: child._modules[FSDP_WRAPPED_MODULE] for child in modules if unit_of(child) is not None}
+    for child in modules:
+        for name, grandchild in child._modules.items():
+            if grandchild is not None:
+                child._modules[name] = _inner(grandchild, wrapped)
+        drop_full_precision(child)
+        show_compiled_name(child)
+        # The first two are the marks that wrapping put there; without the third a wrapper is no wrapper any more.
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", *(("_unit",) if child in wrapped else ())):
+            child.__dict__.pop(mark, None)
+    return _inner(model, wrapped)
+
+
+def _make_whole(unit: Unit) -> None:
+    unit.reshard()
+    for handle in unit.handles:
+        handle.adopt_changes()
+    wholes = unit.gather_whole(lambda handle: handle.flat_param.data)
+    for handle, whole in zip(unit.handles, wholes, strict=True):
+        handle.views.dissolve(whole)
+    unit.buffers.cast(full=True)
+
+
+def _inner(module: nn.Module, wrapped: dict[nn.Module, nn.Module | None]) -> nn.Module:
+    """What a wrapper wraps, through wrappers that wrap wrappers; anything else as it is."""
+    while module in wrapped:
+        inner = wrapped[module]
+        assert inner is not None
+        module = inner
+    return module

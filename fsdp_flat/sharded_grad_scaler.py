@@ -1,0 +1,347 @@
+"""``ShardedGradScaler``: loss scaling whose decision to skip a step is agreed over a process group.
+
+Each rank sees the gradients of its own shards only, so an overflow may show on one rank and must count on all.
+
+Where this goes further than FSDP1's class of the same name:
+
+* One exchange an ``unscale_``: the maximum of one number, for all devices together; none where the group has one rank.
+* What is recorded is one 0-dim flag that is 0 or 1. FSDP1 records a sum over ranks in a 1-D tensor for each device, but
+  torch's fused optimizers skip on exactly 1 and work with a 0-dim flag only.
+* Optimizers that unscale in their own step (``fused=True``) are agreed on too.
+* The group is looked up when it is used, so a scaler may be made before the process group is.
+
+The names with a leading underscore that are overridden or read here belong to ``torch.amp.GradScaler``, which offers no
+public way to change what it does with the flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, overload
+
+import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler, OptState
+
+from fsdp_flat.comm import Axis, begin_all_reduce
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+
+__all__ = ["ShardedGradScaler"]
+
+
+class ShardedGradScaler(GradScaler):
+    """A ``torch.amp.GradScaler`` for sharded models: an inf or NaN on one rank skips the step on every rank.
+
+    Every rank of the group must call ``unscale_`` and ``step``, for the same optimizers in the same order, also when
+    it holds no gradient.
+
+    Args:
+        device: type of the device that computes, such as ``"cuda"`` or ``"cpu"``. As in ``torch.amp``, ``"cuda"``
+            without CUDA warns and disables the scaler.
+        init_scale: the first scale.
+        backoff_factor: what the scale is multiplied by after a skipped step; below 1.
+        growth_factor: what the scale is multiplied by after ``growth_interval`` steps without a skip; above 1.
+        growth_interval: number of steps.
+        enabled: False makes ``step`` call the optimizer and everything else do nothing.
+        process_group: ranks that decide together; None is the default group at the time of use. A hybrid strategy
+            needs all of its ranks, so the default.
+
+    Raises:
+        OptionTypeError: ``process_group`` is not a process group.
+        AssertionError: a factor is out of range (raised by ``torch.amp.GradScaler``).
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        _check_group(process_group)
+        super().__init__(
+            device,
+            init_scale=init_scale,
+            backoff_factor=backoff_factor,
+            growth_factor=growth_factor,
+            growth_interval=growth_interval,
+            enabled=enabled,
+        )
+        self.process_group = process_group
+
+    # -- scaling -----------------------------------------------------------------------------------------------------
+
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+
+    @overload
+    def scale(self, outputs: list[torch.Tensor]) -> list[torch.Tensor]: ...
+
+    @overload
+    def scale(self, outputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]: ...
+
+    @overload
+    def scale(self, outputs: Iterable[torch.Tensor]) -> Iterable[torch.Tensor]: ...
+
+    def scale(self, outputs: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor | Iterable[torch.Tensor]:
+        """Multiply outputs, usually the loss, by the scale.
+
+        Args:
+            outputs: a tensor, or lists, tuples and other iterables of such, nested at will.
+
+        Returns:
+            The same structure; each tensor keeps its shape, dtype and device. Iterables that are neither list nor tuple
+            become iterators that scale as they are read.
+
+        Raises:
+            OptionError: something in ``outputs`` is neither a tensor nor an iterable of tensors.
+            PhaseError: a tensor is on the meta device, so has no value.
+        """
+        if not self._enabled:
+            return outputs
+        return self._scaled(outputs, {})
+
+    def _scaled(self, value: Any, scales: dict[torch.device, torch.Tensor]) -> Any:
+        if isinstance(value, torch.Tensor):
+            return (value * self._scale_on(value.device, scales)).to(value.dtype)
+        # Iterating over a mapping gives its keys, over a string more strings.
+        if not isinstance(value, Iterable) or isinstance(value, (str, bytes, Mapping)):
+            raise OptionError(
+                f"outputs must be a tensor or an iterable of tensors; got {type(value).__name__}. Pass the tensors "
+                "that backward() is called on."
+            )
+        scaled = (self._scaled(item, scales) for item in value)
+        if not isinstance(value, (list, tuple)):
+            return scaled
+        kind: Any = type(value)
+        return kind(*scaled) if hasattr(value, "_fields") else kind(scaled)
+
+    def _scale_on(self, device: torch.device, scales: dict[torch.device, torch.Tensor]) -> torch.Tensor:
+        """The scale's copy on a device; the first device asked for becomes the scale's own."""
+        if device.type == "meta":
+            raise PhaseError("scale() got a tensor on device meta, which has no value; materialize the model first.")
+        if self._scale is None:
+            self._lazy_init_scale_growth_tracker(device)
+        assert self._scale is not None
+        if device not in scales:
+            scales[device] = self._scale.to(device, non_blocking=True)
+        return scales[device]
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._scale is None or self._growth_tracker is None:
+            raise PhaseError(
+                f"{funcname}() was called before scale(), so there is no scale yet. Call "
+                "scaler.scale(loss).backward() first, on every rank."
+            )
+        return self._scale, self._growth_tracker
+
+    # -- unscaling and the agreement -----------------------------------------------------------------------------------
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Divide the optimizer's gradients by the scale and agree on whether any rank found an inf or NaN.
+
+        Every rank of the group must call this. Gradients change in place; only sparse fp16 gradients and gradients
+        whose elements share memory are replaced.
+
+        Raises:
+            PhaseError: ``scale`` was never called.
+            UsageError: a second call since the last ``update``, or one after ``step``.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise UsageError(
+                "unscale_() has already been called on this optimizer since the last update(); its gradients would be "
+                "divided twice. Call it once, after the last backward() of the step."
+            )
+        if state["stage"] is OptState.STEPPED:
+            raise UsageError("unscale_() was called after step(); call update() before the next iteration.")
+        # In fp64, as torch.amp: an fp32 reciprocal may be an approximation. MPS has no fp64.
+        inv_scale = scale.reciprocal() if scale.device.type == "mps" else scale.double().reciprocal().float()
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        found = self._unscale_grads_(optimizer, inv_scale, found_inf, True)
+        state["found_inf_per_device"] = self._agree(found)
+        state["stage"] = OptState.UNSCALED
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What ``step`` calls for optimizers that unscale by themselves; agreed on like ``unscale_``."""
+        found: Any = self._agree(super()._check_inf_per_device(optimizer))
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
+        return found
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        """Multiply gradients by ``inv_scale``; returns this rank's flag for each device, of at least one device."""
+        flags: dict[torch.device, torch.Tensor] = {}
+        with torch.no_grad():
+            for device, grads in _gradients_to_unscale(optimizer, allow_fp16):
+                if device not in flags:
+                    flags[device] = found_inf.to(device, copy=True)
+                torch._amp_foreach_non_finite_check_and_unscale_(grads, flags[device], inv_scale.to(device))
+        return flags or {found_inf.device: found_inf}
+
+    def _agree(self, flags: Mapping[Any, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
+        """The largest flag of all devices of all ranks, on the scale's device."""
+        assert self._scale is not None
+        home = self._scale.device
+        group = self.process_group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        size = 1 if group is None else dist.get_world_size(group)
+        if size < 1:
+            raise UsageError(
+                f"rank {dist.get_rank()} is not in the scaler's process_group, so it has no part in the decision to "
+                "skip a step; make the scaler with a group of this rank."
+            )
+        device = home if size == 1 else _exchange_device(group, home, self._device)
+        total: torch.Tensor | None = None
+        for flag in flags.values():
+            # Not asynchronous towards the CPU, where the copy might be read before it is there.
+            own = flag.to(device, non_blocking=device.type != "cpu")
+            total = own if total is None else torch.maximum(total, own)
+        assert total is not None
+        if size > 1:
+            assert group is not None
+            total = begin_all_reduce(total, Axis.of(group), largest=True).wait()
+        return {home: total.to(home, non_blocking=home.type != "cpu")}
+
+    # -- the next scale ----------------------------------------------------------------------------------------------
+
+    def update(self, new_scale: float | torch.Tensor | None = None) -> None:
+        """Set the scale of the next iteration, after every optimizer's ``step``.
+
+        A skipped step multiplies it by the backoff factor; ``growth_interval`` steps in a row that were not skipped, by
+        the growth factor.
+
+        Args:
+            new_scale: use this scale instead, the same on every rank: a number, or a tensor of one element on the
+                scaler's device type that does not require grad.
+
+        Raises:
+            PhaseError: no scale yet, no ``unscale_`` or ``step`` since the last update, or an unusable ``new_scale``.
+        """
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        if new_scale is not None:
+            self._check_new_scale(new_scale)
+            if isinstance(new_scale, torch.Tensor):
+                scale.copy_(new_scale.reshape(()))
+            else:
+                scale.fill_(new_scale)
+            self._per_optimizer_states.clear()
+            return
+        flags = [
+            flag for state in self._per_optimizer_states.values() for flag in state["found_inf_per_device"].values()
+        ]
+        if not flags:
+            raise PhaseError(
+                "update() was called, but no inf check was recorded since the last one. Call step(optimizer) or "
+                "unscale_(optimizer) first, on every rank."
+            )
+        # Growth happens when the count meets the interval, so one that has become shorter would never be met.
+        tracker.clamp_(max=self._growth_interval - 1)
+        if scale.device.type == "cpu":
+            self._amp_update_scale_cpu_(torch.stack(flags).amax())
+            self._per_optimizer_states.clear()
+        else:
+            super().update()
+
+    def _check_new_scale(self, new_scale: Any) -> None:
+        if isinstance(new_scale, (int, float)):
+            return
+        wanted = f"new_scale must be a number or a tensor of one element on {self._device} with requires_grad=False"
+        if not isinstance(new_scale, torch.Tensor):
+            raise PhaseError(f"{wanted}; got {type(new_scale).__name__}.")
+        if new_scale.device.type != self._device or new_scale.numel() != 1 or new_scale.requires_grad:
+            raise PhaseError(
+                f"{wanted}; got {new_scale.numel()} elements on {new_scale.device} with "
+                f"requires_grad={new_scale.requires_grad}."
+            )
+
+    def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
+        """Back off or count towards growth, for a scale on the CPU; a scale that would overflow stays as it is."""
+        scale, tracker = self._check_scale_growth_tracker("update")
+        if found_inf.item():
+            scale.mul_(self._backoff_factor)
+            tracker.zero_()
+            return
+        tracker.add_(1)
+        if tracker.item() != self._growth_interval:
+            return
+        tracker.zero_()
+        grown = scale * self._growth_factor
+        if grown.isfinite().item():
+            scale.copy_(grown)
+
+
+def _check_group(group: Any) -> None:
+    # By what is used of it: a simulated group need not be torch's class. Ranks outside a group hold a marker.
+    is_group = all(callable(getattr(group, name, None)) for name in ("rank", "size"))
+    if group is None or is_group or group == dist.GroupMember.NON_GROUP_MEMBER:
+        return
+    raise OptionTypeError(
+        f"process_group must be a torch.distributed.ProcessGroup or None; got {type(group).__name__}. For a hybrid "
+        "strategy pass None: every rank has a say."
+    )
+
+
+def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.device:
+    """Where the group can reduce; decided by what is the same on every rank, so not by where gradients are."""
+    accelerator = torch.accelerator.current_accelerator()
+    for device in (home, torch.device(configured), accelerator):
+        if device is not None and _has_backend(group, device):
+            return device
+    return home
+
+
+def _has_backend(group: Any, device: torch.device) -> bool:
+    try:
+        group._get_backend(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _gradients_to_unscale(
+    optimizer: torch.optim.Optimizer, allow_fp16: bool
+) -> list[tuple[torch.device, list[torch.Tensor]]]:
+    """Dense, non-empty tensors that hold the optimizer's gradients, each once, by device, dtype and class."""
+    batches: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
+    seen: set[int] = set()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.grad is None or id(param.grad) in seen:
+            continue
+        if param.grad.dtype is torch.float16 and not allow_fp16:
+            raise OptionError("the optimizer has fp16 gradients, which are not to be unscaled here (allow_fp16=False).")
+        grad = _writable(param)
+        seen.add(id(param.grad))
+        if grad.numel() > 0:
+            batches.setdefault((grad.device, grad.dtype, type(grad)), []).append(grad)
+    return [(device, grads) for (device, _, _), grads in batches.items()]
+
+
+def _writable(param: torch.Tensor) -> torch.Tensor:
+    """The tensor to unscale in place for a parameter's gradient, which is replaced where that cannot be."""
+    grad = param.grad
+    assert grad is not None
+    if grad.is_sparse:
+        if grad.dtype is torch.float16:
+            # Entries of one index are added up, in fp32, and the sum is what has to fit into fp16.
+            grad = param.grad = grad.float().coalesce().half()
+        grad = grad._values()
+    elif grad.layout is torch.strided and any(
+        stride == 0 and length > 1 for stride, length in zip(grad.stride(), grad.shape)
+    ):
+        grad = param.grad = grad.clone(memory_format=torch.contiguous_format)
+    return torch.view_as_real(grad) if grad.is_complex() else grad

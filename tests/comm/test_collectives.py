@@ -1,0 +1,168 @@
+"""Every implementation of gather and reduction gives a plain concatenation and a plain sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm import Axis, Pending, begin_all_reduce, collectives_for, exchange_bytes, exchange_ints
+from fsdp_flat.comm.collectives import BackendCollectives, GlooAcceleratorCollectives, GlooCollectives
+from tests.support import assert_equal, on_ranks
+
+KINDS = [BackendCollectives, GlooAcceleratorCollectives, GlooCollectives]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+# Members by global rank: not contiguous and not starting at 0, so that a mix-up of ranks shows.
+MEMBERS = {2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
+
+
+def axis_of(size: int) -> Axis | None:
+    """The axis over ``MEMBERS[size]``, or None on a rank outside of it."""
+    group = dist.new_group(MEMBERS[size])
+    return Axis.of(group) if dist.get_rank() in MEMBERS[size] else None
+
+
+def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Small whole numbers: their sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 8, (numel,), generator=generator).to(dtype)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gather_is_the_concatenation_of_every_ranks_slice(kind: Any, size: int) -> None:
+    axis = axis_of(size)
+    if axis is None:
+        return
+    for dtype in DTYPES:
+        slices = [contribution(rank, 5, dtype) for rank in range(size)]
+        full = torch.full((5 * size,), 99, dtype=dtype)
+        full[5 * axis.rank : 5 * (axis.rank + 1)] = slices[axis.rank]
+        pending = kind(axis).begin_all_gather(full)
+        assert pending.wait() is full
+        assert_equal(full, torch.cat(slices), what=f"{dtype}")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reduction_is_this_ranks_slice_of_the_sum(kind: Any, size: int) -> None:
+    axis = axis_of(size)
+    if axis is None:
+        return
+    for dtype in DTYPES:
+        everyone = [contribution(rank, 5 * size, dtype) for rank in range(size)]
+        total = torch.stack(everyone).sum(0).to(dtype)
+        full = everyone[axis.rank].clone()
+        result = kind(axis).begin_reduce_scatter(full).wait()
+        assert_equal(result, total[5 * axis.rank : 5 * (axis.rank + 1)], what=f"{dtype}")
+        full.zero_()
+        assert_equal(result, total[5 * axis.rank : 5 * (axis.rank + 1)], what=f"{dtype}, its own memory")
+
+
+@on_ranks(4)
+def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
+    axis = axis_of(4)
+    assert axis is not None
+    collectives = collectives_for(axis, torch.device("cpu"))
+    assert isinstance(collectives, GlooCollectives)
+    fulls = [torch.full((4 * n,), float(axis.rank + n)) for n in (1, 2, 3)]
+    gathers = [collectives.begin_all_gather(full) for full in fulls[:2]]
+    reduction = collectives.begin_reduce_scatter(fulls[2])
+    assert_equal(reduction.wait(), torch.full((3,), float(sum(rank + 3 for rank in range(4)))))
+    for n, pending in reversed(list(zip((1, 2), gathers, strict=True))):
+        expected = torch.cat([torch.full((n,), float(rank + n)) for rank in range(4)])
+        assert_equal(pending.wait(), expected)
+
+
+@on_ranks(4)
+def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks() -> None:
+    """256 + 1 + 1 + 1 in bf16 steps would stay 256."""
+    axis = axis_of(4)
+    assert axis is not None
+    full = torch.full((4,), 256.0 if axis.rank == 0 else 1.0, dtype=torch.bfloat16)
+    result = GlooCollectives(axis).begin_reduce_scatter(full).wait()
+    assert result.dtype is torch.bfloat16
+    assert result.item() == 260.0  # the bf16 nearest to 259
+    assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item() == 256.0
+
+
+@on_ranks(2)
+def test_a_reduction_does_not_depend_on_the_order_of_arrival(rank: int) -> None:
+    axis = Axis.of(dist.group.WORLD)
+    everyone = [torch.randn(2000, generator=torch.Generator().manual_seed(r)) for r in range(2)]
+    expected = (everyone[0] + everyone[1])[1000 * rank : 1000 * (rank + 1)]
+    for _ in range(5):
+        assert_equal(GlooCollectives(axis).begin_reduce_scatter(everyone[rank].clone()).wait(), expected)
+
+
+class Work:
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def wait(self) -> None:
+        self.num_waits += 1
+
+
+def test_a_pending_waits_for_its_works_and_finishes_once() -> None:
+    works = [Work(), Work()]
+    finished: list[int] = []
+    first, last = torch.zeros(1), torch.ones(1)
+
+    def finish() -> torch.Tensor:
+        assert [work.num_waits for work in works] == [1, 1]
+        finished.append(1)
+        return last
+
+    pending = Pending([works[0], None, works[1]], first, finish)
+    assert pending.result is first
+    assert pending.wait() is last
+    assert pending.wait() is last
+    assert [work.num_waits for work in works] == [1, 1]
+    assert finished == [1]
+
+
+def test_an_all_reduce_over_one_rank_is_the_tensor_itself() -> None:
+    tensor = torch.ones(3)
+    assert begin_all_reduce(tensor, Axis(None, 0, 1)).wait() is tensor
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_an_all_reduce_sums_or_takes_the_largest_in_place(size: int) -> None:
+    axis = axis_of(size)
+    if axis is None:
+        return
+    tensor = torch.tensor([float(axis.rank), -float(axis.rank)])
+    begin_all_reduce(tensor, axis).wait()
+    total = float(sum(range(size)))
+    assert_equal(tensor, torch.tensor([total, -total]))
+    tensor = torch.tensor([float(axis.rank), -float(axis.rank)])
+    begin_all_reduce(tensor, axis, largest=True).wait()
+    assert_equal(tensor, torch.tensor([float(size - 1), -0.0]))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_exchanged_integers_come_back_in_rank_order_with_all_64_bits(size: int) -> None:
+    axis = axis_of(size)
+    if axis is None:
+        return
+    assert axis.group is not None
+    rows = exchange_ints([axis.rank, -(2**63) + axis.rank, 2**63 - 1], axis.group, torch.device("cpu"))
+    assert rows == [[rank, -(2**63) + rank, 2**63 - 1] for rank in range(size)]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_exchanged_bytes_come_back_in_rank_order_whatever_their_lengths(size: int) -> None:
+    axis = axis_of(size)
+    if axis is None:
+        return
+    assert axis.group is not None
+    for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
+        got = exchange_bytes(payloads[axis.rank], axis.group, torch.device("cpu"))
+        assert got == payloads[:size]

@@ -1,0 +1,135 @@
+"""The buffer that is freed and filled again under its views, and the window in which gradients land."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
+from fsdp_flat.flat.gradients import GradientWindow
+from fsdp_flat.layout import FlatLayout
+from tests.support import assert_equal
+
+CPU = torch.device("cpu")
+
+
+def filled(values: torch.Tensor) -> FlatBuffer:
+    buffer = FlatBuffer(values.numel(), values.dtype, CPU)
+    buffer.alloc()
+    buffer.tensor.copy_(values)
+    return buffer
+
+
+def test_a_freed_buffer_holds_no_bytes_and_its_storage_stays() -> None:
+    buffer = filled(torch.arange(6.0))
+    storage = buffer.tensor.untyped_storage()
+    assert buffer.nbytes == 24
+    buffer.free()
+    assert buffer.nbytes == 0
+    assert buffer.tensor.numel() == 6
+    buffer.alloc()
+    assert buffer.nbytes == 24
+    assert buffer.tensor.untyped_storage()._cdata == storage._cdata
+
+
+def test_allocating_twice_keeps_the_content() -> None:
+    buffer = filled(torch.arange(6.0))
+    pointer = buffer.tensor.data_ptr()
+    buffer.alloc()
+    assert buffer.tensor.data_ptr() == pointer
+    assert_equal(buffer.tensor, torch.arange(6.0))
+
+
+def test_what_autograd_saved_is_valid_again_after_a_refill() -> None:
+    values = torch.arange(1.0, 7.0)
+    buffer = filled(values)
+    leaf = nn.Parameter(buffer.tensor[2:6].view(2, 2).data)
+    version = leaf._version
+    x = torch.ones(2, 2, requires_grad=True)
+    loss = (x * leaf).pow(2).sum()
+    buffer.free()
+    buffer.alloc()
+    buffer.tensor.copy_(values)
+    assert leaf._version == version, "a refill is no change"
+    loss.backward()
+    assert leaf.grad is not None
+    assert_equal(leaf.grad, 2 * values[2:6].view(2, 2))
+    assert_equal(x.grad, 2 * values[2:6].view(2, 2).pow(2))
+
+
+def test_a_change_of_a_leaf_by_the_user_is_still_noticed_by_autograd() -> None:
+    buffer = filled(torch.arange(1.0, 5.0))
+    leaf = nn.Parameter(buffer.tensor.data)
+    x = torch.ones(4, requires_grad=True)
+    loss = (x * leaf).sum()
+    with torch.no_grad():
+        leaf.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_the_buffer_of_an_unsharded_unit_is_the_shard_and_is_never_freed() -> None:
+    shard = torch.arange(4.0)
+    buffer = AliasBuffer(shard)
+    buffer.alloc()
+    buffer.free()
+    assert buffer.tensor is shard
+    assert buffer.nbytes == 16
+    assert_equal(shard, torch.arange(4.0))
+
+
+LAYOUT = FlatLayout.build([("a", (2, 2)), ("b", (3,)), ("c", ())], world_size=2, align_numel=4)
+
+
+def test_a_gradient_is_copied_where_its_parameter_lies_and_later_ones_are_added() -> None:
+    window = GradientWindow(LAYOUT, torch.float32, CPU)
+    window.land(0, torch.ones(2, 2))
+    assert (window.num_landed, bytes(window.landed)) == (1, b"\x01\x00\x00")
+    window.land(0, torch.full((2, 2), 2.0))
+    window.land(2, torch.tensor(5.0))
+    assert (window.num_landed, bytes(window.landed)) == (2, b"\x01\x00\x01")
+    expected = torch.zeros(LAYOUT.numel)
+    expected[:4] = 3.0
+    expected[LAYOUT.slots[2].offset] = 5.0
+    assert_equal(window.close(), expected)
+
+
+def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
+    window = GradientWindow(LAYOUT, torch.float32, CPU)
+    window._buffer.fill_(float("nan"))
+    window.land(1, torch.tensor([1.0, 2.0, 3.0]))
+    flat = window.close()
+    expected = torch.zeros(LAYOUT.numel)
+    expected[LAYOUT.slots[1].interval.to_slice()] = torch.tensor([1.0, 2.0, 3.0])
+    assert_equal(flat, expected)
+
+
+def test_a_window_goes_on_after_it_was_closed() -> None:
+    window = GradientWindow(LAYOUT, torch.float32, CPU)
+    window.land(1, torch.ones(3))
+    window.close()
+    window.land(1, torch.ones(3))
+    window.land(0, torch.ones(2, 2))
+    flat = window.close()
+    assert_equal(flat[LAYOUT.slots[1].interval.to_slice()], torch.full((3,), 2.0))
+    assert_equal(flat[:4], torch.ones(4))
+
+
+def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() -> None:
+    window = GradientWindow(LAYOUT, torch.float64, CPU)
+    window.land(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
+    window.land(0, torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True))
+    flat = window.close()
+    assert flat.dtype is torch.float64
+    assert_equal(flat[:4], torch.tensor([0.5, 0.5, 2.5, 0.5], dtype=torch.float64))
+    assert window.nbytes == 8 * LAYOUT.numel
+
+
+def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() -> None:
+    window = GradientWindow(LAYOUT, torch.float32, CPU)
+    window.land(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
+    window.land(1, torch.tensor(7.0).expand(3))
+    flat = window.close()
+    assert_equal(flat[:4], torch.tensor([1.0, 3.0, 2.0, 4.0]))
+    assert_equal(flat[LAYOUT.slots[1].interval.to_slice()], torch.full((3,), 7.0))

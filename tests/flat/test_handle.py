@@ -1,0 +1,285 @@
+"""The handle: legal moves, what modules show, and changes that a user makes to the shards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat import FlatParameter
+from fsdp_flat.errors import PhaseError, UsageError
+from fsdp_flat.flat import FlatParamHandle, HandleSpec, ShardState, collect_params
+from tests.support import assert_equal
+
+CPU = torch.device("cpu")
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.bias = nn.Parameter(torch.tensor([10.0, 11.0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() + self.bias
+
+
+def handle_of(module: nn.Module, *, rank: int = 0, world_size: int = 2, use_orig_params: bool = True) -> FlatParamHandle:
+    params = collect_params(
+        module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
+    )
+    return FlatParamHandle(
+        params,
+        HandleSpec(
+            unit_name="small",
+            module=module,
+            rank=rank,
+            world_size=world_size,
+            num_ranks=world_size,
+            use_orig_params=use_orig_params,
+            device=CPU,
+            shard_device=CPU,
+        ),
+    )
+
+
+def whole_flat(handle: FlatParamHandle) -> torch.Tensor:
+    """What every rank's shards make up together."""
+    flat = torch.zeros(handle.layout.numel)
+    for slot, value in zip(handle.layout.slots, (torch.arange(6.0), torch.tensor([10.0, 11.0])), strict=True):
+        flat[slot.interval.to_slice()] = value
+    return flat
+
+
+def gather(handle: FlatParamHandle, flat: torch.Tensor | None = None) -> None:
+    own = handle.layout.shard(handle.spec.rank).to_slice()
+    buffer = handle.begin_unshard()
+    assert_equal(buffer[own], handle.flat_param.data, what="the own slice")
+    buffer.copy_(whole_flat(handle) if flat is None else flat)
+    handle.finish_unshard()
+
+
+MOVES = ["begin_unshard", "finish_unshard", "reshard"]
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize(
+    ("before", "state", "illegal"),
+    [
+        ([], ShardState.SHARDED, ["finish_unshard", "reshard"]),
+        (["begin_unshard"], ShardState.UNSHARDING, ["begin_unshard", "reshard"]),
+        (["begin_unshard", "finish_unshard"], ShardState.UNSHARDED, ["begin_unshard", "finish_unshard"]),
+    ],
+)
+def test_an_illegal_move_raises_with_unit_rank_and_phase_and_changes_nothing(
+    before: list[str], state: ShardState, illegal: list[str], use_orig_params: bool
+) -> None:
+    handle = handle_of(Small(), rank=1, use_orig_params=use_orig_params)
+    for move in before:
+        getattr(handle, move)()
+    for move in illegal:
+        with pytest.raises(PhaseError, match=rf"Unit 'small' cannot go from {state.value} to \w+ on rank 1"):
+            getattr(handle, move)()
+        assert handle.state is state
+    (legal,) = set(MOVES) - set(illegal)
+    getattr(handle, legal)()
+    assert handle.state is not state
+
+
+@pytest.mark.parametrize("before", [[], ["begin_unshard"], ["begin_unshard", "finish_unshard"]])
+def test_abandoning_leads_back_to_sharded_from_anywhere(before: list[str]) -> None:
+    module = Small()
+    handle = handle_of(module)
+    for move in before:
+        getattr(handle, move)()
+    handle.abandon()
+    assert handle.state is ShardState.SHARDED
+    assert handle.buffer.nbytes == 0
+    gather(handle)
+    handle.show_full()
+    assert_equal(module.weight.detach(), torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_the_shards_hold_every_element_once(rank: int, use_orig_params: bool) -> None:
+    handle = handle_of(Small(), rank=rank, world_size=3, use_orig_params=use_orig_params)
+    assert_equal(handle.flat_param.data, whole_flat(handle)[handle.layout.shard(rank).to_slice()])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bool) -> None:
+    module = Small()
+    original = module.weight
+    handle = handle_of(module, use_orig_params=use_orig_params)
+    for _ in range(2):
+        gather(handle)
+        handle.show_full()
+        x = torch.eye(3)
+        assert_equal(module(x).detach(), torch.arange(6.0).view(2, 3).t() + torch.tensor([10.0, 11.0]))
+        assert module.weight is handle.views.leaves[0]
+        handle.views.show_shard()
+        handle.reshard()
+        assert handle.buffer.nbytes == 0
+        with pytest.raises(UsageError, match=r"'weight' \(2, 3\) of unit 'small'"):
+            module(x)
+        if use_orig_params:
+            assert module.weight is original
+            assert module.weight.dim() == 1
+        else:
+            assert list(module._parameters) == ["_flat_param"]
+            assert isinstance(module._flat_param, FlatParameter)
+            assert module.weight.shape == (2, 3)
+
+
+def test_with_original_parameters_shards_share_memory_with_the_flat_shard() -> None:
+    module = Small()
+    handle = handle_of(module)
+    with torch.no_grad():
+        module.weight.fill_(5.0)
+    piece = handle.views.pieces[0]
+    assert_equal(handle.flat_param.data[piece.in_shard.to_slice()], torch.full((piece.numel,), 5.0))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bool) -> None:
+    module = Small()
+    handle = handle_of(module, use_orig_params=use_orig_params)
+    before = handle.views.version()
+    with torch.no_grad():
+        for param in handle.views.visible_params():
+            param.mul_(2.0)
+    assert handle.views.version() != before
+    own = handle.layout.shard(0).to_slice()
+    assert_equal(handle.begin_unshard()[own], 2 * whole_flat(handle)[own])
+
+
+# -- what users assign between steps -----------------------------------------------------------------------------------
+
+
+def adopted(handle: FlatParamHandle) -> dict[str, torch.Tensor]:
+    """This rank's values after the handle took over what was assigned."""
+    handle.adopt_changes()
+    data = handle.flat_param.data
+    return {
+        slot.fqn: data[piece.in_shard.to_slice()].clone()
+        for slot, piece in zip(handle.layout.slots, handle.views.pieces, strict=True)
+    }
+
+
+def slices(handle: FlatParamHandle, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {
+        slot.fqn: values[slot.fqn].reshape(-1)[piece.in_param.to_slice()]
+        for slot, piece in zip(handle.layout.slots, handle.views.pieces, strict=True)
+    }
+
+
+NEW = {"weight": torch.arange(6.0).view(2, 3) + 100, "bias": torch.tensor([10.0, 11.0])}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("form", ["whole", "slice"])
+@pytest.mark.parametrize("how", ["data", "parameter"])
+def test_an_assigned_tensor_is_taken_over_whole_or_as_a_slice(how: str, form: str, rank: int) -> None:
+    module = Small()
+    original = module.weight
+    handle = handle_of(module, rank=rank)
+    value = NEW["weight"].clone() if form == "whole" else slices(handle, NEW)["weight"].clone()
+    if how == "data":
+        module.weight.data = value
+    else:
+        module.weight = nn.Parameter(value)
+    assert_equal(adopted(handle), slices(handle, NEW))
+    assert module.weight is original, "the parameter that an optimizer holds"
+    with torch.no_grad():
+        module.weight.add_(1.0)
+    expected = slices(handle, NEW)
+    expected["weight"] = expected["weight"] + 1
+    assert_equal(adopted(handle), expected)
+
+
+def test_an_assigned_tensor_of_another_shape_is_refused_by_name_with_both_shapes() -> None:
+    module = Small()
+    handle = handle_of(module)
+    module.weight.data = torch.zeros(5, 7)
+    with pytest.raises(UsageError, match=r"'weight' of unit 'small'.*\(5, 7\).*expected the whole shape \(2, 3\)"):
+        handle.adopt_changes()
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_new_flat_shard_is_taken_over(use_orig_params: bool) -> None:
+    module = Small()
+    handle = handle_of(module, use_orig_params=use_orig_params)
+    fresh = torch.arange(float(handle.layout.shard_numel)) + 50
+    handle.flat_param.data = fresh
+    handle.adopt_changes()
+    own = handle.layout.shard(0).to_slice()
+    assert_equal(handle.begin_unshard()[own], fresh)
+    if use_orig_params:
+        assert_equal(module.weight.detach(), fresh[handle.views.pieces[0].in_shard.to_slice()])
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_params: bool) -> None:
+    module = Small()
+    handle = handle_of(module, world_size=1, use_orig_params=use_orig_params)
+    fresh = torch.arange(float(handle.layout.shard_numel)) + 50
+    handle.flat_param.data = fresh
+    handle.adopt_changes()
+    handle.begin_unshard()
+    handle.finish_unshard()
+    handle.show_full()
+    assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bool) -> None:
+    module = Small()
+    handle = handle_of(module, use_orig_params=use_orig_params)
+    landed: list[Any] = []
+    handle.on_landed = landed.append
+    gather(handle)
+    handle.show_full()
+    for _ in range(2):
+        module(torch.ones(4, 3)).sum().backward()
+    assert landed == [handle] * 4
+    assert all(leaf.grad is None for leaf in handle.views.leaves)
+    assert handle.num_landed == 2
+    expected = torch.zeros(handle.layout.numel)
+    for slot in handle.layout.slots:
+        expected[slot.interval.to_slice()] = 8.0
+    assert_equal(handle.take_gradient(), expected)
+    assert handle.num_landed == 0
+    assert_equal(handle.take_gradient(), torch.zeros(handle.layout.numel))
+
+
+def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none() -> None:
+    module = Small()
+    handle = handle_of(module, rank=0)
+    shard = torch.ones(handle.layout.shard_numel)
+    handle.views.publish(shard.clone(), [True, False])
+    handle.views.publish(shard.clone(), [True, False])
+    assert module.weight.grad is not None
+    assert_equal(module.weight.grad, torch.full_like(module.weight, 2.0).detach())
+    assert module.bias.grad is None
+
+
+def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
+    module = Small()
+    handle = handle_of(module)
+    assert handle.num_trainable == 2
+    module.bias.requires_grad_(False)
+    gather(handle)
+    handle.show_full()
+    assert handle.num_trainable == 1
+    module(torch.ones(4, 3)).sum().backward()
+    assert handle.landed == b"\x01\x00"
+    handle.views.show_shard()
+    module.bias.requires_grad_(True)
+    handle.show_full()
+    assert handle.num_trainable == 2

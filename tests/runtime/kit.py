@@ -1,0 +1,297 @@
+"""What the engine's tests share: small models, a plain twin beside a sharded model, a record of collectives."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.runtime import Phase, Unit, units_of
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support import assert_close
+from tests.support.reference import replicated_step
+
+WIDTH = 8
+ROWS = 3
+STRATEGIES = list(ShardingStrategy)
+SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
+
+LossOf = Callable[[nn.Module, Any], torch.Tensor]
+
+
+class Block(nn.Module):
+    """Two layers and a residual path."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """A first layer, blocks and a head; ``order`` says which blocks run, and in which order."""
+
+    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, 5)
+        self.order: list[int] = list(range(num_blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
+    """A sharded ``module``; NO_SHARD and single ranks warn as in FSDP1, which is looked at elsewhere."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
+        return FSDP(module, **kwargs)
+
+
+def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
+    """``device_mesh`` for a hybrid strategy: half of the ranks on each axis; nothing for the others."""
+    if "HYBRID" not in strategy.name:
+        return {}
+    return {"device_mesh": mesh(2, dist.get_world_size() // 2)}
+
+
+def mesh(num_replicas: int, num_shards: int) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+
+
+def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
+    """The rows that a rank sees in a step."""
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1000 * step + rank))
+
+
+def batches(step: int = 0, width: int = WIDTH) -> list[torch.Tensor]:
+    """Every rank's batch."""
+    return [batch(rank, step, width) for rank in range(dist.get_world_size())]
+
+
+def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).pow(2).mean()
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+@dataclass
+class Twin:
+    """A sharded model and its plain copy, trained side by side on the same global batches."""
+
+    model: FSDP
+    plain: nn.Module
+    optimizer: torch.optim.Optimizer
+    plain_optimizer: torch.optim.Optimizer
+    num_steps: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        module: nn.Module,
+        *,
+        optimizer: Callable[[Any], torch.optim.Optimizer] = sgd,
+        wrap: Callable[..., FSDP] = wrapped,
+        **kwargs: Any,
+    ) -> Twin:
+        plain = copy.deepcopy(module)
+        kwargs.setdefault("auto_wrap_policy", BLOCKS)
+        model = wrap(module, **kwargs)
+        return cls(model, plain, optimizer(model.parameters()), optimizer(plain.parameters()))
+
+    def step(self, loss_of: LossOf = square_loss, *, atol: float = 1e-6, rtol: float = 1e-5) -> torch.Tensor:
+        """One optimizer step of both; gradients, parameters and this rank's loss have to agree."""
+        inputs = batches(self.num_steps)
+        self.num_steps += 1
+        self.optimizer.zero_grad()
+        loss = loss_of(self.model, inputs[dist.get_rank()])
+        loss.backward()
+        return self.finish_step(inputs, loss_of, atol=atol, rtol=rtol)
+
+    def finish_step(self, inputs: list[Any], loss_of: LossOf, *, atol: float, rtol: float) -> torch.Tensor:
+        """The gradients of the sharded model are there: let the plain one follow, compare, and step both."""
+        mean = replicated_step(self.plain, self.plain_optimizer, inputs, loss_of)
+        self.check_gradients(atol=atol, rtol=rtol)
+        self.optimizer.step()
+        self.check_parameters(atol=atol, rtol=rtol)
+        assert_idle(self.model)
+        return mean
+
+    def check_gradients(self, *, atol: float = 1e-6, rtol: float = 1e-5) -> None:
+        with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
+            actual = {name: param.grad for name, param in self.model.named_parameters()}
+        expected = {name: param.grad for name, param in self.plain.named_parameters()}
+        assert {k for k, v in actual.items() if v is None} == {k for k, v in expected.items() if v is None}
+        assert_close(
+            {name: grad for name, grad in actual.items() if grad is not None},
+            {name: grad for name, grad in expected.items() if grad is not None},
+            atol=atol,
+            rtol=rtol,
+            what="gradients",
+        )
+
+    def check_parameters(self, *, atol: float = 1e-6, rtol: float = 1e-5) -> None:
+        expected = {name: param.detach() for name, param in self.plain.named_parameters()}
+        assert_close(whole(self.model), expected, atol=atol, rtol=rtol, what="parameters")
+
+
+def whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter, whole; a collective."""
+    with FSDP.summon_full_params(model, writeback=False):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_idle(model: nn.Module) -> None:
+    """Nothing is gathered, on its way, or waiting."""
+    for unit in units_of(model):
+        assert unit.is_sharded, f"{unit.name} is not sharded"
+        assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
+        assert not unit._gathers, f"{unit.name} has gathers on their way"
+        assert not unit._active, f"{unit.name} has active uses"
+        assert not unit._expected, f"{unit.name} expects gradients"
+        for handle in unit.handles:
+            assert handle.num_landed == 0, f"{unit.name} has a gradient waiting"
+            assert all(leaf.grad is None for leaf in handle.views.leaves)
+            if unit.gathers:
+                assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
+        if unit.tree is not None:
+            assert unit.tree._prefetched is None
+            assert unit.tree.reductions.is_empty
+
+
+def traced(model: FSDP) -> list[tuple[str, str]]:
+    """The trace of the model's tree, from now on."""
+    tree = model._tree()
+    tree.trace = []
+    return tree.trace
+
+
+def units_by_name(model: nn.Module) -> dict[str, Unit]:
+    return {unit.name: unit for unit in units_of(model)}
+
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+OBJECT_COLLECTIVES = (
+    "all_gather_object",
+    "gather_object",
+    "scatter_object_list",
+    "broadcast_object_list",
+    "send_object_list",
+    "recv_object_list",
+)
+COLLECTIVES = (
+    "broadcast",
+    "all_reduce",
+    "all_to_all_single",
+    "all_to_all",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "barrier",
+    "batch_isend_irecv",
+    *OBJECT_COLLECTIVES,
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective: what it moves from this rank, by the cheapest algorithm there is."""
+
+    name: str
+    nbytes: int
+    size: int
+    is_source: bool
+
+    @property
+    def sent(self) -> float:
+        """Bytes that leave this rank at the least."""
+        others = self.size - 1
+        if self.name == "broadcast":
+            return self.nbytes * others if self.is_source else 0
+        if self.name == "all_to_all_single":
+            return self.nbytes * others / self.size
+        if self.name == "all_reduce":
+            return 2 * self.nbytes * others / self.size
+        raise AssertionError(f"no formula for {self.name}")
+
+
+@dataclass
+class Record:
+    """The collectives of a block, in order."""
+
+    calls: list[Call] = field(default_factory=list)
+    on_call: Callable[[], None] = lambda: None
+
+    def count(self, name: str) -> int:
+        return sum(call.name == name for call in self.calls)
+
+    def counts(self) -> dict[str, int]:
+        return {name: self.count(name) for name in dict.fromkeys(call.name for call in self.calls)}
+
+    def sent(self, name: str) -> float:
+        return sum(call.sent for call in self.calls if call.name == name)
+
+
+@contextmanager
+def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
+    """Record every collective called through ``torch.distributed`` inside the block."""
+    record = Record(on_call=on_call)
+    originals: list[tuple[Any, str, Any]] = []
+    places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
+    places += [(comm_torch, "all_gather_single"), (comm_torch, "reduce_scatter_single")]
+    for owner, name in places:
+        original = getattr(owner, name)
+        originals.append((owner, name, original))
+        setattr(owner, name, functools.partial(_note, record, name, original))
+    try:
+        yield record
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:
+    tensor = args[1] if name == "all_to_all_single" else args[0] if args else None
+    nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
+    group = kwargs.get("group")
+    is_source = kwargs.get("src") == dist.get_rank()
+    record.calls.append(Call(name, nbytes, dist.get_world_size(group), is_source))
+    record.on_call()
+    return original(*args, **kwargs)

@@ -1,0 +1,119 @@
+"""How many collectives a step makes, and how many bytes they move: what the layout says and no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.runtime import Unit, units_of
+from tests.runtime.kit import (
+    OBJECT_COLLECTIVES,
+    STRATEGIES,
+    Record,
+    Stack,
+    Twin,
+    batch,
+    mesh_for,
+    recorded,
+    square_loss,
+    wrapped,
+)
+from tests.support import on_ranks
+
+ITEMSIZE = 4
+
+
+def num_gathers(unit: Unit, root: Unit) -> int:
+    """Gathers of a unit in a training step."""
+    if unit.options.groups.shard.size == 1:
+        return 0
+    return 2 if unit.options.strategy.reshard_after_forward and unit is not root else 1
+
+
+def check_step(record: Record, twin: Twin, *, reduces: bool = True) -> None:
+    """The collectives of one forward and backward against the layouts."""
+    units = units_of(twin.model)
+    shard, replicate = units[0].options.groups.axes
+    layouts = [(unit, handle.layout) for unit in units for handle in unit.handles]
+    gathers = [(num_gathers(unit, units[0]), layout) for unit, layout in layouts]
+    assert record.count("broadcast") == sum(number * shard.size for number, _ in gathers)
+    # Each gather: this rank's slice to the others, so (W-1)/W of the unit over all ranks.
+    assert record.sent("broadcast") == sum(
+        number * layout.shard_numel * ITEMSIZE * (shard.size - 1) for number, layout in gathers
+    )
+    num_reductions = len(layouts) if reduces else 0
+    assert record.count("all_to_all_single") == (num_reductions if shard.size > 1 else 0)
+    assert record.sent("all_to_all_single") == (
+        sum(layout.numel * ITEMSIZE * (shard.size - 1) / shard.size for _, layout in layouts) if reduces else 0
+    )
+    reduced = [call.nbytes for call in record.calls if call.name == "all_reduce"]
+    expected = []
+    if reduces:
+        flags = ITEMSIZE * len(list(twin.plain.parameters()))
+        expected = [flags] * sum(axis.size > 1 for axis in (shard, replicate))
+        if replicate.size > 1:
+            expected += [layout.shard_numel * ITEMSIZE for _, layout in layouts]
+    assert sorted(reduced) == sorted(expected)
+    assert set(record.counts()) <= {"broadcast", "all_to_all_single", "all_reduce"}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_bytes(
+    use_orig_params: bool, strategy: ShardingStrategy, rank: int
+) -> None:
+    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
+    for _ in range(3):
+        with recorded() as record:
+            square_loss(twin.model, batch(rank)).backward()
+        check_step(record, twin)
+        with recorded() as record:
+            twin.optimizer.step()
+            twin.optimizer.zero_grad()
+        assert record.calls == []
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_inside_no_sync_nothing_is_reduced(strategy: ShardingStrategy, rank: int) -> None:
+    twin = Twin.of(Stack(), sharding_strategy=strategy, **mesh_for(strategy))
+    twin.step()
+    with recorded() as record, twin.model.no_sync():
+        square_loss(twin.model, batch(rank)).backward()
+    check_step(record, twin, reduces=False)
+
+
+@on_ranks(2)
+def test_a_forward_without_gradients_gathers_each_unit_once(rank: int) -> None:
+    twin = Twin.of(Stack())
+    for _ in range(2):
+        with recorded() as record, torch.no_grad():
+            twin.model(batch(rank))
+        assert record.counts() == {"broadcast": 4 * 2}
+
+
+@on_ranks(2)
+def test_object_collectives_are_never_used_for_wrapping_training_or_saving(rank: int) -> None:
+    with recorded() as record:
+        model = wrapped(Stack(), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
+        square_loss(model, batch(rank)).backward()
+        model.clip_grad_norm_(1.0)
+        model.load_state_dict(model.state_dict())
+    assert record.calls
+    assert not [call.name for call in record.calls if call.name in OBJECT_COLLECTIVES or call.name == "barrier"]
+
+
+@on_ranks(2)
+def test_wrapping_makes_a_fixed_number_of_small_exchanges_however_many_units_there_are() -> None:
+    counts = []
+    for num_blocks in (1, 6):
+        with recorded() as record:
+            wrapped(Stack(num_blocks), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
+        assert all(call.nbytes <= 64 for call in record.calls)
+        counts.append(record.counts())
+    assert counts[0] == counts[1]
+    assert sum(counts[0].values()) <= 4
+    assert dist.get_world_size() == 2

@@ -1,0 +1,85 @@
+"""Pain 19: the CPU is a device like any other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat import CPUOffload, FullStateDictConfig, ShardingStrategy, StateDictType
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import OptionError
+from fsdp_flat.runtime import units_of
+from tests.runtime.kit import STRATEGIES, Stack, Twin, mesh_for
+from tests.support import assert_equal, on_ranks
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("device_id", [None, "cpu", "cpu:0"])
+def test_the_cpu_needs_no_device_id_and_takes_either_spelling(device_id: str | None) -> None:
+    kwargs: dict[str, Any] = {} if device_id is None else {"device_id": torch.device(device_id)}
+    twin = Twin.of(Stack(), **kwargs)
+    assert twin.model.compute_device == torch.device("cpu")
+    assert all(handle.spec.device == torch.device("cpu") for unit in units_of(twin.model) for handle in unit.handles)
+    twin.step()
+    twin.step()
+
+
+@on_ranks(2)
+def test_an_accelerator_index_on_a_machine_without_one_says_what_to_pass() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(OptionError, match=r"device_id=0 names an accelerator.*torch\.device\(\"cpu\"\)"):
+        FSDP(nn.Linear(2, 2), device_id=0)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_offloaded_state_dict_holds_live_independent_tensors(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
+    with FSDP.state_dict_type(
+        twin.model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=False)
+    ):
+        state = twin.model.state_dict()
+    expected = {name: value.clone() for name, value in twin.plain.state_dict().items()}
+    assert_equal(dict(state), expected)
+    storages = {value.untyped_storage().data_ptr() for value in state.values()}
+    assert len(storages) == len(state), "no two entries share memory"
+    twin.step()
+    assert_equal(dict(state), expected, what="the state dict after a step")
+    for value in state.values():
+        value.zero_()
+    twin.check_parameters()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_parameters_summoned_to_the_cpu_are_live_inside_and_leave_the_shards_intact(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
+    twin.step()
+    expected = {name: param.detach() for name, param in twin.plain.named_parameters()}
+    with pytest.warns(UserWarning, match="whole copy on its CPU"), FSDP.summon_full_params(
+        twin.model, writeback=False, offload_to_cpu=True
+    ):
+        shown = {name: param.detach() for name, param in twin.model.named_parameters()}
+        kept = {name: value.clone() for name, value in shown.items()}
+    for name, value in kept.items():
+        assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6)
+    assert_equal(shown, kept, what="what was shown, after the block")
+    twin.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_offloading_parameters_on_the_cpu_trains_as_the_reference(use_orig_params: bool) -> None:
+    twin = Twin.of(Stack(), cpu_offload=CPUOffload(offload_params=True), use_orig_params=use_orig_params)
+    for _ in range(2):
+        twin.step()

@@ -1,0 +1,161 @@
+"""Where gathers and reductions begin, by the trace of the tree."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from fsdp_flat import BackwardPrefetch, ShardingStrategy
+from tests.runtime.kit import BLOCKS, SHARDED, Stack, Twin, batch, square_loss, traced
+from tests.support import on_ranks
+
+Trace = list[tuple[str, str]]
+
+
+def at(trace: Trace, event: str, unit: str, nth: int = 0) -> int:
+    """Position of the nth such entry."""
+    found = [index for index, entry in enumerate(trace) if entry == (event, unit)]
+    assert len(found) > nth, f"no {event} of {unit} number {nth} in {trace}"
+    return found[nth]
+
+
+def step_trace(twin: Twin, rank: int, num_before: int = 1) -> Trace:
+    for _ in range(num_before):
+        twin.step()
+    trace = traced(twin.model)
+    twin.optimizer.zero_grad()
+    square_loss(twin.model, batch(rank)).backward()
+    return list(trace)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(
+    use_orig_params: bool, rank: int
+) -> None:
+    twin = Twin.of(Stack(4), use_orig_params=use_orig_params, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
+    trace = step_trace(twin, rank)
+    for index in (3, 2, 1):
+        own, previous = f"blocks.{index}", f"blocks.{index - 1}"
+        begins = at(trace, "begin_unshard", previous, 1)
+        assert at(trace, "pre_backward", own) < begins < at(trace, "begin_reduce", own)
+        assert begins < at(trace, "pre_backward", previous) < at(trace, "finish_unshard", previous, 1)
+
+
+@on_ranks(2)
+def test_backward_post_begins_the_previous_gather_after_the_current_gradients(rank: int) -> None:
+    twin = Twin.of(Stack(4), backward_prefetch=BackwardPrefetch.BACKWARD_POST)
+    trace = step_trace(twin, rank)
+    for index in (3, 2, 1):
+        own, previous = f"blocks.{index}", f"blocks.{index - 1}"
+        begins = at(trace, "begin_unshard", previous, 1)
+        assert at(trace, "begin_reduce", own) < begins < at(trace, "pre_backward", previous)
+
+
+@on_ranks(2)
+def test_without_backward_prefetch_each_gather_begins_when_it_is_needed(rank: int) -> None:
+    twin = Twin.of(Stack(4), backward_prefetch=None)
+    trace = step_trace(twin, rank)
+    for index in range(4):
+        unit = f"blocks.{index}"
+        assert at(trace, "begin_unshard", unit, 1) == at(trace, "pre_backward", unit) + 1
+        assert at(trace, "finish_unshard", unit, 1) == at(trace, "pre_backward", unit) + 2
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("forward_prefetch", [False, True])
+def test_forward_begins_the_next_gather_once_the_own_one_is_there_and_before_it_ends(
+    forward_prefetch: bool, rank: int
+) -> None:
+    """On the CPU with and without the option: nothing overlaps there unless it is begun early."""
+    twin = Twin.of(Stack(4), forward_prefetch=forward_prefetch)
+    trace = step_trace(twin, rank)
+    order = ["Stack", *[f"blocks.{index}" for index in range(4)]]
+    for own, following in zip(order, order[1:], strict=False):
+        begins = at(trace, "begin_unshard", following)
+        assert at(trace, "finish_unshard", own) < begins < at(trace, "post_forward", own)
+        assert begins < at(trace, "pre_forward", following) < at(trace, "finish_unshard", following)
+
+
+@on_ranks(2)
+def test_the_first_forward_knows_no_order_and_begins_each_gather_when_it_is_needed(rank: int) -> None:
+    twin = Twin.of(Stack(4))
+    trace = step_trace(twin, rank, num_before=0)
+    for index in range(4):
+        unit = f"blocks.{index}"
+        assert at(trace, "begin_unshard", unit) == at(trace, "pre_forward", unit) + 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_each_unit_is_freed_before_its_reduction_is_waited_for_and_nothing_is_left_at_the_end(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None, rank: int
+) -> None:
+    twin = Twin.of(Stack(4), sharding_strategy=strategy, backward_prefetch=prefetch)
+    trace = step_trace(twin, rank)
+    units = ["Stack", *[f"blocks.{index}" for index in range(4)]]
+    for unit in units:
+        events = [event for event, name in trace if name == unit]
+        assert events.count("begin_unshard") == events.count("finish_unshard") == events.count("reshard")
+        assert events.count("begin_reduce") == 1
+        assert at(trace, "begin_reduce", unit) < at(trace, "reshard", unit, events.count("reshard") - 1)
+    assert trace[-1] == ("end_of_backward", "Stack")
+    reduced = [name for event, name in trace if event == "begin_reduce"]
+    assert reduced[:4] == [f"blocks.{index}" for index in (3, 2, 1, 0)]
+    twin.optimizer.zero_grad()
+    twin.step()
+
+
+@on_ranks(2)
+def test_full_shard_frees_after_forward_and_shard_grad_op_after_backward(rank: int) -> None:
+    for strategy, number in ((ShardingStrategy.FULL_SHARD, 2), (ShardingStrategy.SHARD_GRAD_OP, 1)):
+        twin = Twin.of(Stack(2), sharding_strategy=strategy)
+        trace = step_trace(twin, rank)
+        assert sum(entry == ("reshard", "blocks.0") for entry in trace) == number
+        first = at(trace, "reshard", "blocks.0")
+        assert (first < at(trace, "pre_backward", "blocks.0")) == (number == 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_an_order_that_changes_from_step_to_step_equals_the_reference(
+    strategy: ShardingStrategy, prefetch: BackwardPrefetch | None
+) -> None:
+    twin = Twin.of(Stack(4), sharding_strategy=strategy, backward_prefetch=prefetch, use_orig_params=True)
+    orders = ([0, 1, 2, 3], [3, 2, 1, 0], [0, 3], [1], [], [0, 1, 2, 3], [2, 2, 0], [3, 1, 2, 0, 3])
+    for order in orders:
+        twin.model.module.order = order
+        twin.plain.order = order
+        twin.step()
+
+
+@on_ranks(2)
+def test_a_wrong_guess_of_the_next_unit_is_freed_and_the_right_one_gathered(rank: int) -> None:
+    twin = Twin.of(Stack(4))
+    twin.step()
+    twin.model.module.order = [0, 2]
+    trace = traced(twin.model)
+    square_loss(twin.model, batch(rank)).backward()
+    assert at(trace, "begin_unshard", "blocks.1") < at(trace, "pre_forward", "blocks.2")
+    assert at(trace, "reshard", "blocks.1") > 0
+    assert ("pre_forward", "blocks.1") not in trace
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("prefetch", list(BackwardPrefetch))
+def test_units_in_units_prefetch_in_the_order_of_their_outputs(prefetch: BackwardPrefetch, rank: int) -> None:
+    module = nn.Sequential(nn.Sequential(Stack(2), nn.Linear(5, 8)), Stack(2))
+    twin = Twin.of(module, auto_wrap_policy=BLOCKS, backward_prefetch=prefetch)
+    trace = step_trace(twin, rank)
+    reduced = [name for event, name in trace if event == "begin_reduce"]
+    assert [name for name in reduced if "blocks" in name] == [
+        "1.blocks.1",
+        "1.blocks.0",
+        "0.0.blocks.1",
+        "0.0.blocks.0",
+    ]
+    begins = at(trace, "begin_unshard", "0.0.blocks.1", 1)
+    assert begins < at(trace, "pre_backward", "0.0.blocks.1")
+    assert (begins < at(trace, "begin_reduce", "1.blocks.0")) == (prefetch is BackwardPrefetch.BACKWARD_PRE)

@@ -1,0 +1,394 @@
+"""Parameters used outside of a forward: errors that help, and the ways in which it works."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import register_forward_method, unshard_for
+from tests.support import on_ranks
+from tests.surface.models import (
+    Block,
+    assert_near,
+    batches,
+    count_events,
+    mean_loss,
+    plain_grads,
+    sharded,
+    small_model,
+    traced,
+    whole_grads,
+    whole_params,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
+WAYS_OUT = ("register_forward_method", "unshard_for", "summon_full_params")
+
+
+def check_grads(
+    model: nn.Module, plain: nn.Module, num_ranks: int, loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    """The gradients on ``model`` are those of the mean over ranks of ``loss_of`` on the plain model."""
+    for batch in batches(num_ranks):
+        (loss_of(plain, batch) / num_ranks).backward()
+    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+@KINDS
+@pytest.mark.parametrize("when", ["before the first step", "after a step"])
+@on_ranks(2)
+def test_a_module_called_while_sharded_names_parameter_unit_and_ways_out(
+    when: str, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), use_orig_params=use_orig_params)
+    root = "Sequential"
+    if when == "after a step":
+        mean_loss(model, batches(num_ranks)[rank]).backward()
+    for call, parameter, unit in (
+        (lambda: model[0](torch.ones(2, 5)), "'0.weight' (7, 5)", root),
+        (lambda: model[1].up(torch.ones(2, 7)), "'up.weight' (15, 7)", "1"),
+        (lambda: model[1].module(torch.ones(2, 7)), "'norm.weight' (7,)", "1"),
+    ):
+        with pytest.raises(RuntimeError) as caught:
+            call()
+        text = str(caught.value)
+        assert parameter in text
+        assert f"unit {unit!r}" in text
+        assert all(way in text for way in WAYS_OUT)
+    # The errors leave nothing behind.
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+
+
+OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "mul": lambda weight: weight * 2,
+    "matmul": lambda weight: torch.ones(3, 3) @ weight,
+    "linear": lambda weight: F.linear(torch.ones(2, 7), weight),
+    "transposed": lambda weight: torch.ones(2, 7) @ weight.T,
+    "data": lambda weight: torch.ones(2, 7) @ weight.data.t(),
+    "item": lambda weight: weight.sum().item(),
+    "index": lambda weight: weight[0],
+    "cat": lambda weight: torch.cat([weight, weight]),
+    "clone": lambda weight: weight.detach().clone(),
+    "list": lambda weight: weight.tolist(),
+}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@on_ranks(2)
+def test_a_flat_units_parameter_used_by_an_operation_names_itself(operation: str, rank: int, num_ranks: int) -> None:
+    model = sharded(small_model(), use_orig_params=False)
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+    with pytest.raises(RuntimeError) as caught:
+        OPERATIONS[operation](model[3].weight)
+    text = str(caught.value)
+    assert "'3.weight' (3, 7)" in text
+    assert "unit 'Sequential'" in text
+    assert all(way in text for way in WAYS_OUT)
+
+
+@on_ranks(2)
+def test_shape_dtype_and_size_of_a_sharded_parameter_can_be_read(rank: int) -> None:
+    weight = sharded(small_model(), use_orig_params=False)[3].weight
+    assert weight.shape == (3, 7)
+    assert weight.dtype == torch.float32
+    assert (weight.numel(), weight.dim(), weight.size(1), len(weight)) == (21, 2, 7, 3)
+    assert weight.is_floating_point()
+    assert weight.T.shape == (7, 3)
+
+
+@KINDS
+@on_ranks(2)
+def test_optimizers_averages_and_norms_use_local_slices_freely(
+    use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), use_orig_params=use_orig_params)
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+    params = list(model.parameters())
+    average = [param.detach().clone() for param in params]
+    before = whole_params(model)
+    squares = sum(param.detach().pow(2).sum() for param in params)
+    torch.distributed.all_reduce(squares)
+    whole = sum(param.pow(2).sum() for param in before.values())
+    assert_near(squares, whole, 1e-5, "norm")
+    torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, foreach=True).step()
+    torch._foreach_lerp_(average, [param.detach() for param in params], 0.25)
+    with torch.no_grad():
+        for param, mean in zip(params, average):
+            param.copy_(mean)
+    assert_near(whole_params(model)["1.up.weight"].mean(), before["1.up.weight"].mean(), 0.5, "moved a little")
+    assert not torch.equal(whole_params(model)["1.up.weight"], before["1.up.weight"])
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+
+
+@KINDS
+@on_ranks(2)
+def test_modules_of_units_that_are_not_sharded_run_by_themselves(use_orig_params: bool, rank: int) -> None:
+    model = sharded(small_model(), "NO_SHARD", use_orig_params=use_orig_params)
+    x = torch.ones(2, 5)
+    assert torch.equal(model[0](x), small_model()[0](x))
+
+
+# --------------------------------------------------------------------------------------------------- other methods
+
+
+class Encoder(nn.Module):
+    """Is used through two methods beside forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = small_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x)
+
+    def encode(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        """The hidden state before the head, scaled."""
+        return self.body[2](self.body[1](self.body[0](x))) * scale
+
+
+@KINDS
+@on_ranks(2)
+def test_a_registered_method_runs_and_trains_as_forward_does(use_orig_params: bool, rank: int, num_ranks: int) -> None:
+    torch.manual_seed(0)
+    model, plain = sharded(Encoder(), use_orig_params=use_orig_params), Encoder()
+    x = batches(num_ranks)[rank]
+    with pytest.raises(RuntimeError, match="register_forward_method"):
+        model.encode(x)
+    register_forward_method(model, "encode")
+    assert_near(model.encode(x, scale=2.0).detach(), plain.encode(x, scale=2.0).detach(), 1e-6, "output")
+    model.encode(x, scale=2.0).pow(2).mean().backward()
+    check_grads(model, plain, num_ranks, lambda module, batch: module.encode(batch, scale=2.0).pow(2).mean())
+    with torch.no_grad():
+        model.encode(x)
+    assert all(unit.is_sharded for unit in model._unit.tree.units)
+
+
+@on_ranks(2)
+def test_registering_a_method_is_harmless_on_plain_modules_and_refused_where_there_is_none(rank: int) -> None:
+    plain = Encoder()
+    register_forward_method(plain, "encode")
+    assert "encode" not in plain.__dict__
+    with pytest.raises(ValueError, match="Encoder has no method 'generate'"):
+        register_forward_method(sharded(Encoder()), "generate")
+
+
+# ------------------------------------------------------------------------------------------------------ unshard_for
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_loss_may_use_weights_inside_unshard_for(
+    strategy: str, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), strategy, use_orig_params=use_orig_params)
+
+    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        hidden = module[2](module[1](module[0](batch)))
+        fused = F.linear(hidden, module[3].weight, module[3].bias)  # what fused loss kernels do with the head
+        return fused.pow(2).mean() + module[1].up.weight.pow(3).sum() + module(batch).mean()
+
+    for _ in range(2):
+        model.zero_grad()
+        with unshard_for(model):
+            assert model[3].weight.shape == (3, 7)
+            loss = loss_of(model, batches(num_ranks)[rank])
+        loss.backward()
+        assert all(unit.is_sharded or not unit.gathers for unit in model._unit.tree.units)
+        check_grads(model, small_model(), num_ranks, loss_of)
+
+
+@KINDS
+@on_ranks(2)
+def test_unshard_for_covers_what_is_below_a_module_and_nests(
+    use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), use_orig_params=use_orig_params)
+    model.check_is_root()
+    with unshard_for(model[1]):
+        assert model[1].up.weight.shape == (15, 7)
+        with unshard_for(model):
+            loss = model[1].up.weight.pow(2).sum() + model[3].weight.sum()
+        assert model[1].up.weight.shape == (15, 7), "the inner block does not free what the outer one holds"
+        loss = loss + model[1].down.weight.pow(2).sum()
+    assert_near(loss.detach(), outside_loss(small_model()).detach(), 1e-5, "loss")
+    loss.backward()
+    plain = small_model()
+    outside_loss(plain).backward()
+    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+
+
+def outside_loss(module: nn.Module) -> torch.Tensor:
+    return module[1].up.weight.pow(2).sum() + module[3].weight.sum() + module[1].down.weight.pow(2).sum()
+
+
+@KINDS
+@on_ranks(2)
+def test_unshard_for_without_gradients_frees_at_its_end(use_orig_params: bool, rank: int, num_ranks: int) -> None:
+    model = sharded(small_model(), use_orig_params=use_orig_params)
+    with torch.no_grad(), traced(model) as trace:
+        with unshard_for(model):
+            total = sum(block.up.weight.sum() for block in model[1:3])
+        assert set(count_events(trace, "reshard")) == {"Sequential", "1", "2"}
+    assert_near(total, sum(block.up.weight.sum() for block in small_model()[1:3]).detach(), 1e-5, "sum")
+    assert not any(unit.handles[0].buffer.nbytes for unit in model._unit.tree.units)
+
+
+@KINDS
+@on_ranks(2)
+def test_an_exception_inside_unshard_for_leaves_the_model_usable(
+    use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), use_orig_params=use_orig_params)
+    with pytest.raises(ZeroDivisionError), unshard_for(model):
+        raise ZeroDivisionError
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+    check_grads(model, small_model(), num_ranks, mean_loss)
+
+
+@on_ranks(2)
+def test_unshard_for_is_refused_inside_summon_full_params(rank: int) -> None:
+    model = sharded(small_model())
+    with (
+        FSDP.summon_full_params(model),
+        pytest.raises(RuntimeError, match="inside summon_full_params"),
+        unshard_for(model),
+    ):
+        pass
+
+
+# ----------------------------------------------------------------------------------- how backward may reach a unit
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    extra: Any = None
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Box:
+    """A result class that nothing knows about."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+OUTPUTS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "dict": (lambda x: {"hidden": x, "count": 3}, lambda out: out["hidden"]),
+    "ordered dict": (lambda x: OrderedDict(a=None, hidden=x), lambda out: out["hidden"]),
+    "list in tuple": (lambda x: ("text", [x, x.detach()]), lambda out: out[1][0]),
+    "named tuple": (lambda x: Pair(x.detach(), x), lambda out: out.second),
+    "dataclass": (lambda x: Result(x), lambda out: out.hidden),
+    "nested dataclass": (lambda x: Result(x.detach(), Result(x.detach(), {"x": [x]})), lambda r: r.extra.extra["x"][0]),
+    "object": (lambda x: Box(x), lambda out: out.hidden),
+    "object in dict": (lambda x: {"box": Box(x)}, lambda out: out["box"].hidden),
+    "changed view": (lambda x: x, lambda out: add_one(out)),
+}
+
+
+def add_one(out: torch.Tensor) -> torch.Tensor:
+    out.view(-1).add_(1)
+    return out
+
+
+class Packed(nn.Module):
+    """A block whose output is packed into something."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.block = Block()
+        self.pack = pack
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.pack(self.block(x))
+
+
+class Unpacking(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        pack, self.unpack = OUTPUTS[kind]
+        self.first, self.inner, self.last = nn.Linear(5, 7), Packed(pack), nn.Linear(7, 7)
+        self.pack = pack
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.pack(self.last(self.unpack(self.inner(self.first(x)))))
+
+
+@KINDS
+@pytest.mark.parametrize("kind", OUTPUTS)
+@on_ranks(2)
+def test_outputs_in_any_container_train(kind: str, use_orig_params: bool, rank: int, num_ranks: int) -> None:
+    model = sharded(Unpacking(kind), classes=(Packed,), use_orig_params=use_orig_params)
+
+    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return OUTPUTS[kind][1](module(batch)).pow(2).mean()
+
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, batches(num_ranks)[rank]).backward()
+        check_grads(model, Unpacking(kind), num_ranks, loss_of)
+
+
+class Caching(nn.Module):
+    """Keeps inner tensors, from which a loss may be made without its output."""
+
+    def __init__(self, store: str) -> None:
+        super().__init__()
+        self.block = Block()
+        self.store = store
+        self.cache: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.block.up(x)
+        kinds = {"tensor": hidden, "list": [hidden], "dict": {"a": (hidden,)}, "dataclass": Result(hidden)}
+        self.cache = kinds[self.store]
+        return self.block(x) + hidden.mean()
+
+    def cached(self) -> torch.Tensor:
+        """The tensor in whatever it is kept in."""
+        cache = self.cache
+        while not isinstance(cache, torch.Tensor):
+            cache = cache.hidden if isinstance(cache, Result) else next(iter(getattr(cache, "values", lambda: cache)()))
+        return cache
+
+
+@KINDS
+@pytest.mark.parametrize("with_output", [False, True], ids=["cache only", "cache and output"])
+@pytest.mark.parametrize("store", ["tensor", "list", "dict", "dataclass"])
+@on_ranks(2)
+def test_a_loss_on_tensors_that_modules_keep_trains(
+    store: str, with_output: bool, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    def build() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(5, 7), Caching(store), Caching(store), nn.Linear(7, 3))
+
+    def loss_of(module: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        output = module(batch)
+        loss = sum(module[index].cached().pow(2).mean() for index in (1, 2))
+        return loss + output.pow(2).mean() if with_output else loss
+
+    model = sharded(build(), classes=(Caching,), use_orig_params=use_orig_params)
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(model, batches(num_ranks)[rank]).backward()
+        check_grads(model, build(), num_ranks, loss_of)
+        assert all(unit.is_sharded for unit in model._unit.tree.units)

@@ -1,0 +1,146 @@
+"""Small models for the wrapper's tests, wrapped by us or by torch's FSDP1 with the same words."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as peer_library
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support import assert_close
+from tests.support.peer import peer_fsdp, peer_warnings_silenced
+
+WIDTH = 5
+
+
+class Block(nn.Module):
+    """Odd sizes, so that shards cut through parameters, and a buffer of each kind."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+        self.register_buffer("shift", torch.randn(width))
+        self.register_buffer("scratch", torch.ones(width), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(x).relu()) + self.shift * self.scratch
+
+
+class Model(nn.Module):
+    """Blocks between two layers of the outermost unit; ``config`` is what callers read off a model."""
+
+    def __init__(self, num_blocks: int = 2) -> None:
+        super().__init__()
+        self.config = {"width": WIDTH}
+        self.first = nn.Linear(3, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        self.last = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+    def greet(self) -> str:
+        """Something that a wrapper has to forward."""
+        return f"model of width {self.config['width']}"
+
+
+class Tied(nn.Module):
+    """One weight under two names, in the outermost unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, WIDTH)
+        self.block = Block()
+        self.head = nn.Linear(WIDTH, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(self.embed(x)))
+
+
+def seeded(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
+    """The same new model on every rank that asks."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def shard(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = True, **kwargs: Any) -> Any:
+    """``model`` wrapped by us, by default with each block as a unit."""
+    if by_blocks:
+        kwargs.setdefault("auto_wrap_policy", ModuleWrapPolicy({Block}))
+    with no_shard_allowed():
+        return FSDP(model, sharding_strategy=ShardingStrategy[strategy], **kwargs)
+
+
+def shard_by_peer(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = True, **kwargs: Any) -> Any:
+    """``model`` wrapped by torch's FSDP1 in the same way."""
+    if by_blocks:
+        kwargs.setdefault("auto_wrap_policy", peer_library.wrap.ModuleWrapPolicy({Block}))
+    with peer_warnings_silenced():
+        return peer_fsdp(model, sharding_strategy=peer_library.ShardingStrategy[strategy], **kwargs)
+
+
+@contextlib.contextmanager
+def no_shard_allowed() -> Iterator[None]:
+    """Ignore that NO_SHARD is called a lesser DistributedDataParallel."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole parameters", category=FutureWarning)
+        yield
+
+
+def batch(rank: int, step: int = 0, rows: int = 4) -> torch.Tensor:
+    """One rank's input of one step, (row, 3)."""
+    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1000 + 10 * step + rank))
+
+
+def square_loss(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
+    """A loss that is not linear in the parameters."""
+    return model(data).square().mean()
+
+
+def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The full state dict as plain tensors with no tie to the model. Every rank must call this."""
+    with peer_warnings_silenced():
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def whole_grads(model: Any) -> dict[str, torch.Tensor | None]:
+    """Every parameter's whole gradient by clean name. Every rank must call this."""
+    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): None if param.grad is None else param.grad.clone()
+            for name, param in model.named_parameters()
+        }
+
+
+def assert_same_grads(ours: nn.Module, theirs: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Assert that what this rank holds of each gradient is the same; a slice without elements has none to compare."""
+    __tracebackhide__ = True
+    mine, others = dict(ours.named_parameters()), dict(theirs.named_parameters())
+    assert sorted(mine) == sorted(others)
+    for name, param in mine.items():
+        other = others[name]
+        assert param.shape == other.shape, name
+        if param.numel() > 0:
+            assert_close(param.grad, other.grad, rtol=rtol, atol=atol, what=name)
+
+
+def message(kind: type[Exception], builtin: type[Exception], call: Callable[[], object]) -> str:
+    """The text of the error that ``call`` raises, which is of our kind and of FSDP1's built-in type."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, builtin), caught.type.__mro__
+    return str(caught.value)

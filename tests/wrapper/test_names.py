@@ -1,0 +1,162 @@
+"""What is importable, and the constructor's and methods' names, order and defaults."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import Any
+
+import pytest
+import torch.distributed.fsdp as peer_library
+from torch import nn
+
+import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel as FSDP
+
+PUBLIC = {
+    "BackwardPrefetch",
+    "CPUOffload",
+    "FlatParameter",
+    "FsdpFlatError",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
+    "FullyShardedDataParallel",
+    "LocalOptimStateDictConfig",
+    "LocalStateDictConfig",
+    "MixedPrecision",
+    "OptimStateDictConfig",
+    "OptimStateKeyType",
+    "ShardedEMA",
+    "ShardedOptimStateDictConfig",
+    "ShardedStateDictConfig",
+    "ShardingStrategy",
+    "StateDictConfig",
+    "StateDictSettings",
+    "StateDictType",
+    "clean_named_parameters",
+    "clean_tensor_name",
+    "register_forward_method",
+    "unshard_for",
+    "unwrap",
+}
+# In the order of fsdp1_surface.json (torch 2.13), which is the order by position.
+ARGUMENTS = {
+    "module": inspect.Parameter.empty,
+    "process_group": None,
+    "sharding_strategy": None,
+    "cpu_offload": None,
+    "auto_wrap_policy": None,
+    "backward_prefetch": fsdp_flat.BackwardPrefetch.BACKWARD_PRE,
+    "mixed_precision": None,
+    "ignored_modules": None,
+    "param_init_fn": None,
+    "device_id": None,
+    "sync_module_states": False,
+    "forward_prefetch": False,
+    "limit_all_gathers": True,
+    "use_orig_params": False,
+    "ignored_states": None,
+    "device_mesh": None,
+}
+# Every public method of FSDP1 that model code calls, the optimizer's state dicts aside.
+METHODS = [
+    "apply",
+    "check_is_root",
+    "clip_grad_norm_",
+    "fsdp_modules",
+    "get_state_dict_type",
+    "named_buffers",
+    "named_parameters",
+    "no_sync",
+    "register_comm_hook",
+    "set_state_dict_type",
+    "state_dict_type",
+    "summon_full_params",
+]
+ENUMS = ["BackwardPrefetch", "ShardingStrategy", "StateDictType"]
+RECORDS = sorted(
+    name
+    for name in PUBLIC
+    if dataclasses.is_dataclass(getattr(peer_library, name, None)) and name != "StateDictSettings"
+)
+
+
+def test_the_public_names_are_sorted_and_pinned() -> None:
+    names = fsdp_flat.__all__
+    assert set(names) == PUBLIC
+    assert names == sorted(names)
+    assert len(names) == len(set(names))
+    assert [name for name in names if not hasattr(fsdp_flat, name)] == []
+
+
+def test_the_constructor_has_fsdp1s_arguments_in_order_with_their_defaults() -> None:
+    found = {name: p.default for name, p in inspect.signature(FSDP).parameters.items()}
+    assert list(found.items()) == list(ARGUMENTS.items())
+    assert [p.kind for p in inspect.signature(FSDP).parameters.values()] == [
+        inspect.Parameter.POSITIONAL_OR_KEYWORD
+    ] * len(ARGUMENTS)
+
+
+def test_the_constructor_agrees_with_the_installed_torch() -> None:
+    theirs = inspect.signature(peer_library.FullyShardedDataParallel).parameters
+    ours = inspect.signature(FSDP).parameters
+    assert list(ours) == list(theirs)
+    for name, parameter in theirs.items():
+        default = parameter.default
+        assert getattr(ours[name].default, "name", ours[name].default) == getattr(default, "name", default), name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_takes_fsdp1s_arguments(name: str) -> None:
+    theirs = inspect.signature(getattr(peer_library.FullyShardedDataParallel, name)).parameters
+    ours = inspect.signature(getattr(FSDP, name)).parameters
+    assert list(ours) == list(theirs)
+    for key, parameter in theirs.items():
+        assert ours[key].default == parameter.default, key
+        assert ours[key].kind == parameter.kind, key
+
+
+def test_methods_that_fsdp1_calls_without_an_instance_are_static() -> None:
+    for name in ("fsdp_modules", "get_state_dict_type", "set_state_dict_type", "state_dict_type", "summon_full_params"):
+        assert isinstance(inspect.getattr_static(FSDP, name), staticmethod), name
+
+
+@pytest.mark.parametrize("name", ENUMS)
+def test_an_enum_has_fsdp1s_members_with_their_values(name: str) -> None:
+    ours: Any = getattr(fsdp_flat, name)
+    assert {m.name: m.value for m in ours} == {m.name: m.value for m in getattr(peer_library, name)}
+    for member in ours:
+        assert member.name in str(member)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_record_has_fsdp1s_fields_first_with_their_defaults(name: str) -> None:
+    theirs = getattr(peer_library, name)()
+    ours = getattr(fsdp_flat, name)()
+    wanted = [field.name for field in dataclasses.fields(theirs)]
+    assert [field.name for field in dataclasses.fields(ours)][: len(wanted)] == wanted
+    for field in wanted:
+        assert getattr(ours, field) == getattr(theirs, field), field
+
+
+def test_the_names_of_the_prefix_and_the_flat_parameter_are_fsdp1s() -> None:
+    from torch.distributed.fsdp import _common_utils as theirs
+
+    from fsdp_flat import layout
+
+    assert (layout.FSDP_WRAPPED_MODULE, layout.FSDP_PREFIX, layout.FLAT_PARAM) == (
+        theirs.FSDP_WRAPPED_MODULE,
+        theirs.FSDP_PREFIX,
+        "_flat_param",
+    )
+
+
+def test_no_process_group_is_an_error_that_says_how_to_start_one() -> None:
+    with pytest.raises(fsdp_flat.FsdpFlatError, match=r"init_process_group.*torchrun") as caught:
+        FSDP(nn.Linear(2, 2))
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_a_flat_parameter_cannot_be_constructed() -> None:
+    with pytest.raises(TypeError, match="a type to test against"):
+        fsdp_flat.FlatParameter()
