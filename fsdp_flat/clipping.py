@@ -83,7 +83,13 @@ def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.devic
     some = [grad.detach() for grad in grads if grad.numel() > 0]
     if not some:
         return torch.zeros((), dtype=torch.float32, device=device)
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float32).to(device) for grad in some]
+    # vector_norm refuses to narrow, so fp64 is summed as it is; the exchanged norm has one dtype on every rank.
+    norms = [
+        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32)).to(
+            device, torch.float32
+        )
+        for grad in some
+    ]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

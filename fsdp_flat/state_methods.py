@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator
+from collections import OrderedDict
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
+from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import units_of
 from fsdp_flat.semi_private import SemiPrivateNames
 from fsdp_flat.state_dict import FORMS, LoadReport, settings_for
@@ -98,6 +99,19 @@ class StateDictMethods(SemiPrivateNames):
             destination = destination if result is None else result
         return destination
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As :meth:`nn.Module.load_state_dict`, with the names of the unwrapped model.
+
+        Modules are told the version that they were saved with, whether by a wrapped model or a plain one.
+        """
+        versions = getattr(state_dict, "_metadata", None)
+        if versions is not None:
+            here = {name: clean_fqn(name) for name, _ in self.named_modules()}
+            state_dict = OrderedDict(state_dict)
+            known = {name: versions[clean] for name, clean in here.items() if clean in versions}
+            state_dict._metadata = {**versions, **known}  # type: ignore[attr-defined]
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
     def _load_from_state_dict(
         self,
         state_dict: dict[str, Any],
@@ -108,6 +122,7 @@ class StateDictMethods(SemiPrivateNames):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self._load_errors = error_msgs
         report = LoadReport(strict, missing_keys, error_msgs)
         FORMS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(
@@ -119,7 +134,10 @@ def _wrappers(module: nn.Module) -> list[StateDictMethods]:
     return [child for child in module.modules() if isinstance(child, StateDictMethods)]
 
 
-def clean_key_report(_module: nn.Module, keys: Any) -> None:
-    """A load hook: keys that are missing or unexpected are reported without wrapper words."""
+def clean_key_report(module: nn.Module, keys: Any) -> None:
+    """A load hook: keys that are missing, unexpected or do not fit are reported without wrapper words."""
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
+    # By now the wrapped modules have added theirs to the list that the wrapper was given.
+    errors = module.__dict__.pop("_load_errors", [])
+    errors[:] = [text.replace(FSDP_PREFIX, "") for text in errors]

@@ -151,8 +151,8 @@ def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
     lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]
     if lost:
         warnings.warn(
-            f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which will "
-            "not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
+            f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which "
+            "will not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
             "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True.",
             stacklevel=2,
         )

@@ -22,7 +22,7 @@ from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.gradients import GradientWindow, PartialGrad
-from fsdp_flat.flat.guise import PLAIN, Guise
+from fsdp_flat.flat.guise import PLAIN
 from fsdp_flat.flat.orig_views import OrigViews
 from fsdp_flat.flat.untraced import untraced
 from fsdp_flat.flat.views import Views
@@ -119,6 +119,7 @@ class FlatParamHandle:
         self._hooked: list[Any] = []
         self._synced: list[bool] = [False] * len(params)
         self._variants: dict[torch.dtype, _Variant] = {}
+        self._guises = {index: entry.guise for index, entry in enumerate(params) if entry.guise is not PLAIN}
         leaves = self._use_variant(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
         self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
@@ -264,10 +265,7 @@ class FlatParamHandle:
         for index, (leaf, want, was) in enumerate(zip(leaves, wanted, before, strict=True)):
             leaf.requires_grad_(want)
             if want and not was:
-                guise = self.views.params[index].guise
-                leaf.register_post_accumulate_grad_hook(
-                    partial(self._landed, index, guise=None if guise is PLAIN else guise)
-                )
+                leaf.register_post_accumulate_grad_hook(partial(self._landed, index))
             elif was and not want:
                 leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
@@ -278,7 +276,7 @@ class FlatParamHandle:
         return num_nodes_that_will_run(self._hooked)
 
     @untraced
-    def _landed(self, index: int, leaf: torch.Tensor, *, guise: Guise | None) -> None:
+    def _landed(self, index: int, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
         assert grad is not None
         if grad.requires_grad:
@@ -292,7 +290,9 @@ class FlatParamHandle:
         if self._window is None:
             self._window = GradientWindow(self.layout, self.window_dtype, grad.device)
         grad = self.views.run_hooks(index, grad.detach())
-        self._window.land(index, grad if guise is None else guise.local(grad))
+        if self._guises:
+            grad = self._guises.get(index, PLAIN).local(grad)
+        self._window.land(index, grad)
         self.on_landed(self)
 
     @property

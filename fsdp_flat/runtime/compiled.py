@@ -13,8 +13,12 @@ _WORD = "_orig_mod."
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether ``module`` is what ``torch.compile(module)`` returned, or ``module.compile()`` was called."""
-    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    """Whether torch.compile was asked to compile this module, which a unit manages.
+
+    That is: it is what ``torch.compile(module)`` returned, or ``module.compile()`` was called.
+    """
+    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def hide_compiled_name(module: nn.Module) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError, PhaseError, UnsupportedError
+from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
 
@@ -23,9 +23,11 @@ class WholeParams:
 
     Attributes:
         by_handle: for each handle its whole flat tensor (1-D, ``layout.numel``, original dtype).
+        is_shown: the modules point at them.
     """
 
     by_handle: dict[FlatParamHandle, torch.Tensor]
+    is_shown: bool
 
 
 def check_idle(unit: Unit, what: str) -> None:
@@ -47,28 +49,50 @@ def check_idle(unit: Unit, what: str) -> None:
 def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool = True) -> Iterator[WholeParams]:
     """Gather a unit in its original dtype into memory of its own and show it as Parameters.
 
-    Every rank of the shard group must enter this. The shards stay as they are.
+    Every rank of the shard group must enter this. The shards stay as they are. Inside itself (a state dict inside
+    ``summon_full_params``) it gathers nothing anew, so that changes not yet written back are seen.
 
     Args:
         unit: the unit.
         device: where the whole tensors are wanted; None leaves them where the shards are.
         show: point the modules at them.
     """
+    outer = unit.whole
+    if isinstance(outer, WholeParams):
+        with _shown(unit, WholeParams(outer.by_handle, show), already=outer.is_shown):
+            yield outer
+        return
+    if unit.is_sharded:
+        for handle in unit.handles:
+            handle.adopt_changes()
     wholes = unit.gather_whole(lambda handle: handle.flat_param.data)
     if device is not None:
         wholes = [whole.to(device) for whole in wholes]
-    by_handle = dict(zip(unit.handles, wholes, strict=True))
+    gathered = WholeParams(dict(zip(unit.handles, wholes, strict=True)), show)
     was_unsharded = not unit.is_sharded
+    unit.whole = gathered
     try:
-        if show:
-            for handle, whole in by_handle.items():
-                handle.views.show_whole(whole)
-        yield WholeParams(by_handle)
+        with _shown(unit, gathered, already=False):
+            yield gathered
+    finally:
+        unit.whole = None
+        if was_unsharded:
+            unit.show_full()
+
+
+@contextmanager
+def _shown(unit: Unit, whole: WholeParams, *, already: bool) -> Iterator[None]:
+    if already:
+        yield
+        return
+    try:
+        if whole.is_shown:
+            for handle, tensor in whole.by_handle.items():
+                handle.views.show_whole(tensor)
+        yield
     finally:
         for handle in unit.handles:
             handle.views.hide_whole()
-        if was_unsharded:
-            unit.show_full()
 
 
 @contextmanager
@@ -124,19 +148,25 @@ def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
+            # Every rank looks at every shape, so that all raise and none waits for the others.
+            for handle in whole.by_handle:
+                _check_shapes(unit, handle)
             for handle in whole.by_handle:
                 for piece in handle.layout.shard_slots(unit.options.groups.shard.rank):
-                    slot = handle.layout.slots[piece.index]
-                    shown = handle.views.shown(piece.index)
-                    if tuple(shown.shape) != slot.shape:
-                        raise OptionError(
-                            f"Inside summon_full_params {slot.fqn!r} of unit {unit.name!r} became a tensor of shape "
-                            f"{tuple(shown.shape)}; expected {slot.shape}. Nothing of it was written back."
-                        )
                     target = handle.flat_param.data[piece.in_shard.to_slice()]
-                    source = shown.detach().reshape(-1)[piece.in_param.to_slice()]
+                    source = handle.views.shown(piece.index).detach().reshape(-1)[piece.in_param.to_slice()]
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
+
+
+def _check_shapes(unit: Unit, handle: FlatParamHandle) -> None:
+    for index, slot in enumerate(handle.layout.slots):
+        shape = tuple(handle.views.shown(index).shape)
+        if shape != slot.shape:
+            raise UsageError(
+                f"Inside summon_full_params {slot.fqn!r} of unit {unit.name!r} became a tensor of shape {shape}; "
+                f"expected {slot.shape}. Nothing of this unit was written back."
+            )
 
 
 def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:

@@ -102,9 +102,7 @@ class Tree:
         """
         modules = [unit.module] if self._looked_for_compiled else list(unit.module.modules())
         self._looked_for_compiled = True
-        if self._warned_uncompiled or not (
-            compiler or any(is_compiled(m) and getattr(m, "_is_fsdp_managed_module", False) for m in modules)
-        ):
+        if self._warned_uncompiled or not (compiler or any(map(is_compiled, modules))):
             return
         self._warned_uncompiled = True
         warnings.warn(

@@ -81,6 +81,7 @@ class Unit:
         gate_inputs: the end of backward is told by the gradients of the inputs, because some parameter
             here gets none of its own (frozen, unused).
         last_use: the use whose backward is running, for prefetch.
+        whole: what ``whole_params`` gathered, while it is open.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
     """
 
@@ -118,6 +119,7 @@ class Unit:
         self._has_reduced = False
         self._keeps_graph = False
         self.last_use: Use | None = None
+        self.whole: object | None = None
         self.forward_methods: set[str] = set()
         self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
         for handle in handles:

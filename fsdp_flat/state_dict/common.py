@@ -80,6 +80,9 @@ def prepare_load(
         By handle, for each slot the value found under any of its names, or None.
     """
     unit.reshard()
+    for handle in unit.handles:
+        # What the user assigned to sharded parameters before the load must not come after it.
+        handle.adopt_changes()
     unit.show_shard()
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):

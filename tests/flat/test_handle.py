@@ -26,7 +26,9 @@ class Small(nn.Module):
         return x @ self.weight.t() + self.bias
 
 
-def handle_of(module: nn.Module, *, rank: int = 0, world_size: int = 2, use_orig_params: bool = True) -> FlatParamHandle:
+def handle_of(
+    module: nn.Module, *, rank: int = 0, world_size: int = 2, use_orig_params: bool = True
+) -> FlatParamHandle:
     params = collect_params(
         module, unit_name="small", skip=lambda _param: False, is_managed_below=lambda _module, _name: False
     )
@@ -156,7 +158,7 @@ def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bo
     assert_equal(handle.begin_unshard()[own], 2 * whole_flat(handle)[own])
 
 
-# -- what users assign between steps -----------------------------------------------------------------------------------
+# -- what users assign between steps ---------------------------------------------------------------------------------
 
 
 def adopted(handle: FlatParamHandle) -> dict[str, torch.Tensor]:
@@ -234,7 +236,7 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
     assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
 
 
-# -- gradients -----------------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])

@@ -250,5 +250,6 @@ def train_case_beside_peer(name: str, layout: Layout, use_orig_params: bool) -> 
                 optimizer.step()
                 losses.append(loss.detach())
             assert_close(losses[0], losses[1], **TOLERANCE, what=f"loss {index}")
+        warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)
         expected = theirs.state_dict()
     assert_close(dict(model.state_dict()), dict(expected), **TOLERANCE, what="state_dict")

@@ -106,9 +106,7 @@ def test_every_rank_of_a_two_by_two_mesh_raises_if_one_rank_was_given_something_
     module = other_shape()[0] if dist.get_rank() == odd_rank else Stack()
     two_by_two = mesh(2, 2)
     with pytest.raises(RankMismatchError, match=r"blocks\.1\.up\.weight"):
-        FSDP(
-            module, auto_wrap_policy=BLOCKS, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=two_by_two
-        )
+        FSDP(module, auto_wrap_policy=BLOCKS, sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=two_by_two)
 
 
 def failing_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
@@ -129,9 +127,7 @@ def test_a_policy_that_raises_on_one_rank_makes_every_rank_raise(rank: int) -> N
 
 @on_ranks(4)
 @pytest.mark.parametrize("odd_rank", [0, 3])
-def test_a_policy_that_raises_on_one_rank_of_a_two_by_two_mesh_makes_every_rank_raise(
-    odd_rank: int, rank: int
-) -> None:
+def test_a_policy_that_raises_on_one_rank_of_a_two_by_two_mesh_makes_every_rank_raise(odd_rank: int, rank: int) -> None:
     policy = failing_policy if rank == odd_rank else BLOCKS
     expected = RuntimeError if rank == odd_rank else PeerFailureError
     with pytest.raises(expected, match="no such block here"):

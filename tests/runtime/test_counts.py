@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.runtime import Unit, units_of
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import (
     OBJECT_COLLECTIVES,
     STRATEGIES,
+    Block,
     Record,
     Stack,
     Twin,
@@ -23,6 +26,9 @@ from tests.runtime.kit import (
 from tests.support import on_ranks
 
 ITEMSIZE = 4
+
+
+EVERYTHING = ModuleWrapPolicy({nn.Linear, Block})
 
 
 def num_gathers(unit: Unit, root: Unit) -> int:
@@ -98,7 +104,7 @@ def test_a_forward_without_gradients_gathers_each_unit_once(rank: int) -> None:
 @on_ranks(2)
 def test_object_collectives_are_never_used_for_wrapping_training_or_saving(rank: int) -> None:
     with recorded() as record:
-        model = wrapped(Stack(), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
+        model = wrapped(Stack(), auto_wrap_policy=EVERYTHING)
         square_loss(model, batch(rank)).backward()
         model.clip_grad_norm_(1.0)
         model.load_state_dict(model.state_dict())
@@ -111,7 +117,7 @@ def test_wrapping_makes_a_fixed_number_of_small_exchanges_however_many_units_the
     counts = []
     for num_blocks in (1, 6):
         with recorded() as record:
-            wrapped(Stack(num_blocks), auto_wrap_policy=lambda module, recurse, nonwrapped_numel: True)
+            wrapped(Stack(num_blocks), auto_wrap_policy=EVERYTHING)
         assert all(call.nbytes <= 64 for call in record.calls)
         counts.append(record.counts())
     assert counts[0] == counts[1]

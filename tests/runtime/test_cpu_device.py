@@ -57,6 +57,13 @@ def test_an_offloaded_state_dict_holds_live_independent_tensors(
     twin.check_parameters()
 
 
+def summoned_to_cpu(model: FSDP) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What is shown inside the block, and copies of it made there."""
+    with FSDP.summon_full_params(model, writeback=False, offload_to_cpu=True):
+        shown = {name: param.detach() for name, param in model.named_parameters()}
+        return shown, {name: value.clone() for name, value in shown.items()}
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -66,11 +73,8 @@ def test_parameters_summoned_to_the_cpu_are_live_inside_and_leave_the_shards_int
     twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
     twin.step()
     expected = {name: param.detach() for name, param in twin.plain.named_parameters()}
-    with pytest.warns(UserWarning, match="whole copy on its CPU"), FSDP.summon_full_params(
-        twin.model, writeback=False, offload_to_cpu=True
-    ):
-        shown = {name: param.detach() for name, param in twin.model.named_parameters()}
-        kept = {name: value.clone() for name, value in shown.items()}
+    with pytest.warns(UserWarning, match="whole copy on its CPU"):
+        shown, kept = summoned_to_cpu(twin.model)
     for name, value in kept.items():
         assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6)
     assert_equal(shown, kept, what="what was shown, after the block")

@@ -32,12 +32,13 @@ class Mixed(nn.Module):
 @on_ranks(2, 4)
 def test_a_unit_of_several_dtypes_with_integers_and_a_scalar_trains_as_the_reference() -> None:
     torch.manual_seed(5)
-    with pytest.warns(UserWarning, match="torch.bfloat16"):
-        twin = Twin.of(Mixed(), auto_wrap_policy=None, use_orig_params=True)
-        assert len(twin.model._unit.handles) == 4
+    twin = Twin.of(Mixed(), auto_wrap_policy=None, use_orig_params=True)
+    assert len(twin.model._unit.handles) == 4
+    with pytest.warns(UserWarning, match="'short.weight' of unit 'Mixed' is sharded in torch.bfloat16"):
+        twin.step(atol=2e-2, rtol=2e-2)
+    for _ in range(2):
         # bf16 sums over ranks round in another order than the reference's.
-        for _ in range(3):
-            twin.step(atol=2e-2, rtol=2e-2)
+        twin.step(atol=2e-2, rtol=2e-2)
 
 
 @on_ranks(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from torch import nn
 
@@ -30,9 +32,7 @@ def step_trace(twin: Twin, rank: int, num_before: int = 1) -> Trace:
 
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
-def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(
-    use_orig_params: bool, rank: int
-) -> None:
+def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(use_orig_params: bool, rank: int) -> None:
     twin = Twin.of(Stack(4), use_orig_params=use_orig_params, backward_prefetch=BackwardPrefetch.BACKWARD_PRE)
     trace = step_trace(twin, rank)
     for index in (3, 2, 1):
@@ -71,7 +71,7 @@ def test_forward_begins_the_next_gather_once_the_own_one_is_there_and_before_it_
     twin = Twin.of(Stack(4), forward_prefetch=forward_prefetch)
     trace = step_trace(twin, rank)
     order = ["Stack", *[f"blocks.{index}" for index in range(4)]]
-    for own, following in zip(order, order[1:], strict=False):
+    for own, following in itertools.pairwise(order):
         begins = at(trace, "begin_unshard", following)
         assert at(trace, "finish_unshard", own) < begins < at(trace, "post_forward", own)
         assert begins < at(trace, "pre_forward", following) < at(trace, "finish_unshard", following)

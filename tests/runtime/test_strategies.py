@@ -21,9 +21,7 @@ def test_every_strategy_trains_as_the_reference(strategy: ShardingStrategy, use_
 
 
 def train_on_mesh(shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    twin = Twin.of(
-        Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh(*shape)
-    )
+    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh(*shape))
     for _ in range(2):
         twin.step()
     flat = torch.cat([value.reshape(-1) for value in whole(twin.model).values()])

@@ -22,7 +22,6 @@ from tests.support.peer import peer_fsdp
 WIDTH = 7
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
 ALL_STRATEGIES = (*STRATEGIES, "_HYBRID_SHARD_ZERO2")
-BLOCKS_FROZEN = "blocks"
 
 
 class Block(nn.Module):

@@ -84,7 +84,7 @@ def test_no_sync_and_reduced_backwards_mix_in_any_order(use_orig_params: bool, r
 def test_no_sync_is_for_the_root_and_not_nested(rank: int, num_ranks: int) -> None:
     model = sharded(small_model())
     mean_loss(model, batches(num_ranks)[rank])
-    with pytest.raises(RuntimeError, match="outermost.*'1' is nested"), model[1].no_sync():
+    with pytest.raises(RuntimeError, match=r"outermost.*'1' is nested"), model[1].no_sync():
         pass
     with model.no_sync(), pytest.raises(AssertionError, match="one level"), model.no_sync():
         pass
@@ -303,9 +303,8 @@ def test_a_hook_on_an_original_parameter_sees_its_whole_local_gradient(
 
 def hook_all(model: nn.Module, seen: dict[str, torch.Tensor]) -> None:
     for name, param in model.named_parameters():
-        param.register_hook(
-            lambda grad, name=name.replace("_fsdp_wrapped_module.", ""): seen.__setitem__(name, grad.clone())
-        )
+        clean = name.replace("_fsdp_wrapped_module.", "")
+        param.register_hook(lambda grad, clean=clean: seen.__setitem__(clean, grad.clone()))
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])

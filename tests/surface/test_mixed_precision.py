@@ -85,7 +85,9 @@ def train(model: nn.Module, rank: int, num_ranks: int) -> list[dict[str, Any]]:
         )
         sgd_step(list(model.parameters()))
         seen[-1]["parameters"] = {i: param.detach().clone() for i, param in enumerate(params)}
-        seen[-1]["buffers"] = {name.replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in model.named_buffers()}
+        seen[-1]["buffers"] = {
+            name.replace("_fsdp_wrapped_module.", ""): b.clone() for name, b in model.named_buffers()
+        }
     model.eval()
     with torch.no_grad():
         seen.append({"output": model(batches(num_ranks)[rank])})
@@ -286,5 +288,5 @@ def test_parameters_are_gathered_in_the_low_dtype_and_sharded_in_the_full_one(ra
 )
 @on_ranks(2)
 def test_a_precision_that_is_none_is_refused_by_name(precision: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match="mixed_precision|MixedPrecision"):
+    with pytest.raises(error, match=r"mixed_precision|MixedPrecision"):
         FSDP(nn.Linear(2, 2), mixed_precision=precision)

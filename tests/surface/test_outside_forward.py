@@ -212,9 +212,7 @@ def test_a_loss_may_use_weights_inside_unshard_for(
 
 @KINDS
 @on_ranks(2)
-def test_unshard_for_covers_what_is_below_a_module_and_nests(
-    use_orig_params: bool, rank: int, num_ranks: int
-) -> None:
+def test_unshard_for_covers_what_is_below_a_module_and_nests(use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), use_orig_params=use_orig_params)
     model.check_is_root()
     with unshard_for(model[1]):
@@ -366,7 +364,10 @@ class Caching(nn.Module):
         """The tensor in whatever it is kept in."""
         cache = self.cache
         while not isinstance(cache, torch.Tensor):
-            cache = cache.hidden if isinstance(cache, Result) else next(iter(getattr(cache, "values", lambda: cache)()))
+            if isinstance(cache, Result):
+                cache = cache.hidden
+            else:
+                cache = next(iter(cache.values() if isinstance(cache, dict) else cache))
         return cache
 
 

@@ -15,11 +15,9 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.surface.models import (
     ALL_STRATEGIES,
-    Block,
     assert_near,
     batches,
     count_events,
-    plain_mean_grads,
     sharded,
     small_model,
     traced,
@@ -46,9 +44,7 @@ def ones_in_bf16() -> nn.Linear:
 @on_ranks(2)
 def test_small_steps_move_bf16_weights_that_have_fp32_masters(strategy: str, use_orig_params: bool, rank: int) -> None:
     precision = MixedPrecision(master_dtype=FP32)
-    model = sharded(
-        ones_in_bf16(), strategy, classes=(), use_orig_params=use_orig_params, mixed_precision=precision
-    )
+    model = sharded(ones_in_bf16(), strategy, classes=(), use_orig_params=use_orig_params, mixed_precision=precision)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     for _ in range(200):
         output = model(torch.ones(2, 8, dtype=BF16))
@@ -223,9 +219,7 @@ class TwoRotaries(nn.Module):
 
 @on_ranks(2)
 def test_inputs_that_are_named_stay_in_fp32_by_position_and_by_keyword(rank: int) -> None:
-    precision = MixedPrecision(
-        param_dtype=BF16, cast_forward_inputs=True, uncast_inputs=("table", "step", "scale")
-    )
+    precision = MixedPrecision(param_dtype=BF16, cast_forward_inputs=True, uncast_inputs=("table", "step", "scale"))
     model = FSDP(TwoRotaries(), auto_wrap_policy=ModuleWrapPolicy({Rotary}), mixed_precision=precision)
     x, table = torch.ones(2, 4), {"angles": torch.ones(2, 4)}
     model(x, table, step=torch.ones(()), scale=torch.ones(()), other=torch.ones(())).float().sum().backward()

@@ -113,9 +113,7 @@ def test_sparse_embedding_gradients_become_dense_shards(
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
-def test_a_frozen_input_embedding_costs_no_gradient_and_changes_none(
-    strategy: str, rank: int, num_ranks: int
-) -> None:
+def test_a_frozen_input_embedding_costs_no_gradient_and_changes_none(strategy: str, rank: int, num_ranks: int) -> None:
     model, plain = sharded(tagger(frozen=True), strategy, use_orig_params=True), tagger(frozen=True)
     for _ in range(2):
         model(tokens(num_ranks)[rank]).pow(2).mean().backward()

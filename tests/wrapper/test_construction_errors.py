@@ -124,7 +124,12 @@ ERRORS: dict[str, tuple[Callable[[Any], dict[str, Any]], type[Exception], type[E
         ValueError,
         ["Tensor"],
     ),
-    "ignored modules that are no list": (lambda m: {"ignored_modules": m.first}, OptionTypeError, TypeError, ["Linear"]),
+    "ignored modules that are no list": (
+        lambda m: {"ignored_modules": m.first},
+        OptionTypeError,
+        TypeError,
+        ["Linear"],
+    ),
     "ignored states that are no list": (lambda m: {"ignored_states": 3}, OptionTypeError, TypeError, ["int"]),
     "a wrapped module among the ignored": (wrapped_ignored, OptionError, ValueError, ["FullyShardedDataParallel"]),
     "a policy over a wrapped child": (wrapped_child, OptionError, ValueError, ["'blocks.1'"]),

@@ -132,7 +132,9 @@ def test_random_initial_weights_that_differ_are_told_or_refused(rank: int) -> No
             nn.init.constant_(tensor, float(rank))
 
     text = message(
-        RankMismatchError, ValueError, lambda: FSDP(Layer(device="meta"), param_init_fn=init, sync_module_states="raise")
+        RankMismatchError,
+        ValueError,
+        lambda: FSDP(Layer(device="meta"), param_init_fn=init, sync_module_states="raise"),
     )
     assert "'weight' of rank 1" in text
     if rank == 0:

@@ -306,10 +306,9 @@ def test_flags_that_exclude_each_other_are_not_implemented(flags: dict[str, bool
     model = shard(seeded(), use_orig_params=True)
     text = message(UnsupportedError, NotImplementedError, enter(model, **flags))
     assert all(name in text for name in flags)
-    with pytest.raises(NotImplementedError):
-        peer = shard_by_peer(seeded(), use_orig_params=True)
-        with type(peer).summon_full_params(peer, **flags):
-            pass
+    peer = shard_by_peer(seeded(), use_orig_params=True)
+    with pytest.raises(NotImplementedError), type(peer).summon_full_params(peer, **flags):
+        pass
 
 
 @BOTH
@@ -330,6 +329,7 @@ def test_forward_inside_summon_is_an_error_and_the_model_runs_afterwards(
     where: str, use_orig_params: bool, rank: int
 ) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
+    assert model.check_is_root()  # from here on units are called by their place in the tree
     with FSDP.summon_full_params(model):
         if where == "root":
             text = message(PhaseError, AssertionError, lambda: model(batch(rank)))
@@ -349,6 +349,7 @@ def test_a_state_dict_inside_summon_is_the_whole_one(use_orig_params: bool) -> N
         model.last.bias.fill_(4.0)
         state = whole_state(model)
         assert model.last.bias.shape == (2,)
+        assert model.first.weight.shape == (WIDTH, 3)
     assert sorted(state) == sorted(seeded().state_dict())
     expected = dict(seeded().state_dict())
     expected["last.bias"] = torch.full((2,), 4.0)
@@ -392,3 +393,15 @@ def test_values_assigned_to_sharded_parameters_are_shown_and_saved(use_orig_para
         with type(model).summon_full_params(model, writeback=False):
             assert set(model.first.weight.flatten().tolist()) <= {5.0, 6.0}
     assert_equal(states[0], states[1])
+
+
+@BOTH
+@on_ranks(2)
+def test_a_state_dict_inside_a_summon_of_rank_zero_only_is_whole_on_every_rank(use_orig_params: bool) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    shapes = [param.shape for param in model.parameters()]
+    with FSDP.summon_full_params(model, rank0_only=True, writeback=False):
+        inside = [param.shape for param in model.parameters()]
+        assert_equal(whole_state(model), dict(seeded().state_dict()))
+        assert [param.shape for param in model.parameters()] == inside
+    assert [param.shape for param in model.parameters()] == shapes

@@ -26,7 +26,7 @@ from fsdp_flat import CPUOffload, MixedPrecision, clean_named_parameters, clean_
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
-from tests.support import assert_close, assert_equal, on_ranks
+from tests.support import assert_close, on_ranks
 from tests.wrapper.models import Model, Tied, batch, message, seeded, shard, shard_by_peer, square_loss
 
 SURFACE = json.loads((Path(__file__).parent / "fsdp1_surface.json").read_text())["modules"]

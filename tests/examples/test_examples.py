@@ -1,0 +1,115 @@
+"""The examples run as their docstrings say, on tiny sizes, and end with a reason when a rank is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TINY = ["--layers", "1", "--width", "8", "--heads", "1", "--seq-len", "8", "--batch-size", "6", "--validate-every", "3"]
+TIMEOUT_S = 240.0
+STRATEGIES = ["full_shard", "shard_grad_op", "no_shard", "hybrid_shard"]
+
+
+def environment() -> dict[str, str]:
+    # torchrun says nothing about threads then, and small machines are not asked for more than they have.
+    return {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+
+
+def torchrun(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def start(command: list[str], folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command, cwd=folder, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> str:
+    """The output of a process that has to end well."""
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, output
+    return output
+
+
+def train(folder: Path, *arguments: str) -> str:
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(folder), *arguments]
+    return finish(start(command, folder))
+
+
+def losses_of(output: str) -> list[float]:
+    return [float(text) for text in re.findall(r"validation loss[^\n]*?(\d+\.\d{4})", output)]
+
+
+def test_minimal_runs_under_torchrun_and_saves_the_whole_model(tmp_path: Path) -> None:
+    output = finish(start(torchrun("--standalone", "--nproc-per-node", "2", str(EXAMPLES / "minimal.py")), tmp_path))
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+    saved = torch.load(tmp_path / "minimal.pt", weights_only=True)
+    assert saved["3.2.weight"].shape == (16, 64)
+    assert len(saved) == 16
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_train_gpt_trains_with_two_ranks_and_resumes_with_three(tmp_path: Path, strategy: str) -> None:
+    options = [*TINY, "--strategy", strategy, "--steps", "3"]
+    trained = train(tmp_path, *options, "--ranks", "2")
+    assert f"{strategy} over 2 ranks" in trained
+    # The script itself refuses to go on if the loss after resuming is not the one that was saved.
+    resumed = train(tmp_path, "--strategy", strategy, "--steps", "3", "--batch-size", "6", "--ranks", "3", "--resume")
+    assert "resumed at step 3" in resumed
+    checkpoint = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    assert checkpoint["step"] == 6
+    assert "_fsdp_wrapped_module" not in "".join(checkpoint["model"])
+
+
+def test_a_killed_rank_ends_the_job_within_seconds_with_its_number(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "train_gpt.py"), "--out", str(tmp_path), *TINY]
+    process = start([*command, "--ranks", "2", "--steps", "100000"], tmp_path)
+    lines: list[str] = []
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "before training" in line:
+                break
+        pids = [int(pid) for pid in re.findall(r"\d+", lines[0].partition("process id")[2])]
+        assert len(pids) == 2, lines
+        os.kill(pids[1], signal.SIGKILL)
+        killed = time.monotonic()
+        output, _ = process.communicate(timeout=60)
+    finally:
+        process.terminate()
+    assert process.returncode == 1
+    assert time.monotonic() - killed < 30
+    assert "rank 1 of 2 was killed by SIGKILL" in output
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_two_nodes_of_two_ranks_train_through_one_rendezvous(tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    command = torchrun(
+        *("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-id", "examples"),
+        *("--rdzv-endpoint", f"localhost:{store.port}", "--rdzv-conf", "is_host=false", "--local-addr", "localhost"),
+        *(str(EXAMPLES / "train_gpt.py"), "--out", str(tmp_path), *TINY, "--batch-size", "4", "--steps", "2"),
+        *("--strategy", "hybrid_shard"),
+    )
+    nodes = [start(command, tmp_path) for _ in range(2)]
+    outputs = [finish(node) for node in nodes]
+    assert "hybrid_shard over 4 ranks" in "".join(outputs)
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["step"] == 2
