@@ -243,7 +243,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
                         if set_to_none:
                             param.grad = None
                         else:
-                            param.grad.detach_().zero_()
+                            param.grad.detach().zero_()
 
     def _tree(self) -> Tree:
         return tree_of(self, self._unit)
@@ -403,6 +403,8 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Raises:
             OptionError: inside ``summon_full_params``, forward or backward.
         """
+        if self._unit.tree is not None:
+            self._unit.tree.recover()
         if self._unit.phase is not Phase.IDLE:
             raise OptionError(f"apply was called while unit {self._unit.name!r} is {self._unit.phase.value}.")
         with summon_full_params(self, recurse=False, writeback=True):

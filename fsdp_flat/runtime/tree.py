@@ -278,6 +278,7 @@ class Tree:
         for handle, shard in shards.items():
             flags = everywhere(handle)
             handle.views.publish(shard, flags)
+        self._used.finish()
 
 
 def _check_homogeneous(units: list[Unit]) -> None:

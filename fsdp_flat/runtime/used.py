@@ -2,7 +2,7 @@
 
 A parameter that no rank used keeps ``.grad`` None, as in plain torch; one that only some ranks used gets
 the mean with zeros, as under DDP. A rank needs the answer only for parameters that it did not use itself,
-so a rank that used everything joins the exchange and does not wait for it.
+so a rank that used everything joins the exchange and does not look at it before its gradients are published.
 """
 
 from __future__ import annotations
@@ -31,9 +31,6 @@ class UsedExchange:
 
         Every rank of the groups must call this with the same handles in the same order.
         """
-        for wait in self._in_flight:
-            wait()
-        self._in_flight.clear()
         by_groups: dict[UnitGroups, list[FlatParamHandle]] = {}
         for handle in used:
             by_groups.setdefault(groups[handle], []).append(handle)
@@ -49,6 +46,15 @@ class UsedExchange:
             return [bool(flag) for flag in answers[handle]()]
 
         return everywhere
+
+    def finish(self) -> None:
+        """Wait for what is on its way, so that no work outlives its process group.
+
+        On accelerators this orders streams and does not block the host.
+        """
+        for wait in self._in_flight:
+            wait()
+        self._in_flight.clear()
 
     def _exchange(self, groups: UnitGroups, flags: list[bytes], device: torch.device) -> Callable[[], list[list[int]]]:
         if groups.num_ranks == 1:

@@ -215,6 +215,7 @@ def test_no_sync_twice_or_on_a_nested_wrapper_is_an_error(rank: int) -> None:
 
         return call
 
+    assert model.check_is_root()
     text = message(UsageError, RuntimeError, enter(model.blocks[0]))
     assert "no_sync" in text
     assert "'blocks.0'" in text
