@@ -40,7 +40,7 @@ def test_training_on_shards_equals_training_a_replicated_model(
     ranks(num_ranks).run(train_case, name, layout, use_orig_params)
 
 
-@pytest.mark.parametrize("name, use_orig_params", models(["uneven sizes", "unused branch", "tied across units"]))
+@pytest.mark.parametrize("name, use_orig_params", models(["uneven sizes", "tied across units"]))
 @pytest.mark.parametrize("num_ranks, layout", layouts(OTHER_MESHES))
 def test_meshes_of_every_shape_train_as_a_replicated_model(
     ranks: RanksOf, num_ranks: int, layout: Layout, name: str, use_orig_params: bool

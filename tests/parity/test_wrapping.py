@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -69,16 +70,14 @@ def several_roots(model: nn.Module, fsdp: Wrap) -> nn.Module:
 STYLES = {style.__name__: style for style in (by_hand, by_enable_wrap, one_unit, several_roots)}
 
 
-def options_by(layout: Layout, use_orig_params: bool) -> Any:
-    from functools import partial
-
+def wrapper_for(layout: Layout, use_orig_params: bool) -> partial[FSDP]:
     return partial(FSDP, use_orig_params=use_orig_params, **options_for(layout))
 
 
 def train_wrapped_as(style: str, layout: Layout, use_orig_params: bool) -> None:
     case = CASES["nested units"]
     with no_shard_allowed():
-        model = STYLES[style](build(case), options_by(layout, use_orig_params))
+        model = STYLES[style](build(case), wrapper_for(layout, use_orig_params))
     train_beside_reference(model, reference_for(case, use_orig_params))
 
 
@@ -86,7 +85,10 @@ def train_wrapped_as(style: str, layout: Layout, use_orig_params: bool) -> None:
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(
     "num_ranks, layout",
-    [pytest.param(num, layout, id=f"{num}ranks-{layout}") for num, some in LAYOUTS.items() for layout in some],
+    [
+        pytest.param(num, layout, id=f"{num}ranks-{layout}")
+        for num, layout in [(2, LAYOUTS[2][0]), (2, LAYOUTS[2][2]), (4, LAYOUTS[4][1]), (4, LAYOUTS[4][3])]
+    ],
 )
 def test_every_way_of_wrapping_trains_as_a_replicated_model(
     ranks: RanksOf, num_ranks: int, layout: Layout, style: str, use_orig_params: bool
