@@ -7,10 +7,10 @@ closes a gradient that somebody else reduces; it never communicates.
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import partial
 from typing import Any
 
 import torch
@@ -265,7 +265,7 @@ class FlatParamHandle:
         for index, (leaf, want, was) in enumerate(zip(leaves, wanted, before, strict=True)):
             leaf.requires_grad_(want)
             if want and not was:
-                leaf.register_post_accumulate_grad_hook(partial(self._landed, index))
+                leaf.register_post_accumulate_grad_hook(_landing(self, index))
             elif was and not want:
                 leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
@@ -426,6 +426,19 @@ class FlatParamHandle:
         twin.views = type(self.views)(params, leaves, twin.layout, spec.rank, flat_param, module, spec.unit_name)
         twin._sync_requires_grad()
         return twin
+
+
+def _landing(handle: FlatParamHandle, index: int) -> Callable[[torch.Tensor], None]:
+    """The hook of leaf ``index``. It must not own the handle, which holds the leaf's autograd node: a cycle through
+    autograd's C++ objects is never collected, and with it no wrapped model would ever be freed."""
+    owner = weakref.ref(handle)
+
+    def landed(leaf: torch.Tensor) -> None:
+        there = owner()
+        if there is not None:
+            there._landed(index, leaf)
+
+    return landed
 
 
 @dataclass(frozen=True, slots=True)
