@@ -319,23 +319,14 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{function.__module__}.{function.__qualname__}"
 
 
-# Threads of gloo groups that tests make stay behind when the groups are destroyed (three a group, over a thousand
-# in a whole run), and slow every rank down. Fresh processes every so often are cheap beside that.
-TASKS_PER_POOL = 200
-
-
 class WarmPools:
-    """The session's pools by number of ranks: made when first asked for, anew after a failure and every so often."""
+    """The session's pools by number of ranks: made when first asked for, and anew after a failure."""
 
     def __init__(self) -> None:
         self._pools: dict[int, WorkerPool] = {}
-        self._num_tasks: dict[int, int] = {}
 
     def pool(self, num_ranks: int) -> WorkerPool:
         """The warm pool of that many ranks."""
-        self._num_tasks[num_ranks] = self._num_tasks.get(num_ranks, 0) + 1
-        if num_ranks in self._pools and self._num_tasks[num_ranks] % TASKS_PER_POOL == 0:
-            self._pools[num_ranks].close()
         if num_ranks not in self._pools or not self._pools[num_ranks].is_open:
             self._pools[num_ranks] = WorkerPool(num_ranks)
         return self._pools[num_ranks]
