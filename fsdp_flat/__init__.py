@@ -17,6 +17,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_flat.compat import install, installed, uninstall
 from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
@@ -48,7 +49,10 @@ __all__ = [
     "StateDictType",
     "clean_named_parameters",
     "clean_tensor_name",
+    "install",
+    "installed",
     "register_forward_method",
+    "uninstall",
     "unshard_for",
     "unwrap",
 ]

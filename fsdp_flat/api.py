@@ -32,7 +32,23 @@ __all__ = [
 ]
 
 
-class ShardingStrategy(Enum):
+class _NamedEnum(Enum):
+    """An enum whose members equal those of the same name in another library's enum of the same name.
+
+    So ``ShardingStrategy.FULL_SHARD`` of torch, kept from before a client moved over, compares equal to ours.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same_enum = isinstance(other, Enum) and type(other).__name__ == type(self).__name__
+        return same_enum and other.name == self.name  # type: ignore[attr-defined]
+
+    def __hash__(self) -> int:
+        return hash(self.name)  # as every Enum's, so that both find the same entry of a dict
+
+
+class ShardingStrategy(_NamedEnum):
     """What is sharded, and when it is gathered.
 
     ======================  ==========================  ==================  =====================
@@ -53,7 +69,7 @@ class ShardingStrategy(Enum):
     _HYBRID_SHARD_ZERO2 = auto()
 
 
-class BackwardPrefetch(Enum):
+class BackwardPrefetch(_NamedEnum):
     """When backward begins to gather the unit that comes next: before (``BACKWARD_PRE``) or
     after (``BACKWARD_POST``) the gradients of the current unit are computed."""
 
@@ -99,7 +115,7 @@ class CPUOffload:
     offload_params: bool = False
 
 
-class StateDictType(Enum):
+class StateDictType(_NamedEnum):
     """Form of a state dict: full tensors, flat shards, or per-parameter shards."""
 
     FULL_STATE_DICT = auto()
@@ -107,7 +123,7 @@ class StateDictType(Enum):
     SHARDED_STATE_DICT = auto()
 
 
-class OptimStateKeyType(Enum):
+class OptimStateKeyType(_NamedEnum):
     """What keys a dict of optimizer state: parameter names, or the ids that optimizers number parameters with."""
 
     PARAM_NAME = auto()

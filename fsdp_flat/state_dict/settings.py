@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+from typing import Any
+
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.errors import UsageError
 from fsdp_flat.state_dict.forms import FORMS
@@ -25,7 +28,16 @@ def settings_for(
         if given is not None and type(given).__name__ != expected.__name__:
             raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
     return StateDictSettings(
-        kind, state_dict_config or form.model_config(), optim_state_dict_config or form.optim_config()
+        kind, _ours(state_dict_config, form.model_config), _ours(optim_state_dict_config, form.optim_config)
+    )
+
+
+def _ours(given: Any, expected: type[Any]) -> Any:
+    """``given``, or a config of ours with the same fields where it is another library's of that name."""
+    if given is None or isinstance(given, expected):
+        return expected() if given is None else given
+    return expected(
+        **{field.name: getattr(given, field.name) for field in fields(expected) if hasattr(given, field.name)}
     )
 
 

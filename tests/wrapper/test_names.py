@@ -35,7 +35,10 @@ PUBLIC = {
     "StateDictType",
     "clean_named_parameters",
     "clean_tensor_name",
+    "install",
+    "installed",
     "register_forward_method",
+    "uninstall",
     "unshard_for",
     "unwrap",
 }

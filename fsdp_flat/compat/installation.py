@@ -1,0 +1,174 @@
+"""``install()``: the names of torch's FSDP1 resolve to fsdp_flat's, in code that was imported before and after."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing import process
+from types import ModuleType
+from typing import Any
+
+__all__ = ["Installation", "Replaced", "install", "installed", "uninstall"]
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """A name that resolves to fsdp_flat's object now.
+
+    Attributes:
+        module: the module that holds the name.
+        name: the name, as that module binds it.
+    """
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What :func:`install` did. ``str`` lists it, a line a module.
+
+    Attributes:
+        replaced: the names, in torch's modules first.
+        left: subclasses of torch's wrapper that were made before; constructing one raises an error.
+    """
+
+    replaced: tuple[Replaced, ...]
+    left: tuple[str, ...]
+
+    def __str__(self) -> str:
+        modules: dict[str, list[str]] = {}
+        for replaced in self.replaced:
+            modules.setdefault(replaced.module, []).append(replaced.name)
+        lines = [f"{len(self.replaced)} names in {len(modules)} modules are fsdp_flat's now:"]
+        lines += [f"  {module}: {', '.join(names)}" for module, names in modules.items()]
+        if self.left:
+            lines.append(f"made of torch's FSDP1 before, and unusable until uninstall(): {', '.join(self.left)}")
+        return "\n".join(lines)
+
+    def __reduce__(self) -> Any:
+        """Unpickles by installing; see :func:`install` on child processes."""
+        return install, ()
+
+
+@dataclass(slots=True)
+class _Binding:
+    module: ModuleType
+    name: str
+    theirs: Any
+    ours: Any
+
+
+@dataclass(slots=True)
+class _State:
+    """What is to be undone. A state of the whole interpreter, as the names that are replaced are."""
+
+    bindings: list[_Binding] = field(default_factory=list)
+    back: dict[int, Any] = field(default_factory=dict)
+    init: Any = None
+
+
+_state = _State()
+# Where multiprocessing keeps what a process hands on to those that it starts; it is pickled with each of them.
+_HANDED_ON = "fsdp_flat"
+
+
+def install() -> Installation:
+    """Make every name of torch's FSDP1 mean fsdp_flat's counterpart, in this process and those it starts.
+
+    Replaced are the names in ``torch.distributed.fsdp`` and its modules, and whatever any module that is imported
+    already has bound to one of those objects (``from torch.distributed.fsdp import FullyShardedDataParallel as FSDP``
+    in a client, in ``torch.distributed.checkpoint.state_dict``, in ``__main__``). Code imported later gets them by
+    importing. FSDP2's names stay. Processes started by ``multiprocessing`` install too.
+
+    What cannot be replaced is torch's class inside of something else: a subclass, a default argument, a container.
+    Making such a wrapper raises an error while fsdp_flat is installed. Models that torch's FSDP1 wrapped before are
+    not to be used meanwhile.
+
+    Calling it again is fine: it also looks at what was imported since.
+
+    Returns:
+        What was replaced, by this call and earlier ones; print it.
+    """
+    from fsdp_flat.compat.table import PEER, entries, guarded_init, replacements
+
+    table = entries()
+    to_ours = replacements(table)
+    bindings = [_Binding(entry.module, entry.name, entry.theirs, entry.ours) for entry in table]
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and not _is_below(module, _PACKAGE) and not _is_below(module, PEER):
+            names = list(vars(module).items())
+            bindings += [
+                _Binding(module, name, value, to_ours[id(value)]) for name, value in names if id(value) in to_ours
+            ]
+    for binding in bindings:
+        # Not setattr, which modules that load lazily may have overridden.
+        if vars(binding.module).get(binding.name) is binding.theirs:
+            vars(binding.module)[binding.name] = binding.ours
+            _state.bindings.append(binding)
+
+    wrapper = next(entry.theirs for entry in table if entry.name == "FullyShardedDataParallel")
+    if _state.init is None:
+        _state.init = wrapper.__init__
+        wrapper.__init__ = guarded_init
+        _state.back = {id(entry.ours): entry.theirs for entry in table}
+    done = Installation(
+        tuple(Replaced(binding.module.__name__, binding.name) for binding in _state.bindings),
+        tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
+    )
+    process.current_process()._config[_HANDED_ON] = done  # type: ignore[attr-defined]
+    return done
+
+
+def uninstall() -> None:
+    """Undo :func:`install`: every name that it replaced, and that nobody changed since, is torch's again.
+
+    Modules of torch that were imported meanwhile get torch's objects too. Other modules imported meanwhile keep
+    fsdp_flat's, for they may as well have asked for them. Without an installation nothing happens.
+    """
+    if _state.init is None:
+        return
+    from fsdp_flat.compat.table import entries
+
+    for binding in _state.bindings:
+        if vars(binding.module).get(binding.name) is binding.ours:
+            vars(binding.module)[binding.name] = binding.theirs
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and _is_below(module, "torch"):
+            for name, value in list(vars(module).items()):
+                if id(value) in _state.back:
+                    vars(module)[name] = _state.back[id(value)]
+    wrapper = next(entry.theirs for entry in entries() if entry.name == "FullyShardedDataParallel")
+    wrapper.__init__ = _state.init
+    _state.bindings, _state.back, _state.init = [], {}, None
+    process.current_process()._config.pop(_HANDED_ON, None)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def installed() -> Iterator[Installation]:
+    """:func:`install` inside the block, and :func:`uninstall` after it unless it was installed before.
+
+    Yields:
+        What was replaced.
+    """
+    before = _state.init is not None
+    done = install()
+    try:
+        yield done
+    finally:
+        if not before:
+            uninstall()
+
+
+def _is_below(module: ModuleType, package: str) -> bool:
+    name = str(vars(module).get("__name__", ""))
+    return name == package or name.startswith(package + ".")
+
+
+def _subclasses(cls: type) -> list[type]:
+    direct: list[type] = cls.__subclasses__()
+    return direct + [found for below in direct for found in _subclasses(below)]

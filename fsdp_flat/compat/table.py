@@ -1,0 +1,135 @@
+"""Which object of torch's FSDP1 corresponds to which of ours. Importing this imports torch.distributed.fsdp."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from types import ModuleType
+from typing import Any
+
+import torch.distributed.fsdp
+from torch import nn
+
+from fsdp_flat import errors
+from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_flat.wrap import _Policy
+
+__all__ = ["PEER", "Entry", "entries", "guarded_init"]
+
+PEER = torch.distributed.fsdp.__name__
+
+# Our module that has the counterparts of the names in torch's. Only names that both have are taken, so that what
+# torch's module merely imports (and FSDP2, which lives in the package itself) stays as it is.
+_COUNTERPARTS = {
+    "": "fsdp_flat",
+    ".api": "fsdp_flat.api",
+    ".fully_sharded_data_parallel": "fsdp_flat.fully_sharded_data_parallel",
+    ".sharded_grad_scaler": "fsdp_flat.sharded_grad_scaler",
+    ".wrap": "fsdp_flat.wrap",
+    "._wrap_utils": "fsdp_flat.wrap",
+    "._flat_param": "fsdp_flat.fully_sharded_data_parallel",
+    "._init_utils": "fsdp_flat.semi_private",
+}
+# Functions of modules that may be torch's or ours: a call goes to the side that its first argument is of.
+_SHARED = ("._common_utils", "._traversal_utils", "._runtime_utils", "._unshard_param_utils")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name of torch's FSDP1.
+
+    Attributes:
+        module: the module of torch that clients import it from.
+        name: the name there.
+        theirs: torch's object.
+        ours: what takes its place.
+    """
+
+    module: ModuleType
+    name: str
+    theirs: Any
+    ours: Any
+
+
+@functools.cache
+def entries() -> tuple[Entry, ...]:
+    """The whole table. Made once, before anything is replaced."""
+    # activation checkpointing tests policies by class; one that was made of torch's class is as good.
+    _Policy.register(importlib.import_module(f"{PEER}.wrap")._Policy)
+    return tuple(_public_entries()) + tuple(_shared_entries())
+
+
+def _public_entries() -> Iterator[Entry]:
+    for suffix, counterpart in _COUNTERPARTS.items():
+        module, mine = importlib.import_module(PEER + suffix), importlib.import_module(counterpart)
+        for name, theirs in vars(module).items():
+            ours = vars(mine).get(name)
+            if ours is not None and _is_of_peer(name, theirs):
+                yield Entry(module, name, theirs, ours)
+
+
+def _is_of_peer(name: str, value: Any) -> bool:
+    """Whether FSDP1 made the object; the strategies' groups are plain lists and tuples of its members."""
+    return str(getattr(value, "__module__", "")).startswith(PEER) or name.endswith("_STRATEGIES")
+
+
+def _shared_entries() -> Iterator[Entry]:
+    private = importlib.import_module("fsdp_flat.compat.private_names")
+    plain = importlib.import_module("fsdp_flat.fully_sharded_data_parallel")
+    names = importlib.import_module("fsdp_flat.names")
+    either: dict[Any, Callable[..., Any]] = {}
+    for suffix in _SHARED:
+        module = importlib.import_module(PEER + suffix)
+        for name, theirs in vars(module).items():
+            if name in private.__all__:
+                ours = either.setdefault(theirs, _either(vars(private)[name], theirs))
+            elif name in ("TrainingState", "HandleTrainingState", "FlatParamHandle"):
+                ours = vars(plain)[name]
+            elif name == "clean_tensor_name":
+                ours = names.clean_tensor_name
+            else:
+                continue
+            yield Entry(module, name, theirs, ours)
+
+
+def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is ours for a tree with one of our wrappers, and torch's for every other argument."""
+
+    @functools.wraps(theirs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        first = args[0] if args else next(iter(kwargs.values()), None)
+        is_ours = isinstance(first, nn.Module) and any(
+            isinstance(module, FullyShardedDataParallel) for module in first.modules()
+        )
+        return (ours if is_ours else theirs)(*args, **kwargs)
+
+    return call
+
+
+def replacements(table: tuple[Entry, ...]) -> dict[int, Any]:
+    """``{id(torch's object): ours}``, the members of enums included."""
+    found: dict[int, Any] = {}
+    for entry in table:
+        found[id(entry.theirs)] = entry.ours
+        if isinstance(entry.theirs, type) and issubclass(entry.theirs, Enum):
+            for member in entry.theirs:
+                found[id(member)] = entry.ours[member.name]
+    return found
+
+
+def guarded_init(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Stands for torch's constructor while fsdp_flat is installed: refuses, since nobody may mix the two unknowingly.
+
+    Raises:
+        UsageError: always.
+    """
+    kind = type(self)
+    what = f"{kind.__module__}.{kind.__qualname__}"
+    raise errors.UsageError(
+        f"{what} is torch's FSDP1, reached while fsdp_flat is installed through a binding that install() cannot "
+        "replace (a subclass, a default argument, a container). Call fsdp_flat.install() before importing the code "
+        "that made it."
+    )

@@ -1,0 +1,248 @@
+"""install(), uninstall() and installed(): which names resolve to what, before, during and after."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from multiprocessing import process
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp as peer_library
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp_functions
+
+import fsdp_flat
+from fsdp_flat.errors import UsageError
+from tests.compat.clients import FSDP2, OURS, imported
+from tests.support import on_ranks
+from tests.wrapper.models import batch, seeded, square_loss
+
+with warnings.catch_warnings():
+    warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
+    from torch.distributed.optim import named_optimizer
+
+PEER_CLASS = {"torch's": peer_library.FullyShardedDataParallel}  # in a container, which install() does not look into
+PEER_MEMBER = {"torch's": peer_library.ShardingStrategy.SHARD_GRAD_OP}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_installed() -> Iterator[None]:
+    yield
+    fsdp_flat.uninstall()
+
+
+def bound(client: ModuleType, name: str) -> Any:
+    return vars(client)[name]
+
+
+def assert_ours(client: ModuleType) -> None:
+    __tracebackhide__ = True
+    for home, names in OURS.items():
+        for name in names:
+            assert bound(client, name) is getattr(importlib.import_module(home), name), name
+    assert bound(client, "FSDP") is fsdp_flat.FullyShardedDataParallel
+    assert bound(client, "fsdp").FullyShardedDataParallel is fsdp_flat.FullyShardedDataParallel
+
+
+def assert_torchs(client: ModuleType) -> None:
+    __tracebackhide__ = True
+    for names in OURS.values():
+        for name in names:
+            assert bound(client, name).__module__.startswith("torch.distributed.fsdp"), name
+    assert bound(client, "FSDP") is PEER_CLASS["torch's"]
+    assert bound(client, "fsdp").FullyShardedDataParallel is PEER_CLASS["torch's"]
+
+
+def test_a_client_imported_before_gets_our_names_and_torchs_again_afterwards() -> None:
+    with imported("client_before") as client:
+        assert_torchs(client)
+        with fsdp_flat.installed():
+            assert_ours(client)
+            assert bound(client, "DEFAULT") is fsdp_flat.ShardingStrategy.SHARD_GRAD_OP
+        assert_torchs(client)
+        assert bound(client, "DEFAULT") is PEER_MEMBER["torch's"]
+
+
+def test_a_client_imported_afterwards_gets_our_names() -> None:
+    with fsdp_flat.installed(), imported("client_after") as client:
+        assert_ours(client)
+
+
+def test_torchs_own_bindings_of_the_class_are_replaced() -> None:
+    with fsdp_flat.installed():
+        assert dcp_functions.FSDP is fsdp_flat.FullyShardedDataParallel
+        assert named_optimizer.FSDP is fsdp_flat.FullyShardedDataParallel
+        assert dcp_functions.StateDictType is fsdp_flat.StateDictType
+        assert dcp_functions.HYBRID_SHARDING_STRATEGIES == [
+            fsdp_flat.ShardingStrategy.HYBRID_SHARD,
+            fsdp_flat.ShardingStrategy._HYBRID_SHARD_ZERO2,
+        ]
+    assert dcp_functions.FSDP is named_optimizer.FSDP is PEER_CLASS["torch's"]
+
+
+def test_every_public_name_of_fsdp1_is_replaced_and_fsdp2_is_left_alone() -> None:
+    fsdp2 = {name: getattr(peer_library, name) for name in FSDP2}
+    with fsdp_flat.installed():
+        for name in peer_library.__all__:
+            expected = getattr(fsdp_flat, name, None)
+            assert (getattr(peer_library, name) is expected) is (expected is not None), name
+        assert {name: getattr(peer_library, name) for name in FSDP2} == fsdp2
+
+
+def test_installing_twice_changes_nothing_and_names_what_was_imported_since() -> None:
+    first = fsdp_flat.install()
+    assert fsdp_flat.install() == first
+    with imported("client_late") as late:
+        vars(late)["kept"] = PEER_CLASS["torch's"]
+        again = fsdp_flat.install()
+        assert again.replaced[: len(first.replaced)] == first.replaced
+        assert [(name.module, name.name) for name in again.replaced[len(first.replaced) :]] == [("client_late", "kept")]
+        fsdp_flat.uninstall()
+        assert bound(late, "kept") is PEER_CLASS["torch's"]
+    fsdp_flat.uninstall()
+    assert peer_library.FullyShardedDataParallel is PEER_CLASS["torch's"]
+
+
+def test_the_context_manager_leaves_an_earlier_installation_in_place() -> None:
+    fsdp_flat.install()
+    with fsdp_flat.installed():
+        pass
+    assert peer_library.FullyShardedDataParallel is fsdp_flat.FullyShardedDataParallel
+
+
+def test_the_context_manager_uninstalls_after_an_error() -> None:
+    with pytest.raises(KeyError), fsdp_flat.installed():
+        raise KeyError
+    assert peer_library.FullyShardedDataParallel is PEER_CLASS["torch's"]
+
+
+def test_a_name_that_was_changed_meanwhile_is_left_as_it_is() -> None:
+    with imported("client_changed") as client:
+        with fsdp_flat.installed():
+            vars(client)["FSDP"] = "mine"
+        assert bound(client, "FSDP") == "mine"
+
+
+def test_a_module_of_torch_imported_meanwhile_is_torchs_again_afterwards() -> None:
+    name = "torch.distributed.algorithms._optimizer_overlap.optimizer_overlap"
+    kept = {key: sys.modules.pop(key) for key in list(sys.modules) if key == name}
+    try:
+        with fsdp_flat.installed():
+            module = importlib.import_module(name)
+            assert vars(module)["FullyShardedDataParallel"] is fsdp_flat.FullyShardedDataParallel
+        assert vars(module)["FullyShardedDataParallel"] is PEER_CLASS["torch's"]
+    finally:
+        sys.modules.update(kept)
+
+
+def test_what_was_replaced_can_be_printed() -> None:
+    with imported("client_printed"):
+        text = str(fsdp_flat.install())
+    lines = text.splitlines()
+    assert "names in" in lines[0]
+    assert "fsdp_flat" in lines[0]
+    (own,) = [line for line in lines if line.startswith("  client_printed: ")]
+    assert {"FSDP", "MixedPrecision", "DEFAULT", "_lazy_init"} <= set(own.partition(": ")[2].split(", "))
+    assert any(line.startswith("  torch.distributed.fsdp.wrap: ") for line in lines)
+
+
+def test_a_subclass_of_torchs_class_is_named_and_cannot_be_made() -> None:
+    class Derived(PEER_CLASS["torch's"]):  # type: ignore[misc, name-defined]
+        pass
+
+    with fsdp_flat.installed() as done:
+        assert [name for name in done.left if name.endswith("Derived")]
+        assert "Derived" in str(done)
+        with pytest.raises(UsageError, match=r"Derived is torch's FSDP1.*before importing"):
+            Derived(nn.Linear(2, 2))
+    del Derived
+
+
+def test_torchs_class_in_a_default_argument_cannot_be_made_unnoticed() -> None:
+    with imported("client_default") as client, fsdp_flat.installed():
+        make = bound(client, "make")
+        with pytest.raises(UsageError, match=r"default argument"):
+            make(nn.Linear(2, 2))
+
+
+def test_importing_the_library_replaces_nothing_and_does_not_look_for_torchs_fsdp() -> None:
+    code = (
+        "import sys, fsdp_flat, torch.distributed.fsdp as peer\n"
+        "assert 'fsdp_flat.compat.table' not in sys.modules\n"
+        "assert peer.FullyShardedDataParallel is not fsdp_flat.FullyShardedDataParallel\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_process_started_with_multiprocessing_is_told_to_install() -> None:
+    with fsdp_flat.installed() as done:
+        handed_on = process.current_process()._config["fsdp_flat"]  # type: ignore[attr-defined]
+        function, arguments = handed_on.__reduce__()
+        assert (function, arguments) == (fsdp_flat.install, ())
+        fsdp_flat.uninstall()
+        assert pickle.loads(pickle.dumps(done)).replaced[:10] == done.replaced[:10]
+        assert peer_library.FullyShardedDataParallel is fsdp_flat.FullyShardedDataParallel
+        fsdp_flat.uninstall()
+    assert "fsdp_flat" not in process.current_process()._config  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------ values that torch's enums made
+
+
+@pytest.mark.parametrize("name", ["BackwardPrefetch", "OptimStateKeyType", "ShardingStrategy", "StateDictType"])
+def test_a_member_of_torchs_enum_equals_ours_of_that_name_and_no_other(name: str) -> None:
+    ours, theirs = getattr(fsdp_flat, name), getattr(peer_library, name)
+    for mine in ours:
+        for other in theirs:
+            assert (mine == other) is (other == mine) is (mine.name == other.name)
+            assert (mine in {other: None}) is (mine.name == other.name)
+            assert (mine != other) is (mine.name != other.name)
+    assert fsdp_flat.ShardingStrategy.FULL_SHARD != fsdp_flat.StateDictType.FULL_STATE_DICT
+    assert fsdp_flat.ShardingStrategy.FULL_SHARD != 1
+
+
+@on_ranks(2)
+def test_torchs_enums_records_and_policies_are_taken_wherever_ours_are(rank: int) -> None:
+    from torch.distributed.fsdp.wrap import CustomPolicy
+
+    from tests.wrapper.models import Block
+
+    model = fsdp_flat.FullyShardedDataParallel(
+        seeded(),
+        sharding_strategy=peer_library.ShardingStrategy.SHARD_GRAD_OP,  # type: ignore[arg-type]
+        cpu_offload=peer_library.CPUOffload(offload_params=False),  # type: ignore[arg-type]
+        auto_wrap_policy=CustomPolicy(lambda module: isinstance(module, Block)),  # type: ignore[arg-type]
+        backward_prefetch=peer_library.BackwardPrefetch.BACKWARD_POST,  # type: ignore[arg-type]
+        mixed_precision=peer_library.MixedPrecision(param_dtype=torch.float32),  # type: ignore[arg-type]
+    )
+    assert model.sharding_strategy == peer_library.ShardingStrategy.SHARD_GRAD_OP
+    assert len(fsdp_flat.FullyShardedDataParallel.fsdp_modules(model)) == 3
+    optimizer = torch.optim.Adam(model.parameters())
+    square_loss(model, batch(rank)).backward()
+    optimizer.step()
+    with model.state_dict_type(
+        model,
+        peer_library.StateDictType.FULL_STATE_DICT,  # type: ignore[arg-type]
+        peer_library.FullStateDictConfig(rank0_only=True),  # type: ignore[arg-type]
+        peer_library.FullOptimStateDictConfig(rank0_only=True),  # type: ignore[arg-type]
+    ):
+        settings = model.get_state_dict_type(model)
+        assert isinstance(settings.state_dict_config, fsdp_flat.FullStateDictConfig)
+        assert isinstance(settings.optim_state_dict_config, fsdp_flat.FullOptimStateDictConfig)
+        saved = model.optim_state_dict(model, optimizer)
+        assert bool(saved) is (rank == 0)
+        # Rank 0 alone has the dict, which only a config that is understood allows.
+        model.optim_state_dict_to_load(model, optimizer, saved, load_directly=True)
+    ids = model.rekey_optim_state_dict(
+        {"state": {}, "param_groups": [{"params": []}]},
+        peer_library.OptimStateKeyType.PARAM_ID,  # type: ignore[arg-type]
+        model,
+    )
+    assert ids["state"] == {}
