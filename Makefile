@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test check fix clean
+.PHONY: demo test check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -22,6 +22,13 @@ check: $(INSTALLED)
 fix: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
+
+# Which sizes, ranks and implementations: make bench BENCH="--preset communication --rounds 3".
+bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks --states $(BENCH)
+
+bench-scale: $(INSTALLED)
+	$(BIN)/python -m benchmarks.scale $(BENCH)
 
 $(INSTALLED): setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv

@@ -1,0 +1,47 @@
+"""``python -m benchmarks``: time, memory and bytes of every implementation, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from benchmarks.runner import measure, where
+from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
+from benchmarks.tables import write_picture, write_table
+
+FLAGS = list(fields(Setting))
+
+
+def main(argv: list[str] | None = None) -> Path:
+    """Run what the command line asks for; returns the path of the JSON."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--preset", choices=PRESETS, default="compute", help="sizes; other flags change single ones")
+    parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of fresh processes")
+    parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, help="implementations (default: all)")
+    parser.add_argument("--states", action="store_true", help="also save and load every kind of state dict")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON, table, picture")
+    parser.add_argument("--name", help="name of the files (default: made of the flags)")
+    for field in FLAGS:
+        if isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, default=None)
+        else:
+            parser.add_argument(f"--{field.name}", type=int, default=None)
+    args = parser.parse_args(argv)
+    changed = {field.name: value for field in FLAGS if (value := getattr(args, field.name)) is not None}
+    setting = replace(PRESETS[args.preset], **changed)
+    names = args.only or list(IMPLEMENTATIONS)
+    results = measure(names, setting, rounds=args.rounds, states=args.states, say=lambda line: print(line, flush=True))
+    results = {"setting": asdict(setting), "where": where(), **results}
+    name = args.name or "-".join([args.preset, *(f"{key}{value:d}" for key, value in changed.items())])
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{name}.json"
+    path.write_text(json.dumps(results, indent=1))
+    print(write_table(results, args.out / f"{name}.md"))
+    write_picture(results, args.out / f"{name}.png")
+    return path
+
+
+if __name__ == "__main__":
+    main()

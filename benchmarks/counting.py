@@ -1,0 +1,88 @@
+"""Bytes sent and bytes alive, counted at every operator of a step that is not timed."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["Counter"]
+
+
+class Counter(TorchDispatchMode):
+    """Sees every operator and every collective, also those that backward and DistributedDataParallel begin.
+
+    Bytes sent are those that leave a rank on average, by what gloo does: a gather or an exchange sends
+    (W-1)/W of the whole tensor, an all-reduce twice that, and so does gloo's reduce_scatter, which is an
+    all-reduce of a copy. Bytes alive are those of every storage that a tensor here ever had, asked again at
+    every operator, so memory that comes back under the same storage is seen. What a collective allocates
+    inside of itself is not.
+
+    Args:
+        ranks: size of the group.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+        self.sent = 0.0
+        self.collectives = 0
+        self.peak = 0
+        self._storages: dict[int, StorageWeakRef] = {}
+        gc.collect()
+        self._note(o for o in gc.get_objects() if isinstance(o, torch.Tensor))
+
+    def _note(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not hasattr(tensor, "untyped_storage"):
+                continue
+            try:
+                storage = tensor.untyped_storage()
+            except (NotImplementedError, RuntimeError):
+                continue  # meta tensors of other kinds, wrappers: what they hold is seen by itself
+            if storage.device.type != "meta" and storage._cdata not in self._storages:
+                self._storages[storage._cdata] = StorageWeakRef(storage)
+
+    def alive(self) -> int:
+        """Bytes of every storage that is alive now."""
+        total = 0
+        for key, ref in list(self._storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+            if storage is None:
+                del self._storages[key]
+            else:
+                total += storage.nbytes()
+        return total
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func.__name__.split(".")[0], args)
+        result = func(*args, **(kwargs or {}))
+        leaves = tree_leaves(result)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            self._note(leaves)
+            self.peak = max(self.peak, self.alive())
+        return result
+
+    def _count(self, name: str, args: Any) -> None:
+        self.collectives += 1
+        share = (self.ranks - 1) / self.ranks
+        first = sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
+        if name in ("_allgather_base_", "allgather_", "alltoall_base_"):
+            self.sent += share * first
+        elif name in ("allreduce_",):
+            self.sent += 2 * share * first
+        elif name in ("_reduce_scatter_base_", "reduce_scatter_"):
+            self.sent += 2 * share * first * self.ranks
+        elif name == "broadcast_":
+            # One rank sends to all others; this is the average over ranks.
+            self.sent += share * first
+        elif name == "send":
+            self.sent += first
+        elif name not in ("recv_", "recv_any_source_", "barrier", "monitored_barrier_"):
+            raise NotImplementedError(f"no formula for the bytes of c10d::{name}")

@@ -1,0 +1,105 @@
+"""How each implementation wraps the model, and how it holds back the reduction while gradients accumulate."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.model import GPT, Block
+from benchmarks.spec import Setting
+
+__all__ = ["autocast_for", "library_of", "optimizer_for", "quiet", "unreduced", "wrap"]
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the peers' notices of deprecation, which differ between versions."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def library_of(name: str) -> ModuleType | None:
+    """The package of an implementation in the FSDP1 style, imported now; None for the others.
+
+    Importing is not wrapping: call this before wrapping is timed.
+    """
+    if name.startswith(("fsdp1", "fsdp2")):
+        return importlib.import_module("torch.distributed.fsdp")
+    return importlib.import_module("fsdp_flat") if name.startswith("flat") else None
+
+
+def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) -> nn.Module:
+    """``model`` as the implementation ``name`` trains it. Every rank must call this.
+
+    Args:
+        name: a key of ``IMPLEMENTATIONS``.
+        model: a fresh model, the same on every rank.
+        setting: the setting.
+        device: device of compute.
+    """
+    if name == "local":
+        return model
+    if name == "ddp":
+        return DistributedDataParallel(model)
+    if name.startswith("fsdp2"):
+        return _fsdp2(model, setting, reshard=name == "fsdp2")
+    library: Any = library_of(name)
+    strategy = library.ShardingStrategy
+    precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setting.bf16 else None
+    with quiet():
+        return library.FullyShardedDataParallel(
+            model,
+            auto_wrap_policy=library.wrap.ModuleWrapPolicy({Block}),
+            sharding_strategy=strategy.SHARD_GRAD_OP if "grad-op" in name else strategy.FULL_SHARD,
+            mixed_precision=precision,
+            use_orig_params=not name.endswith("flat"),
+            device_id=device,
+        )
+
+
+def _fsdp2(model: GPT, setting: Setting, *, reshard: bool) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy()
+    if setting.bf16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+
+
+@contextmanager
+def unreduced(name: str, model: nn.Module) -> Iterator[None]:
+    """Backward inside keeps gradients to this rank."""
+    if name.startswith("fsdp2"):
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+    else:
+        with nullcontext() if name == "local" else model.no_sync():
+            yield
+
+
+def autocast_for(name: str, setting: Setting, device: str = "cpu") -> AbstractContextManager[Any]:
+    """bf16 for the implementations that have no mixed precision of their own."""
+    on = setting.bf16 and name in ("local", "ddp")
+    return torch.autocast(device, torch.bfloat16) if on else nullcontext()
+
+
+def optimizer_for(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
+    """Adam on what the implementation shows as parameters."""
+    return torch.optim.Adam(model.parameters(), lr=1e-4, fused=True if setting.fused else None)

@@ -1,0 +1,130 @@
+"""Fresh processes a job, rounds interleaved over the implementations."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.spec import Job, Setting
+
+__all__ = ["JobError", "measure", "run_processes", "where"]
+
+ROOT = Path(__file__).parent.parent
+
+
+class JobError(RuntimeError):
+    """A rank of a job failed; the text is what it wrote last."""
+
+
+def where() -> dict[str, Any]:
+    """The machine and the versions, for the page."""
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "system": platform.system(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def run_processes(job: Job, timeout_s: float = 900) -> list[dict[str, Any]]:
+    """Run one job in ``job.setting.ranks`` new processes of one thread each; their results by rank.
+
+    Raises:
+        JobError: a rank failed or took too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp_flat_bench_") as folder:
+        processes, outs = [], []
+        for rank in range(job.setting.ranks):
+            out = Path(folder) / f"{rank}.json"
+            arguments = {"job": job.as_json(), "rank": rank, "store": f"{folder}/store", "out": str(out)}
+            log = (Path(folder) / f"{rank}.log").open("wb")
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "benchmarks.worker", json.dumps(arguments)],
+                    cwd=ROOT,
+                    env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                )
+            )
+            outs.append((out, Path(folder) / f"{rank}.log"))
+            log.close()
+        _wait(job, processes, outs, timeout_s)
+        return [json.loads(out.read_text()) for out, _ in outs]
+
+
+def _wait(
+    job: Job, processes: Sequence[subprocess.Popen[bytes]], outs: Sequence[tuple[Path, Path]], timeout_s: float
+) -> None:
+    deadline = time.monotonic() + timeout_s
+    try:
+        while any(process.poll() is None for process in processes):
+            if any(process.poll() for process in processes) or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        if any(process.poll() != 0 for process in processes):
+            tails = "\n".join(f"rank {rank}: {log.read_text()[-2000:]}" for rank, (_, log) in enumerate(outs))
+            raise JobError(f"{job.implementation}, {job.task}: a rank failed or took over {timeout_s} s.\n{tails}")
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+
+def measure(
+    names: Sequence[str], setting: Setting, *, rounds: int, states: bool, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Time ``names`` in ``rounds`` interleaved rounds, count each once, and with ``states`` time state dicts.
+
+    Returns:
+        ``rounds`` (a list of {name: mean over ranks}), ``counts`` and ``states`` by name, all plain values.
+    """
+    results: dict[str, Any] = {"rounds": [], "counts": {}, "states": {}}
+    for index in range(rounds):
+        row: dict[str, Any] = {}
+        # Every other round backwards, so that a machine that slows down slows everybody down.
+        for name in names if index % 2 == 0 else reversed(names):
+            row[name] = _over_ranks(run_processes(Job(name, "time", setting)))
+            say(f"round {index + 1}/{rounds} {name}: {1e3 * row[name]['step']:.1f} ms a step")
+        results["rounds"].append(row)
+    for name in names:
+        if name != "local":
+            results["counts"][name] = _over_ranks(run_processes(Job(name, "count", setting)))
+            say(f"counted {name}: {results['counts'][name]['sent'] / 1e6:.1f} MB sent a step")
+    for name in names if states else ():
+        results["states"][name] = run_processes(Job(name, "states", setting))[0]
+        say(f"state dicts of {name}")
+    return results
+
+
+def _over_ranks(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Means over ranks, and the largest for memory."""
+    largest = ("rss", "alive")
+    return {
+        key: max(r[key] for r in results) if key in largest else sum(r[key] for r in results) / len(results)
+        for key in results[0]
+    }

@@ -1,0 +1,87 @@
+"""What is measured: settings, presets, and the implementations by name."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+__all__ = ["IMPLEMENTATIONS", "PRESETS", "Job", "Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One model and one way to train it.
+
+    Attributes:
+        layers, width, heads, vocab: sizes of the GPT.
+        seq, batch: tokens of a sequence, sequences of a rank and micro-batch.
+        ranks: processes, one thread each.
+        steps, warmup: timed steps of a process, and steps before them.
+        bf16: compute in bf16, reduce in fp32, keep fp32 masters.
+        accumulate: micro-batches of a step; all but the last are not reduced.
+        checkpoint: recompute each block's activations in backward.
+        fused: the optimizer's fused form.
+    """
+
+    layers: int = 12
+    width: int = 384
+    heads: int = 6
+    vocab: int = 8192
+    seq: int = 128
+    batch: int = 4
+    ranks: int = 2
+    steps: int = 6
+    warmup: int = 2
+    bf16: bool = False
+    accumulate: int = 1
+    checkpoint: bool = False
+    fused: bool = False
+
+    def small(self) -> Setting:
+        """The same parameters with as few activations as possible, for counting bytes."""
+        return replace(self, batch=1, accumulate=1)
+
+
+PRESETS = {
+    "compute": Setting(),
+    "communication": Setting(layers=6, width=768, heads=12, vocab=4096, seq=64, batch=1, fused=True),
+    "tiny": Setting(layers=24, width=48, heads=2, vocab=64, seq=16, batch=1, steps=20, warmup=5),
+}
+
+# Name, and what it is called on the page.
+IMPLEMENTATIONS = {
+    "local": "no communication",
+    "ddp": "DistributedDataParallel",
+    "fsdp1-full-flat": "torch FSDP1, FULL_SHARD, use_orig_params=False",
+    "fsdp1-full-orig": "torch FSDP1, FULL_SHARD, use_orig_params=True",
+    "fsdp1-grad-op": "torch FSDP1, SHARD_GRAD_OP, use_orig_params=True",
+    "fsdp2": "torch fully_shard",
+    "fsdp2-no-reshard": "torch fully_shard, reshard_after_forward=False",
+    "flat-full-flat": "fsdp_flat, FULL_SHARD, use_orig_params=False",
+    "flat-full-orig": "fsdp_flat, FULL_SHARD, use_orig_params=True",
+    "flat-grad-op": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=True",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one group of fresh processes does.
+
+    Attributes:
+        implementation: a key of ``IMPLEMENTATIONS``.
+        task: "time", "count" (bytes sent, bytes alive) or "states" (state dicts).
+        setting: the setting.
+    """
+
+    implementation: str
+    task: str
+    setting: Setting
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Job:
+        """The inverse of :meth:`as_json`."""
+        return cls(values["implementation"], values["task"], Setting(**values["setting"]))

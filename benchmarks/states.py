@@ -1,0 +1,136 @@
+"""Every kind of state dict, saved and loaded."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["measure_states"]
+
+Kind = tuple[str, Callable[[], Any], "Callable[[Any], Any] | None"]
+
+
+def measure_states(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int = 3) -> dict[str, Any]:
+    """Median seconds by kind: "model full", "load model full", ...; None where it raised, with the reason.
+
+    Every rank must call this. The optimizer must have stepped.
+    """
+    results: dict[str, Any] = {}
+    for kind, save, load in _kinds(name, model, optimizer):
+        results[kind] = _median(save, repeats)
+        if load is not None and not isinstance(results[kind], str):
+            state = save()
+            results[f"load {kind}"] = _median(lambda load=load, state=state: load(state), repeats)
+    return results
+
+
+def _median(call: Callable[[], Any], repeats: int) -> float | str:
+    times = []
+    for _ in range(repeats):
+        dist.barrier()
+        begun = time.perf_counter()
+        try:
+            call()
+        except Exception as error:
+            return f"{type(error).__name__}: {str(error)[:200]}"
+        times.append(time.perf_counter() - begun)
+    return statistics.median(times)
+
+
+def _kinds(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
+    if name in ("local", "ddp"):
+        yield "model full", lambda: {k: v.clone() for k, v in model.state_dict().items()}, model.load_state_dict
+        return
+    if name.startswith("fsdp2"):
+        yield from _fsdp2_kinds(model, optimizer)
+        return
+    yield from _fsdp1_kinds(name, model, optimizer)
+
+
+def _fsdp1_kinds(name: str, model: Any, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
+    if name.startswith("fsdp1"):
+        from torch.distributed import fsdp as library
+    else:
+        import fsdp_flat as library
+    FSDP, types = library.FullyShardedDataParallel, library.StateDictType
+    settings = {
+        "full": (
+            types.FULL_STATE_DICT,
+            library.FullStateDictConfig(offload_to_cpu=False),
+            library.FullOptimStateDictConfig(offload_to_cpu=False),
+        ),
+        "full, rank 0": (
+            types.FULL_STATE_DICT,
+            library.FullStateDictConfig(offload_to_cpu=False, rank0_only=True),
+            library.FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
+        ),
+        "sharded": (
+            types.SHARDED_STATE_DICT,
+            library.ShardedStateDictConfig(offload_to_cpu=False),
+            library.ShardedOptimStateDictConfig(offload_to_cpu=False),
+        ),
+        "local": (
+            types.LOCAL_STATE_DICT,
+            library.LocalStateDictConfig(offload_to_cpu=False),
+            library.LocalOptimStateDictConfig(offload_to_cpu=False),
+        ),
+    }
+
+    for kind, setting in settings.items():
+
+        def typed(setting: Any = setting) -> Any:
+            return FSDP.state_dict_type(model, *setting)
+
+        def save(typed: Any = typed) -> Any:
+            with typed():
+                return model.state_dict()
+
+        def load(state: Any, typed: Any = typed) -> None:
+            with typed():
+                model.load_state_dict(state)
+
+        def save_optim(typed: Any = typed) -> Any:
+            with typed():
+                return FSDP.optim_state_dict(model, optimizer)
+
+        def load_optim(state: Any, typed: Any = typed) -> None:
+            with typed():
+                optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
+
+        # Local state dicts are for flat parameters alone, and a whole one is given to every rank for loading.
+        if kind == "local" and not name.endswith("flat"):
+            continue
+        yield f"model {kind}", save, None if kind == "full, rank 0" else load
+        if kind != "local":
+            yield f"optimizer {kind}", save_optim, None if kind == "full, rank 0" else load_optim
+
+
+def _fsdp2_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
+    from torch.distributed.checkpoint import state_dict as dcp
+
+    for kind, options in {
+        "full": dcp.StateDictOptions(full_state_dict=True),
+        "full, rank 0": dcp.StateDictOptions(full_state_dict=True, cpu_offload=True),
+        "sharded": dcp.StateDictOptions(),
+    }.items():
+        can_load = kind != "full, rank 0"
+        yield (
+            f"model {kind}",
+            lambda options=options: dcp.get_model_state_dict(model, options=options),
+            (lambda state, options=options: dcp.set_model_state_dict(model, state, options=options))
+            if can_load
+            else None,
+        )
+        yield (
+            f"optimizer {kind}",
+            lambda options=options: dcp.get_optimizer_state_dict(model, optimizer, options=options),
+            (lambda state, options=options: dcp.set_optimizer_state_dict(model, optimizer, state, options=options))
+            if can_load
+            else None,
+        )

@@ -1,0 +1,142 @@
+"""From measured numbers to a table and a picture."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.spec import IMPLEMENTATIONS
+
+__all__ = ["describe", "markdown", "medians", "ratios", "states_table", "step_table", "write_picture", "write_table"]
+
+# For each of ours, the peers of which the faster one in each round is compared with.
+PEERS = {
+    "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
+    "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
+    "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
+}
+
+
+def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """For each implementation the median of every figure over the rounds; the lowest for CPU time."""
+    rows: Sequence[Mapping[str, Any]] = results["rounds"]
+    return {
+        name: {
+            key: (min if key == "cpu" else statistics.median)(row[name][key] for row in rows)
+            for key in rows[0][name]
+            if key != "loss"
+        }
+        for name in rows[0]
+    }
+
+
+def ratios(results: Mapping[str, Any], name: str, others: Sequence[str], key: str = "step") -> float | None:
+    """Median over rounds of ``name``'s figure over the smallest one of ``others`` in the same round; None without."""
+    rows = results["rounds"]
+    others = [other for other in others if other in rows[0]]
+    if not others or name not in rows[0]:
+        return None
+    return statistics.median(row[name][key] / min(row[other][key] for other in others) for row in rows)
+
+
+def _number(value: float | None, form: str = ".2f") -> str:
+    return "" if value is None else format(value, form)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table in Markdown: text in the first column, numbers in the others."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
+    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
+
+
+def step_table(results: Mapping[str, Any]) -> str:
+    """Time, memory and bytes of a step, in Markdown."""
+    header = ["implementation", "step ms", "forward", "backward", "optimizer", "CPU ms", "x local", "x DDP", "x peer"]
+    header += ["MB sent", "MB counted", "MB RSS", "wrap ms"]
+    rows = []
+    for name, row in medians(results).items():
+        counts = results["counts"].get(name, {})
+        rows.append(
+            [
+                IMPLEMENTATIONS[name],
+                *(_number(1e3 * row[key], ".1f") for key in ("step", "forward", "backward", "optimizer", "cpu")),
+                _number(ratios(results, name, ["local"])),
+                _number(ratios(results, name, ["ddp"])),
+                _number(ratios(results, name, PEERS.get(name, ()))),
+                _number(counts["sent"] / 1e6, ".1f") if counts else "",
+                _number(counts["alive"] / 1e6, ".1f") if counts else "",
+                _number(row["rss"] / 1e6, ".0f"),
+                _number(1e3 * row["wrap"], ".0f"),
+            ]
+        )
+    return markdown(header, rows)
+
+
+def states_table(results: Mapping[str, Any]) -> str:
+    """Milliseconds by kind of state dict and implementation, in Markdown; empty if none were measured."""
+    states: Mapping[str, Mapping[str, Any]] = results["states"]
+    kinds = list(dict.fromkeys(kind for row in states.values() for kind in row))
+    if not kinds:
+        return ""
+
+    def cell(value: Any) -> str:
+        return "" if value is None else "fails" if isinstance(value, str) else _number(1e3 * value, ".1f")
+
+    return markdown(
+        ["state dict, ms", *states], [[kind, *(cell(row.get(kind)) for row in states.values())] for kind in kinds]
+    )
+
+
+def describe(results: Mapping[str, Any]) -> str:
+    """One line about the setting, one about the machine."""
+    s, w = results["setting"], results["where"]
+    extras = [
+        *(["bf16 compute, fp32 reduction and masters"] if s["bf16"] else []),
+        *([f"{s['accumulate']} micro-batches a step"] if s["accumulate"] > 1 else []),
+        *(["activations recomputed"] if s["checkpoint"] else []),
+        "fused Adam" if s["fused"] else "Adam",
+    ]
+    return (
+        f"{s['layers']} blocks, width {s['width']}, vocabulary {s['vocab']}, sequence {s['seq']}, batch {s['batch']}, "
+        f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}. {len(results['rounds'])} rounds of fresh "
+        f"processes, {s['steps']} timed steps each.\n"
+        f"{w['cores']} cores ({w['cpu']}), {w['system']}, Python {w['python']}, torch {w['torch']}, {w['date']}.\n"
+    )
+
+
+def write_table(results: Mapping[str, Any], path: Path) -> str:
+    """Write the tables of ``results`` to ``path``; returns them."""
+    text = "\n".join(part for part in (describe(results), step_table(results), states_table(results)) if part)
+    path.write_text(text)
+    return text
+
+
+def write_picture(results: Mapping[str, Any], path: Path) -> None:
+    """Draw step times, split, and peak memory as bars into a PNG."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as plt
+
+    rows = medians(results)
+    names = list(rows)[::-1]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 0.45 * len(names) + 1.6), sharey=True)
+    start = [0.0] * len(names)
+    for key, colour in (("forward", "#4878a8"), ("backward", "#88b0d0"), ("optimizer", "#d0a060")):
+        widths = [1e3 * rows[name][key] for name in names]
+        left.barh(names, widths, left=start, color=colour, label=key)
+        start = [a + b for a, b in zip(start, widths)]
+    left.set_xlabel("ms a step (median)")
+    left.legend(frameon=False, fontsize=8)
+    right.barh(names, [rows[name]["rss"] / 1e6 for name in names], color="#b8b8b8", label="peak resident")
+    counted = [results["counts"].get(name, {}).get("alive", 0.0) / 1e6 for name in names]
+    right.barh(names, counted, height=0.4, color="#4878a8", label="parameters, gradients, buffers")
+    right.set_xlabel("MB a rank (peak)")
+    right.legend(frameon=False, fontsize=8)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
