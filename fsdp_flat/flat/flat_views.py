@@ -144,7 +144,7 @@ class FlatViews(Views):
         return [PartialGrad(self.flat_param, own)] if any(landed) else []
 
     def version(self) -> int:
-        return self.flat_param._version
+        return self.flat_param._version + self._num_rewrites
 
 
 def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:

@@ -170,7 +170,8 @@ class OrigViews(Views):
         ]
 
     def version(self) -> int:
-        return self.flat_param._version + sum([sharded._version for sharded in self.sharded])
+        versions = [sharded._version for sharded in self.sharded]
+        return self.flat_param._version + self._num_rewrites + sum(versions)
 
     def adopt_changes(self) -> None:
         shown = [parameters.get(name) for parameters, name, _, _ in self._bindings]
@@ -190,6 +191,7 @@ class OrigViews(Views):
         self.bind_shard()
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
+        self.rewritten()
         slot, piece = self.layout.slots[index], self.pieces[index]
         target = self.flat_param.data[piece.in_shard.to_slice()]
         if data.shape == target.shape:

@@ -63,6 +63,7 @@ class Views:
         self._hooks = [entry.param._backward_hooks for entry in params]
         # What the modules held is let go of, so that whoever still holds it can be found.
         self._originals = {index: entry.replaced for index, entry in enumerate(params) if entry.replaced is not None}
+        self._num_rewrites = 0
         self._guards: dict[nn.Module, ModuleGuard] = {}
         if layout.world_size > 1:
             for entry, slot in zip(params, layout.slots, strict=True):
@@ -210,8 +211,12 @@ class Views:
         self._originals = {}
         return [self.layout.slots[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
 
+    def rewritten(self) -> None:
+        """Note that the shard got new values past every version counter: a load, a write-back, ``.data =``."""
+        self._num_rewrites += 1
+
     def version(self) -> int:
-        """A number that changes when sharded values are changed in place."""
+        """A number that changes when sharded values change."""
         raise NotImplementedError
 
 

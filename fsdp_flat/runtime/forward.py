@@ -128,6 +128,7 @@ class _Forward:
             tree.prefetch_forward(unit)
         use = self._use
         use.record = tree.current_pass
+        use.version = unit.gathered_version
         if unit.cast_inputs is not None and not use.full_precision and tree.casts_inputs_of(unit):
             args, kwargs = unit.cast_inputs(args, kwargs)
         if unit.gate_inputs and torch.is_grad_enabled():

@@ -144,6 +144,7 @@ def summon_full_params(
 
 @contextmanager
 def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
+    versions = {handle: tensor._version for handle, tensor in whole.by_handle.items()}
     try:
         yield
     finally:
@@ -151,7 +152,10 @@ def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
             # Every rank looks at every shape, so that all raise and none waits for the others.
             for handle in whole.by_handle:
                 _check_shapes(unit, handle)
-            for handle in whole.by_handle:
+            for handle, tensor in whole.by_handle.items():
+                if tensor._version != versions[handle]:
+                    # Also where the whole tensor is the shard, into which changes went as they were made.
+                    handle.views.rewritten()
                 for piece in handle.layout.shard_slots(unit.options.groups.shard.rank):
                     target = handle.flat_param.data[piece.in_shard.to_slice()]
                     source = handle.views.shown(piece.index).detach().reshape(-1)[piece.in_param.to_slice()]

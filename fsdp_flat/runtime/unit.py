@@ -48,9 +48,10 @@ class Use:
         task: id of the backward pass in which it became active, -1 before.
         full_precision: it ran in full precision, so its backward does.
         generation: that of the unit at that time.
+        version: that of the weights that it ran with.
     """
 
-    __slots__ = ("full_precision", "generation", "position", "record", "task", "unit", "waits_for_inputs")
+    __slots__ = ("full_precision", "generation", "position", "record", "task", "unit", "version", "waits_for_inputs")
 
     def __init__(self, unit: Unit, record: Pass | None) -> None:
         self.unit = unit
@@ -60,6 +61,7 @@ class Use:
         self.task = -1
         self.full_precision = unit.wants_full_precision
         self.generation = unit.generation
+        self.version = 0
 
 
 class Unit:
@@ -81,6 +83,7 @@ class Unit:
         gate_inputs: the end of backward is told by the gradients of the inputs, because some parameter
             here gets none of its own (frozen, unused).
         last_use: the use whose backward is running, for prefetch.
+        gathered_version: that of the weights that are gathered, or were last.
         whole: what ``whole_params`` gathered, while it is open.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
     """
@@ -112,7 +115,7 @@ class Unit:
         self._collectives: Collectives | None = collectives_for(shard, options.device) if shard.size > 1 else None
         self._gathers: list[Pending] = []
         self._depth = 0
-        self._gathered_version = 0
+        self.gathered_version = 0
         self._active: set[Use] = set()
         self._expected: dict[int, int] = {}
         self._used: dict[FlatParamHandle, bytes] = {}
@@ -186,7 +189,7 @@ class Unit:
         self.streams.gathered()
         for handle in self.handles:
             handle.finish_unshard()
-        self._gathered_version = self._version()
+        self.gathered_version = self._version()
         self._trace("finish_unshard")
 
     def _version(self) -> int:
@@ -194,7 +197,9 @@ class Unit:
 
     def unshard(self) -> None:
         """Have the parameters gathered and current, and show them to the modules."""
-        if self.is_unsharded and self.gathers and not self._active and self._gathered_version != self._version():
+        if self.is_unsharded and not self.gathers:
+            self.gathered_version = self._version()
+        elif self.is_unsharded and not self._active and self.gathered_version != self._version():
             # Kept from an earlier forward, and somebody has changed the shards since.
             self.reshard()
         if self.is_sharded:
@@ -311,6 +316,7 @@ class Unit:
 
         Raises:
             UsageError: what the forward used is gone.
+            PhaseError: the weights are not those of the forward any more.
         """
         if self.is_sharded:
             for handle in self.handles:
@@ -326,6 +332,12 @@ class Unit:
         self._trace("pre_backward")
         self.use_full_precision(use.full_precision)
         self.unshard()
+        if use.version != self.gathered_version:
+            raise PhaseError(
+                f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
+                "step, load_state_dict, summon_full_params or an assignment), so its gradients would mix two sets of "
+                "weights. Run backward before changing weights, or forward again after it."
+            )
         if self.is_trainable and use.task not in self._expected:
             self._expect(use.task)
 

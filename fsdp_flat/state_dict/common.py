@@ -83,6 +83,7 @@ def prepare_load(
     for handle in unit.handles:
         # What the user assigned to sharded parameters before the load must not come after it.
         handle.adopt_changes()
+        handle.views.rewritten()
     unit.show_shard()
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
