@@ -23,6 +23,8 @@ FLOORS = {
     "state_dict": 3,
     "optim_state": 4,
     "compat": TOP,
+    "run": TOP,
+    "migrate": TOP,
     "tools": TOP,
     "": TOP,
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing import process
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 __all__ = ["Installation", "Replaced", "install", "installed", "uninstall"]
@@ -57,7 +57,7 @@ class Installation:
 
 @dataclass(slots=True)
 class _Binding:
-    module: ModuleType
+    namespace: dict[str, Any]
     name: str
     theirs: Any
     ours: Any
@@ -98,17 +98,15 @@ def install() -> Installation:
 
     table = entries()
     to_ours = replacements(table)
-    bindings = [_Binding(entry.module, entry.name, entry.theirs, entry.ours) for entry in table]
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and not _is_below(module, _PACKAGE) and not _is_below(module, PEER):
-            names = list(vars(module).items())
-            bindings += [
-                _Binding(module, name, value, to_ours[id(value)]) for name, value in names if id(value) in to_ours
-            ]
+    bindings = [_Binding(vars(entry.module), entry.name, entry.theirs, entry.ours) for entry in table]
+    for namespace in _namespaces():
+        if not _is_below(namespace, _PACKAGE) and not _is_below(namespace, PEER):
+            names = list(namespace.items())
+            bindings += [_Binding(namespace, name, it, to_ours[id(it)]) for name, it in names if id(it) in to_ours]
     for binding in bindings:
         # Not setattr, which modules that load lazily may have overridden.
-        if vars(binding.module).get(binding.name) is binding.theirs:
-            vars(binding.module)[binding.name] = binding.ours
+        if binding.namespace.get(binding.name) is binding.theirs:
+            binding.namespace[binding.name] = binding.ours
             _state.bindings.append(binding)
 
     wrapper = next(entry.theirs for entry in table if entry.name == "FullyShardedDataParallel")
@@ -117,7 +115,7 @@ def install() -> Installation:
         wrapper.__init__ = guarded_init
         _state.back = {id(entry.ours): entry.theirs for entry in table}
     done = Installation(
-        tuple(Replaced(binding.module.__name__, binding.name) for binding in _state.bindings),
+        tuple(Replaced(str(binding.namespace.get("__name__")), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
     )
     process.current_process()._config[_HANDED_ON] = done  # type: ignore[attr-defined]
@@ -135,13 +133,13 @@ def uninstall() -> None:
     from fsdp_flat.compat.table import entries
 
     for binding in _state.bindings:
-        if vars(binding.module).get(binding.name) is binding.ours:
-            vars(binding.module)[binding.name] = binding.theirs
-    for module in list(sys.modules.values()):
-        if isinstance(module, ModuleType) and _is_below(module, "torch"):
-            for name, value in list(vars(module).items()):
+        if binding.namespace.get(binding.name) is binding.ours:
+            binding.namespace[binding.name] = binding.theirs
+    for namespace in _namespaces():
+        if _is_below(namespace, "torch"):
+            for name, value in list(namespace.items()):
                 if id(value) in _state.back:
-                    vars(module)[name] = _state.back[id(value)]
+                    namespace[name] = _state.back[id(value)]
     wrapper = next(entry.theirs for entry in entries() if entry.name == "FullyShardedDataParallel")
     wrapper.__init__ = _state.init
     _state.bindings, _state.back, _state.init = [], {}, None
@@ -164,8 +162,21 @@ def installed() -> Iterator[Installation]:
             uninstall()
 
 
-def _is_below(module: ModuleType, package: str) -> bool:
-    name = str(vars(module).get("__name__", ""))
+def _namespaces() -> list[dict[str, Any]]:
+    """The globals of every module, and of functions that modules hold from code that is in no module.
+
+    The latter is what ``runpy.run_path`` leaves, through which a process that was spawned gets its ``__main__``.
+    """
+    found = {id(vars(module)): vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    for namespace in list(found.values()):
+        for value in list(namespace.values()):
+            if type(value) is FunctionType:
+                found.setdefault(id(value.__globals__), value.__globals__)
+    return list(found.values())
+
+
+def _is_below(namespace: dict[str, Any], package: str) -> bool:
+    name = str(namespace.get("__name__", ""))
     return name == package or name.startswith(package + ".")
 
 

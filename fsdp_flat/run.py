@@ -1,0 +1,105 @@
+"""``python -m fsdp_flat.run script.py args...``: an unmodified FSDP1 script on fsdp_flat."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import io
+import os
+import runpy
+import sys
+from types import ModuleType, TracebackType
+from typing import Any, NoReturn
+
+from fsdp_flat.compat import install
+
+__all__ = ["main"]
+
+_USAGE = """\
+usage: python -m fsdp_flat.run [--verbose] script.py [arguments of the script ...]
+       python -m fsdp_flat.run [--verbose] -m module [arguments of the module ...]
+       torchrun --nproc-per-node 2 -m fsdp_flat.run script.py [arguments of the script ...]
+
+Run a script that was written for torch.distributed.fsdp's FullyShardedDataParallel on fsdp_flat, as python itself
+would run it, with fsdp_flat.install() called first. Processes that it starts with multiprocessing (so with
+torch.multiprocessing.spawn) use fsdp_flat too.
+
+options, before the script:
+  -m module      run a module or a package, as python -m does
+  -v, --verbose  say on stderr which names fsdp_flat takes over
+  -h, --help     show this text
+"""
+
+
+def main(arguments: list[str]) -> None:
+    """Run the script that ``arguments`` name, as ``__main__``.
+
+    Args:
+        arguments: the command line after ``python -m fsdp_flat.run``.
+
+    Raises:
+        SystemExit: what the script exits with; 2 if the command line is wrong or there is no such script.
+    """
+    rest = list(arguments)
+    verbose = False
+    while rest and rest[0].startswith("-") and rest[0] != "-m":
+        option = rest.pop(0)
+        if option in ("-h", "--help"):
+            print(_USAGE, end="")
+            raise SystemExit(0)
+        if option not in ("-v", "--verbose"):
+            _fail(f"unknown option {option}; options of the script come after it")
+        verbose = True
+    is_module = rest[:1] == ["-m"]
+    rest = rest[1:] if is_module else rest
+    if not rest:
+        _fail("no module named after -m" if is_module else "no script given")
+    done = install()
+    if verbose:
+        print(f"fsdp_flat: {done}", file=sys.stderr, flush=True)
+    sys.argv = rest
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.excepthook = _without_our_frames(sys.excepthook)
+    if is_module:
+        # What python itself calls for -m; it runs the code in the module that is __main__ and sets sys.argv[0].
+        runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
+    else:
+        _run_script(rest[0])
+
+
+def _run_script(path: str) -> None:
+    try:
+        with io.open_code(os.path.abspath(path)) as file:
+            source = file.read()
+    except OSError as error:
+        _fail(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
+    absolute = os.path.abspath(path)
+    if not getattr(sys.flags, "safe_path", False):
+        # Under -m this is the working directory; a script sees its own directory there.
+        sys.path[0] = os.path.dirname(os.path.realpath(path))
+    namespace = vars(sys.modules["__main__"])
+    loader = importlib.machinery.SourceFileLoader("__main__", absolute)
+    namespace.update(__file__=absolute, __loader__=loader, __builtins__=sys.modules["builtins"], __annotations__={})
+    exec(compile(source, absolute, "exec", dont_inherit=True), namespace)
+
+
+def _without_our_frames(show: Any) -> Any:
+    """An excepthook whose traceback begins where the script does."""
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        last = found = traceback
+        while found is not None:
+            if found.tb_frame.f_code.co_filename == __file__:
+                last = found.tb_next
+            found = found.tb_next
+        show(kind, error.with_traceback(last), last)
+
+    return hook
+
+
+def _fail(message: str) -> NoReturn:
+    print(f"fsdp_flat.run: {message}\n\n{_USAGE}", end="", file=sys.stderr)
+    raise SystemExit(2)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

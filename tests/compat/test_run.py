@@ -1,0 +1,213 @@
+"""``python -m fsdp_flat.run``: unmodified FSDP1 scripts, and what python itself would do with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fsdp_flat
+from fsdp_flat.run import main
+from tests.support import assert_close, on_ranks
+from tests.support.peer import mend_peer
+
+SCRIPTS = Path(__file__).parent / "scripts"
+OUR_CLASS = "fsdp_flat.fully_sharded_data_parallel.FullyShardedDataParallel"
+
+
+@contextmanager
+def interpreter_kept() -> Iterator[None]:
+    """Puts back what running a program as ``__main__`` leaves changed."""
+    before = sys.argv, sys.path[:], sys.excepthook, sys.modules["__main__"]
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:], sys.excepthook, sys.modules["__main__"] = before
+        fsdp_flat.uninstall()
+
+
+def run(*arguments: object) -> None:
+    with interpreter_kept():
+        main([str(argument) for argument in arguments])
+
+
+def written(tmp_path: Path, source: str, name: str = "script.py") -> Path:
+    path = tmp_path / name
+    path.write_text(source)
+    return path
+
+
+# --------------------------------------------------------------------------------------------- as python would
+
+
+def test_the_script_is_main_with_its_arguments_and_its_directory_first_on_the_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, "word = 'beside'", "beside_the_script.py")
+    source = (
+        "import json, sys, pickle, beside_the_script\n"
+        "from torch.distributed.fsdp import FullyShardedDataParallel as FSDP\n"
+        "class Here: pass\n"
+        "assert isinstance(pickle.loads(pickle.dumps(Here())), Here)\n"
+        "assert sys.modules['__main__'].Here is Here and __spec__ is None\n"
+        "print(json.dumps([__name__, __file__, sys.argv, sys.path[0], FSDP.__module__]))\n"
+    )
+    path = written(tmp_path, source)
+    link = tmp_path / "elsewhere"
+    link.mkdir()
+    (link / "linked.py").symlink_to(path)
+    run(link / "linked.py", "-x", "--help", "y")
+    linked = str(link / "linked.py")
+    expected = ["__main__", linked, [linked, "-x", "--help", "y"], os.path.realpath(tmp_path), OUR_CLASS[:-25]]
+    assert json.loads(capsys.readouterr().out) == expected
+
+
+def test_a_relative_path_is_shown_as_given_and_made_absolute_for_the_file_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(tmp_path, "import sys; print(sys.argv[0], __file__)")
+    monkeypatch.chdir(tmp_path)
+    run("script.py")
+    assert capsys.readouterr().out.split() == ["script.py", str(tmp_path / "script.py")]
+
+
+def test_a_module_runs_as_with_python_m(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "some_package"
+    package.mkdir()
+    written(package, "", "__init__.py")
+    written(package, "number = 5", "sibling.py")
+    main_source = "import sys; from .sibling import number; print(__name__, __spec__.name, number, sys.argv)"
+    path = written(package, main_source, "__main__.py")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    run("-m", "some_package", "a")
+    assert capsys.readouterr().out == f"__main__ some_package.__main__ 5 {[str(path), 'a']}\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "code"), [("import sys; sys.exit(7)", 7), ("exit('told')", "told"), ("raise SystemExit", None)]
+)
+def test_exit_codes_are_the_scripts(tmp_path: Path, source: str, code: object) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(written(tmp_path, source))
+    assert caught.value.code == code
+
+
+def test_a_traceback_begins_in_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "def inner():\n    raise KeyError('which')\ninner()\n")
+    with interpreter_kept():
+        try:
+            main([str(path)])
+        except KeyError:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == ["Traceback (most recent call last):", f'  File "{path}", line 3, in <module>']
+    assert lines[-1] == "KeyError: 'which'"
+    assert "fsdp_flat" not in "\n".join(lines)
+
+
+def test_a_syntax_error_names_the_script(tmp_path: Path) -> None:
+    path = written(tmp_path, "x = (\n")
+    with pytest.raises(SyntaxError) as caught:
+        run(path)
+    assert (caught.value.filename, caught.value.lineno) == (str(path), 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "no script given"),
+        (["-m"], "no module named after -m"),
+        (["--fast", "script.py"], "unknown option --fast"),
+        (["nowhere.py"], "can't open file 'nowhere.py': [Errno 2] No such file or directory"),
+    ],
+)
+def test_a_wrong_command_line_says_so_and_exits_with_2(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert caught.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+def test_help_shows_the_three_ways_to_call_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run("--help")
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert all(part in text for part in ("script.py", "-m module", "torchrun"))
+
+
+def test_verbose_lists_the_names_on_stderr_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run("--verbose", written(tmp_path, "print('done')"))
+    output = capsys.readouterr()
+    assert output.out == "done\n"
+    assert "torch.distributed.fsdp: " in output.err
+
+
+# ------------------------------------------------------------------------------- scripts, and the same on the peer
+
+
+def results(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def assert_same_training(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    __tracebackhide__ = True
+    assert ours.pop("class") == OUR_CLASS
+    assert theirs.pop("class") == f"torch.distributed.fsdp.{OUR_CLASS.partition('.')[2]}"
+    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("script", ["manual_wrap", "sharded_checkpoint"])
+@on_ranks(2)
+def test_a_script_gives_the_losses_it_gives_on_the_peer(script: str, rank: int, tmp_path: Path) -> None:
+    path = SCRIPTS / f"{script}.py"
+    with interpreter_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mend_peer()
+        sys.argv = [str(path), str(tmp_path / "theirs.json")]
+        runpy.run_path(str(path), run_name="__main__")
+    with warnings.catch_warnings():
+        # torch.distributed.checkpoint reads an attribute of ShardedTensor that says so.
+        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
+        run(path, tmp_path / "ours.json")
+    if rank == 0:
+        assert_same_training(results(tmp_path / "ours.json"), results(tmp_path / "theirs.json"))
+
+
+@on_ranks(2)
+def train_with_the_tutorial_on_the_peer(rank: int, out: str) -> None:
+    tutorial = runpy.run_path(str(SCRIPTS / "tutorial_trainer.py"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mend_peer()
+        tutorial["train_all"](rank, 2, tutorial["parse"](["--out", out]))
+
+
+def test_a_script_that_spawns_its_ranks_uses_the_library_in_all_of_them(ranks: Any, tmp_path: Path) -> None:
+    script = SCRIPTS / "tutorial_trainer.py"
+    command = [sys.executable, "-m", "fsdp_flat.run", str(script), "--out", str(tmp_path / "ours.json")]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    train_with_the_tutorial_on_the_peer(ranks=ranks, num_ranks=2, out=str(tmp_path / "theirs.json"))
+    assert_same_training(results(tmp_path / "ours.json"), results(tmp_path / "theirs.json"))
+
+
+def test_torchrun_runs_a_script_through_it(tmp_path: Path) -> None:
+    out = tmp_path / "ours.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "fsdp_flat.run", str(SCRIPTS / "manual_wrap.py"), str(out)]
+    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert results(out)["class"] == OUR_CLASS
+    assert len(results(out)["losses"]) == 4
