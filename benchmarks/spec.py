@@ -69,7 +69,7 @@ class Job:
 
     Attributes:
         implementation: a key of ``IMPLEMENTATIONS``.
-        task: "time", "count" (bytes sent, bytes alive) or "states" (state dicts).
+        task: "time", "count" (bytes sent, bytes alive), "states" (state dicts) or "micro" (collectives).
         setting: the setting.
     """
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from benchmarks.counting import Counter
 from benchmarks.implementations import autocast_for, library_of, optimizer_for, quiet, unreduced, wrap
+from benchmarks.micro import measure_routes
 from benchmarks.model import GPT, batch_of, loss_of
 from benchmarks.spec import Job, Setting
 from benchmarks.states import measure_states
@@ -107,7 +108,12 @@ def _states(job: Job, rank: int) -> dict[str, Any]:
         return measure_states(job.implementation, training.model, training.optimizer)
 
 
-TASKS: dict[str, Callable[[Job, int], dict[str, Any]]] = {"time": _time, "count": _count, "states": _states}
+TASKS: dict[str, Callable[[Job, int], dict[str, Any]]] = {
+    "time": _time,
+    "count": _count,
+    "states": _states,
+    "micro": lambda _job, _rank: measure_routes(),
+}
 
 
 def run_job(job: Job, rank: int) -> dict[str, Any]:
