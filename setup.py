@@ -4,6 +4,7 @@ from setuptools import find_packages, setup
 
 TEST = ["pytest", "hypothesis"]
 DEMO = ["tqdm", "matplotlib"]
+MIGRATE = ["libcst"]
 
 setup(
     name="fsdp-flat",
@@ -16,7 +17,7 @@ setup(
     package_data={"fsdp_flat": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "numpy", "packaging"],
-    extras_require={"test": TEST, "demo": DEMO, "dev": ["ruff", "mypy", *TEST]},
+    extras_require={"test": TEST, "demo": DEMO, "migrate": MIGRATE, "dev": ["ruff", "mypy", *MIGRATE, *TEST]},
     classifiers=[
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",

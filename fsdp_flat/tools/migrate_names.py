@@ -1,0 +1,147 @@
+"""Which name of torch's FSDP1 is which name of fsdp_flat. Strings only; torch's FSDP is not imported."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+__all__ = [
+    "ABSENT_ATTRIBUTES",
+    "FSDP2_NAMES",
+    "PEER",
+    "counterpart",
+    "is_inside",
+    "is_module",
+    "symbol_of",
+]
+
+PEER = "torch.distributed.fsdp"
+OURS = "fsdp_flat"
+
+# Modules with the same name on both sides.
+_MODULES = frozenset({"", "api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"})
+
+FSDP2_NAMES = frozenset(
+    {
+        "CPUOffloadPolicy",
+        "DataParallelMeshDims",
+        "FSDPModule",
+        "GradientReductionHandle",
+        "MixedPrecisionPolicy",
+        "OffloadPolicy",
+        "UnshardHandle",
+        "fully_shard",
+        "register_fsdp_forward_method",
+        "share_comm_ctx",
+    }
+)
+"""What ``torch.distributed.fsdp`` holds of FSDP2; it stays there."""
+
+_PRIVATE_WRAP = (
+    "_ConfigAutoWrap",
+    "_Policy",
+    "_construct_wrap_fn",
+    "_module_wrap_policy",
+    "_or_policy",
+    "_post_order_apply",
+    "_recursive_wrap",
+    "_wrap",
+    "_wrap_module_cls_individually",
+)
+
+# Names that only private modules of torch hold, or that are private themselves, and our module for each.
+_ELSEWHERE = {
+    f"{PEER}.FlatParameter": OURS,
+    **{f"{PEER}.wrap.{name}": f"{OURS}.wrap" for name in _PRIVATE_WRAP},
+    f"{PEER}._wrap_utils._construct_wrap_fn": f"{OURS}.wrap",
+    f"{PEER}._wrap_utils._post_order_apply": f"{OURS}.wrap",
+    f"{PEER}._common_utils.FSDP_PREFIX": f"{OURS}.fully_sharded_data_parallel",
+    f"{PEER}._common_utils.FSDP_WRAPPED_MODULE": f"{OURS}.fully_sharded_data_parallel",
+    f"{PEER}._common_utils.HandleTrainingState": f"{OURS}.fully_sharded_data_parallel",
+    f"{PEER}._common_utils.TrainingState": f"{OURS}.fully_sharded_data_parallel",
+    f"{PEER}._common_utils.clean_tensor_name": OURS,
+    f"{PEER}._flat_param.FlatParameter": OURS,
+    f"{PEER}._init_utils.HYBRID_SHARDING_STRATEGIES": f"{OURS}.fully_sharded_data_parallel",
+    f"{PEER}._init_utils.NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.semi_private",
+}
+
+ABSENT_ATTRIBUTES = frozenset(
+    {
+        "_all_gather_flat_param",
+        "_alloc_padded_unsharded_flat_param",
+        "_all_reduce_stream",
+        "_deregister_orig_params",
+        "_exec_order_data",
+        "_free_event_queue",
+        "_free_unsharded_flat_param",
+        "_fsdp_extension",
+        "_get_padded_unsharded_flat_param",
+        "_get_unflat_views_aligned",
+        "_get_unflat_views_unaligned",
+        "_gradient_postdivide_factor",
+        "_gradient_predivide_factor",
+        "_param_infos",
+        "_post_backward_stream",
+        "_pre_unshard_stream",
+        "_reset_flat_param_grad_info_if_needed",
+        "_saved_grad_shard",
+        "_shared_param_infos",
+        "_unshard_params_ctx",
+        "_unshard_stream",
+        "_use_low_precision_shard",
+        "_use_sharded_flat_param",
+        "_use_sharded_views",
+        "_use_unsharded_flat_param",
+        "_use_unsharded_views",
+        "_writeback_orig_params",
+        "prepare_gradient_for_backward",
+        "prepare_gradient_for_optim",
+        "unflatten_as_params",
+    }
+)
+"""Attributes of FSDP1's wrappers, handles and flat parameters that have no counterpart here."""
+
+
+def is_inside(name: str, package: str = PEER) -> bool:
+    """Whether a dotted name is ``package`` or below it."""
+    return name == package or name.startswith(package + ".")
+
+
+def is_module(name: str) -> bool:
+    """Whether a dotted name inside ``torch.distributed.fsdp`` is a module there rather than something in one."""
+    tail = name.removeprefix(PEER).removeprefix(".")
+    return "." not in tail and (tail in _MODULES or tail.startswith("_"))
+
+
+def symbol_of(name: str) -> str:
+    """The module, or the name in a module, that a dotted name inside ``torch.distributed.fsdp`` begins with.
+
+    ``torch.distributed.fsdp.ShardingStrategy.NO_SHARD`` begins with ``torch.distributed.fsdp.ShardingStrategy``.
+    """
+    symbol = PEER
+    for part in name.removeprefix(PEER).split(".")[1:]:
+        if not is_module(symbol):
+            break
+        symbol = f"{symbol}.{part}"
+    return symbol
+
+
+def counterpart(name: str) -> str | None:
+    """The dotted name in fsdp_flat for a module or name inside ``torch.distributed.fsdp``; None if there is none.
+
+    Args:
+        name: dotted, as :func:`symbol_of` gives it.
+    """
+    if name in _ELSEWHERE:
+        return f"{_ELSEWHERE[name]}.{name.rpartition('.')[2]}"
+    ours = OURS + name.removeprefix(PEER)
+    tail = ours.removeprefix(OURS).removeprefix(".")
+    if tail in _MODULES:
+        return ours
+    module, _, last = tail.rpartition(".")
+    return ours if module in _MODULES and last in _public_names(module) else None
+
+
+@cache
+def _public_names(module: str) -> frozenset[str]:
+    return frozenset(importlib.import_module(f"{OURS}.{module}" if module else OURS).__all__)
