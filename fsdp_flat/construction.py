@@ -7,11 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
-from fsdp_flat.comm import UnitGroups, resolve_groups, strategy_from
-from fsdp_flat.errors import OptionError
+from fsdp_flat.comm import Strategy, UnitGroups, resolve_groups, strategy_from
+from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
     Ignored,
@@ -76,30 +77,64 @@ class Inherited:
 
 
 def options_from(arguments: Arguments) -> UnitOptions:
-    strategy = strategy_from(arguments.sharding_strategy)
-    device, device_given = compute_device_from(arguments.device_id)
-    precision = precision_from(arguments.mixed_precision)
-    offload_params = offloads_params(arguments.cpu_offload)
-    prefetch = prefetch_from(arguments.backward_prefetch)
-    sync_states = sync_states_from(arguments.sync_module_states)
-    groups: UnitGroups = resolve_groups(
+    """The validated options of a unit.
+
+    Where they are wrong the other ranks are told, who may have been given other ones.
+
+    Raises:
+        FsdpFlatError: they are wrong, here or on another rank.
+    """
+    try:
+        return _validated(arguments)
+    except FsdpFlatError as error:
+        groups = _groups_in_spite_of_errors(arguments)
+        if groups is not None:
+            agree_on_structure((), error, groups, compute_device_from(None)[0])
+        raise
+
+
+def _groups_in_spite_of_errors(arguments: Arguments) -> UnitGroups | None:
+    """The groups over which the other ranks compare what they build, as far as that can be told; else None."""
+    try:
+        strategy = strategy_from(arguments.sharding_strategy)
+    except OptionError:
+        needs_two = isinstance(arguments.process_group, tuple) or getattr(arguments.device_mesh, "ndim", 1) == 2
+        strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if needs_two else None)
+    try:
+        return _groups_of(arguments, strategy, compute_device_from(None)[0])
+    except FsdpFlatError:
+        return None
+
+
+def _groups_of(arguments: Arguments, strategy: Strategy, device: torch.device) -> UnitGroups:
+    return resolve_groups(
         strategy,
         arguments.process_group,
         arguments.device_mesh,
         has_policy=arguments.auto_wrap_policy is not None,
         device=device,
     )
+
+
+def _validated(arguments: Arguments) -> UnitOptions:
+    strategy = strategy_from(arguments.sharding_strategy)
+    device, device_given = compute_device_from(arguments.device_id)
+    precision = precision_from(arguments.mixed_precision)
+    offload_params = offloads_params(arguments.cpu_offload)
+    prefetch = prefetch_from(arguments.backward_prefetch)
+    sync_states = sync_states_from(arguments.sync_module_states)
+    groups = _groups_of(arguments, strategy, device)
     if groups.num_ranks == 1 and strategy.member is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"{strategy.member.name} over a single rank has nothing to shard; the strategy becomes NO_SHARD.",
-            stacklevel=4,
+            stacklevel=5,
         )
         strategy = strategy_from(ShardingStrategy.NO_SHARD)
     elif strategy.member is ShardingStrategy.NO_SHARD and groups.num_ranks > 1:
         warnings.warn(
             "NO_SHARD keeps whole parameters on every rank; DistributedDataParallel does the same.",
             FutureWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return UnitOptions(
         strategy=strategy,

@@ -20,7 +20,7 @@ from fsdp_flat.flat import (
     named_sites,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn
-from fsdp_flat.runtime.agreement import agree_on_weights
+from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
 from fsdp_flat.runtime.options import Ignored, UnitOptions
@@ -57,11 +57,17 @@ def build_unit(
         for path, child in own_modules(module, lambda m: unit_of(m) is not None)
         if child not in ignored.modules and unit_of(child) is None
     ]
-    was_meta = materialize(
-        modules, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
-    )
-    move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=options.device_given)
-    params = _managed_params(module, name, ignored, owners)
+    was_meta, params, error = False, [], None
+    try:
+        was_meta = materialize(
+            modules, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
+        )
+        move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=options.device_given)
+        params = _managed_params(module, name, ignored, owners)
+    except Exception as raised:
+        error = raised
+    # The caller's own code ran here (param_init_fn, reset_parameters), which may have failed on one rank only.
+    agree_on_structure((), error, options.groups, options.device)
     if was_meta and options.sync_states != "broadcast":
         named = [(entry.fqn, entry.param) for entry in params]
         broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
@@ -71,7 +77,7 @@ def build_unit(
     full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
     handles = [
         FlatParamHandle(group, _spec(name, module, group, options, full=full))
-        for group, full in _grouped(params, name, options, set(full_precision))
+        for group, full in _grouped(params, name, options)
     ]
     buffers = BufferCasts(modules, options.precision.buffer_dtype)
     stored = StoredTensors(child for _, child in modules)
@@ -136,16 +142,14 @@ def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owne
     return [held_locally(entry) for entry in params]
 
 
-def _grouped(
-    params: Sequence[ManagedParam], name: str, options: UnitOptions, full_precision: set[nn.Module]
-) -> list[tuple[list[ManagedParam], bool]]:
+def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) -> list[tuple[list[ManagedParam], bool]]:
     """One group per flat parameter, and whether it keeps full precision.
 
     Groups differ in dtype, in requires_grad (so that what is frozen costs no gradient), and in precision.
     """
     groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
     for entry in params:
-        full = entry.sites[0].module in full_precision
+        full = isinstance(entry.sites[0].module, options.precision.full_precision_modules)
         groups.setdefault((entry.param.dtype, entry.param.requires_grad, full), []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
         described = "; ".join(

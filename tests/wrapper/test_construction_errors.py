@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, RankMismatchError
+from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.support.peer import peer_fsdp
@@ -252,6 +252,46 @@ def test_an_error_of_one_rank_reaches_the_others_with_its_number_and_text(rank: 
         assert "ignored_states must hold parameters only" in text
     # Nothing was wrapped anywhere.
     assert square_loss(shard(model), batch(0)).isfinite()
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ({"sharding_strategy": "full"}, "sharding_strategy must be one of"),
+        ({"device_id": 1.5}, "device_id must be an int"),
+        ({"backward_prefetch": "pre"}, "backward_prefetch must be one of"),
+    ],
+)
+@on_ranks(2)
+def test_a_wrong_option_of_one_rank_stops_the_others_too(wrong: dict[str, Any], text: str, rank: int) -> None:
+    model = seeded()
+    if rank == 0:
+        with pytest.raises(FsdpFlatError, match=text):
+            FSDP(model, **wrong)
+    else:
+        told = message(PeerFailureError, RuntimeError, lambda: FSDP(model))
+        assert "Rank 0" in told
+        assert text in told
+    assert square_loss(shard(model), batch(0)).isfinite()
+
+
+@on_ranks(2)
+def test_an_initialisation_that_fails_on_one_rank_stops_the_others_too(rank: int) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def init(module: nn.Module) -> None:
+        if rank == 1:
+            raise KeyError("no weights for this module")
+        module.to_empty(device="cpu", recurse=False)
+
+    if rank == 1:
+        with pytest.raises(KeyError):
+            FSDP(model, param_init_fn=init)
+    else:
+        told = message(PeerFailureError, RuntimeError, lambda: FSDP(model, param_init_fn=init))
+        assert "Rank 1" in told
+        assert "no weights for this module" in told
 
 
 @on_ranks(2)
