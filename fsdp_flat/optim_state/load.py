@@ -15,7 +15,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.names import ParamNames, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import chunks_to_shard, local_chunk, refuse_split
+from fsdp_flat.state_dict import BoxedTensor, boxes_to_shard, chunks_to_shard, dtype_of, local_chunk, refuse_split, shape_of
 
 __all__ = ["load_optim_state"]
 
@@ -143,18 +143,21 @@ def _shard_of(unit: Unit, handle: FlatParamHandle, fqns: tuple[str, ...], key: s
     """One state of a handle as this rank's flat shard."""
     layout, axis = handle.layout, unit.options.groups.shard
     example = next(value for value in values if value is not None)
-    shard = torch.zeros(layout.shard_numel, dtype=example.dtype, device=handle.flat_param.device)
+    shard = torch.zeros(layout.shard_numel, dtype=dtype_of(example), device=handle.flat_param.device)
     chunks: list[torch.Tensor | None] = [None] * len(values)
     for index, (slot, value) in enumerate(zip(layout.slots, values, strict=True)):
         if value is None:
             continue
         guise = handle.views.params[index].guise
         shape = guise.whole_shape(slot.shape)
-        if tuple(value.shape) != shape:
+        if shape_of(value) != shape:
             raise LoadError(
-                f"State {key!r} of {fqns[index]!r} has shape {tuple(value.shape)}; expected {shape}, that of the "
+                f"State {key!r} of {fqns[index]!r} has shape {shape_of(value)}; expected {shape}, that of the "
                 f"parameter, on rank {axis.rank}. Is it the state dict of another model?"
             )
+        if isinstance(value, BoxedTensor):
+            boxes_to_shard(value, layout, index, axis.rank, shard)
+            continue
         if isinstance(value, FromRankZero):
             value = value.receive()
         chunks[index] = local_chunk(value)

@@ -13,6 +13,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
+from fsdp_flat.state_dict import shape_of
 
 __all__ = ["Managed", "OptimContents", "ParamNames", "contents_of", "is_scalar", "names_of", "ordered_params"]
 
@@ -150,4 +151,4 @@ def names_of(model: nn.Module) -> ParamNames:
 
 def is_scalar(value: Any) -> bool:
     """Whether a state is one number or no tensor at all, so the same for every part of a parameter."""
-    return len(getattr(value, "shape", ())) == 0
+    return len(shape_of(value)) == 0

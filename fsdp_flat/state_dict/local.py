@@ -15,7 +15,7 @@ from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
 from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, put, restore_buffers
 from fsdp_flat.state_dict.full import save_full
-from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk
+from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk, shape_of
 
 __all__ = ["load_local", "save_local"]
 
@@ -78,8 +78,8 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
             continue
         local = local_chunk(value)
         expected = _valid_numel(handle, rank)
-        if local is None or local.numel() != expected or tuple(value.shape) != (handle.layout.unpadded_numel,):
-            got = f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))}"
+        if local is None or local.numel() != expected or shape_of(value) != (handle.layout.unpadded_numel,):
+            got = f"{type(value).__name__} of shape {shape_of(value)}"
             held = "nothing readable" if local is None else f"{local.numel()} elements"
             report.errors.append(
                 f"{name}: a local state dict fits the wrapping and number of ranks that wrote it only. Got a {got}, "

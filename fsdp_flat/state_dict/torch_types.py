@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 from fsdp_flat.comm import Axis
 from fsdp_flat.layout import chunk_interval, chunk_shape
 
-__all__ = ["chunked", "flat_sharded", "local_chunk"]
+__all__ = ["chunked", "dtype_of", "flat_sharded", "local_chunk", "shape_of"]
 
 
 def chunked(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis, mesh: Any) -> torch.Tensor:
@@ -99,5 +99,17 @@ def local_chunk(value: Any) -> torch.Tensor | None:
         shards = value.local_shards()
         if len(shards) > 1:
             raise ValueError(f"expected at most one local shard, got {len(shards)}")
-        return shards[0].tensor if shards else torch.empty(0, dtype=value.dtype)
+        return shards[0].tensor if shards else torch.empty(0, dtype=dtype_of(value))
     return None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """The whole shape of a tensor of any kind; ``()`` for what is no tensor."""
+    # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
+    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """The dtype of a tensor of any kind."""
+    dtype: torch.dtype = (value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value).dtype
+    return dtype
