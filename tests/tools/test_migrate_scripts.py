@@ -1,0 +1,73 @@
+"""Three FSDP1 scripts, rewritten and run: the losses are those of the original on torch's FSDP1."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.tools.migrate_source import migrate_source
+from tests.support import on_ranks
+from tests.support.peer import mend_peer
+
+SCRIPTS = Path(__file__).parent / "scripts"
+
+
+def rewritten(name: str, folder: Path) -> Path:
+    """A copy of a script that ``migrate`` rewrote, each rank's own."""
+    result = migrate_source((SCRIPTS / f"{name}.py").read_bytes())
+    assert b"torch.distributed.fsdp" not in result.data
+    assert not [found for found in result.findings if found.kind in ("check", "error")]
+    path = folder / f"rank{dist.get_rank()}.py"
+    path.write_bytes(result.data)
+    return path
+
+
+def run(script: Path, function: str, *arguments: Any) -> Any:
+    """Call a function of a script on this rank, in the pool's process group."""
+    namespace = runpy.run_path(str(script), run_name="script")
+    with warnings.catch_warnings():
+        # torch's FSDP1 is deprecated, and torch's checkpoints use what is.
+        warnings.filterwarnings("ignore", module="" if script.parent == SCRIPTS else r"torch\.")
+        return namespace[function](*arguments)
+
+
+def assert_equal_losses(found: list[float], expected: list[float]) -> None:
+    assert len(found) >= 3
+    assert len(set(expected)) == len(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@on_ranks(2)
+def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_path: Path) -> None:
+    mend_peer()
+    scripts = {"original": SCRIPTS / "train_tutorial.py", "rewritten": rewritten("train_tutorial", tmp_path)}
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    losses = {}
+    for kind, script in scripts.items():
+        options = runpy.run_path(str(script))["parse"](["--save", str(tmp_path / f"{kind}.pt")])
+        losses[kind] = run(script, "train", rank, num_ranks, options)
+    assert_equal_losses(losses["rewritten"], losses["original"])
+    if rank == 0:
+        saved, expected = (torch.load(tmp_path / f"{kind}.pt") for kind in ("rewritten", "original"))
+        torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_manual_wrapping_gives_the_losses_of_the_original(tmp_path: Path) -> None:
+    expected = run(SCRIPTS / "train_manual_wrap.py", "train")
+    assert_equal_losses(run(rewritten("train_manual_wrap", tmp_path), "train"), expected)
+
+
+@on_ranks(2)
+def test_sharded_checkpoints_give_the_losses_of_the_original_and_load_on_either_side(tmp_path: Path) -> None:
+    original, ours = SCRIPTS / "train_sharded_checkpoint.py", rewritten("train_sharded_checkpoint", tmp_path)
+    expected = run(original, "train", str(tmp_path / "original"))
+    assert_equal_losses(run(ours, "train", str(tmp_path / "ours")), expected)
+    cpu = torch.device("cpu")
+    assert_equal_losses(run(ours, "resumed", str(tmp_path / "original"), cpu), expected[3:])
+    assert_equal_losses(run(original, "resumed", str(tmp_path / "ours"), cpu), expected[3:])
