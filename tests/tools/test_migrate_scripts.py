@@ -1,15 +1,23 @@
-"""Three FSDP1 scripts, rewritten and run: the losses are those of the original on torch's FSDP1."""
+"""Three FSDP1 scripts, rewritten or run as they are on fsdp_flat: the losses are those on torch's FSDP1."""
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
+import fsdp_flat
+from fsdp_flat.migrate import main as migrate
 from fsdp_flat.tools.migrate_source import migrate_source
 from tests.support import on_ranks
 from tests.support.peer import mend_peer
@@ -51,6 +59,8 @@ def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_pa
     for kind, script in scripts.items():
         options = runpy.run_path(str(script))["parse"](["--save", str(tmp_path / f"{kind}.pt")])
         losses[kind] = run(script, "train", rank, num_ranks, options)
+    with fsdp_flat.installed():
+        assert_equal_losses(run(scripts["original"], "train", rank, num_ranks, options), losses["original"])
     assert_equal_losses(losses["rewritten"], losses["original"])
     if rank == 0:
         saved, expected = (torch.load(tmp_path / f"{kind}.pt") for kind in ("rewritten", "original"))
@@ -59,7 +69,10 @@ def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_pa
 
 @on_ranks(2)
 def test_manual_wrapping_gives_the_losses_of_the_original(tmp_path: Path) -> None:
-    expected = run(SCRIPTS / "train_manual_wrap.py", "train")
+    original = SCRIPTS / "train_manual_wrap.py"
+    expected = run(original, "train")
+    with fsdp_flat.installed():
+        assert_equal_losses(run(original, "train"), expected)
     assert_equal_losses(run(rewritten("train_manual_wrap", tmp_path), "train"), expected)
 
 
@@ -68,6 +81,33 @@ def test_sharded_checkpoints_give_the_losses_of_the_original_and_load_on_either_
     original, ours = SCRIPTS / "train_sharded_checkpoint.py", rewritten("train_sharded_checkpoint", tmp_path)
     expected = run(original, "train", str(tmp_path / "original"))
     assert_equal_losses(run(ours, "train", str(tmp_path / "ours")), expected)
+    with fsdp_flat.installed():
+        assert_equal_losses(run(original, "train", str(tmp_path / "installed")), expected)
     cpu = torch.device("cpu")
     assert_equal_losses(run(ours, "resumed", str(tmp_path / "original"), cpu), expected[3:])
     assert_equal_losses(run(original, "resumed", str(tmp_path / "ours"), cpu), expected[3:])
+
+
+@pytest.mark.parametrize("way", ["migrate", "run"])
+def test_a_user_gets_the_same_losses_from_the_command_line(way: str, ranks: Any, tmp_path: Path) -> None:
+    script = Path(shutil.copy(SCRIPTS / "train_manual_wrap.py", tmp_path))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    if way == "migrate":
+        assert migrate(["--write", str(tmp_path)]) == 0
+        output = command(*launch, str(script))
+    else:
+        output = command(*launch, "-m", "fsdp_flat.run", str(script))
+    expected = ranks(2).run(run, SCRIPTS / "train_manual_wrap.py", "train")[0]
+    assert "model of fsdp_flat" in output
+    found = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+    assert_equal_losses(found, expected)
+
+
+def command(*words: str) -> str:
+    """What a command prints; it has to end well."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
