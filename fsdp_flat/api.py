@@ -151,9 +151,14 @@ class LocalStateDictConfig(StateDictConfig):
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Options of ``SHARDED_STATE_DICT``; ``_use_dtensor`` is set from the device mesh."""
+    """Options of ``SHARDED_STATE_DICT``; ``_use_dtensor`` is set from the device mesh.
+
+    With ``boxes`` values are neither ShardedTensors nor DTensors but boxes of the live shard, which
+    ``torch.distributed.checkpoint`` saves and loads without any communication here. (Not in FSDP1.)
+    """
 
     _use_dtensor: bool = False
+    boxes: bool = False
 
 
 @dataclass
@@ -179,9 +184,10 @@ class LocalOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a sharded optimizer state dict."""
+    """Options of a sharded optimizer state dict; ``boxes`` as in :class:`ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
+    boxes: bool = False
 
 
 @dataclass

@@ -53,6 +53,7 @@ class OptimStateMethods(nn.Module):
             whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
             rank0_only=bool(getattr(config, "rank0_only", False)),
             offload_to_cpu=config.offload_to_cpu,
+            boxes=bool(getattr(config, "boxes", False)),
         )
 
     @staticmethod

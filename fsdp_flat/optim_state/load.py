@@ -15,7 +15,15 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.names import ParamNames, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import chunks_to_shard, dtype_of, local_chunk, refuse_split, shape_of
+from fsdp_flat.state_dict import (
+    BoxedTensor,
+    boxes_to_shard,
+    chunks_to_shard,
+    dtype_of,
+    local_chunk,
+    refuse_split,
+    shape_of,
+)
 
 __all__ = ["load_optim_state"]
 
@@ -155,6 +163,9 @@ def _shard_of(unit: Unit, handle: FlatParamHandle, fqns: tuple[str, ...], key: s
                 f"State {key!r} of {fqns[index]!r} has shape {shape_of(value)}; expected {shape}, that of the "
                 f"parameter, on rank {axis.rank}. Is it the state dict of another model?"
             )
+        if isinstance(value, BoxedTensor):
+            boxes_to_shard(value, layout, index, axis.rank, shard)
+            continue
         if isinstance(value, FromRankZero):
             value = value.receive()
         chunks[index] = local_chunk(value)

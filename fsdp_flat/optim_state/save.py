@@ -12,13 +12,19 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import chunked, refuse_split, shard_to_chunks
+from fsdp_flat.state_dict import boxed_values, chunked, refuse_split, shard_to_chunks
 
 __all__ = ["save_optim_state"]
 
 
 def save_optim_state(
-    model: nn.Module, contents: OptimContents, *, whole: bool, rank0_only: bool, offload_to_cpu: bool
+    model: nn.Module,
+    contents: OptimContents,
+    *,
+    whole: bool,
+    rank0_only: bool,
+    offload_to_cpu: bool,
+    boxes: bool = False,
 ) -> dict[str, Any]:
     """The state dict of an optimizer under names.
 
@@ -30,6 +36,7 @@ def save_optim_state(
         whole: whole tensors, else torch's types with dim-0 chunks.
         rank0_only: with ``whole``, ranks other than 0 of their shard group return an empty dict.
         offload_to_cpu: values on the CPU.
+        boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then.
 
     Raises:
         OptionError: the optimizer holds a parameter that is none of the model's.
@@ -37,13 +44,15 @@ def save_optim_state(
     """
     names = names_of(model)
     groups = _groups(names, contents)
-    states = agree_on_states(names, read_states(names, contents))
+    states = read_states(names, contents)
+    if not boxes:
+        states = agree_on_states(names, states)
     keep = True
     if whole and rank0_only:
         keep = all(unit.options.groups.primary.rank == 0 for unit, _, _ in names.handles)
     by_name: dict[str, dict[str, Any]] = {}
     for unit, handle, fqns in names.handles:
-        found = _named_states(unit, handle, states[handle], whole=whole, keep=keep, offload=offload_to_cpu)
+        found = _named_states(unit, handle, states[handle], whole=whole, keep=keep, offload=offload_to_cpu, boxes=boxes)
         there = [index for index, has in enumerate(states[handle].slots_with_state()) if has]
         # FSDP1's order: that of the flat parameter, or sorted within a unit with original parameters.
         for index in sorted(there, key=fqns.__getitem__) if unit.options.use_orig_params else there:
@@ -73,13 +82,17 @@ def _groups(names: ParamNames, contents: OptimContents) -> list[dict[str, Any]]:
 
 
 def _named_states(
-    unit: Unit, handle: FlatParamHandle, states: HandleStates, *, whole: bool, keep: bool, offload: bool
+    unit: Unit, handle: FlatParamHandle, states: HandleStates, *, whole: bool, keep: bool, offload: bool, boxes: bool
 ) -> list[dict[str, Any]]:
     """By slot, the tensor states."""
     found: list[dict[str, Any]] = [{} for _ in handle.layout.slots]
     for name, shard in states.shards.items():
         if whole:
             values = _whole_values(unit, handle, shard)
+        elif boxes:
+            refuse_split(unit, "The sharded optimizer state")
+            own = shard.cpu() if offload else shard
+            values = boxed_values(handle.layout, unit.options.groups.shard.rank, own)
         else:
             values = _chunked_values(unit, handle, shard, offload)
         if not keep:

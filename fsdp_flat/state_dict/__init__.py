@@ -1,5 +1,6 @@
 """Floor 3: model state dicts, made of layout and shard."""
 
+from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_values, boxes_to_shard
 from fsdp_flat.state_dict.chunks import chunks_to_shard, shard_to_chunks
 from fsdp_flat.state_dict.common import LoadReport, refuse_split
 from fsdp_flat.state_dict.forms import FORMS, Form
@@ -9,8 +10,11 @@ from fsdp_flat.state_dict.torch_types import chunked, dtype_of, local_chunk, sha
 __all__ = [
     "DEFAULT_SETTINGS",
     "FORMS",
+    "BoxedTensor",
     "Form",
     "LoadReport",
+    "boxed_values",
+    "boxes_to_shard",
     "chunked",
     "chunks_to_shard",
     "dtype_of",

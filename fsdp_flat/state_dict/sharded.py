@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 from fsdp_flat.api import StateDictConfig
+from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX, chunk_shape
 from fsdp_flat.runtime import Unit, check_idle
+from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_values, boxes_to_shard
 from fsdp_flat.state_dict.chunks import chunks_to_shard, shard_to_chunks
 from fsdp_flat.state_dict.common import (
     LoadReport,
@@ -32,7 +34,8 @@ def save_sharded(
 ) -> dict[str, Any]:
     """Add the entries of one unit's subtree: ShardedTensors, or DTensors where the unit was given a mesh.
 
-    Every rank of the shard group must call this. What is not sharded is returned whole.
+    Every rank of the shard group must call this. What is not sharded is returned whole. With ``config.boxes`` nothing
+    is exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
     """
     check_idle(unit, "state_dict")
     refuse_split(unit, "SHARDED_STATE_DICT")
@@ -40,6 +43,12 @@ def save_sharded(
     with unit.names_shown():
         destination = inner()
     for handle in unit.handles:
+        if getattr(config, "boxes", False):
+            shard = handle.flat_param.data
+            shard = shard.to("cpu", copy=True) if config.offload_to_cpu else shard
+            for index, value in enumerate(boxed_values(handle.layout, groups.shard.rank, shard)):
+                put(destination, handle, index, prefix, value)
+            continue
         if handle.layout.world_size == 1:
             warnings.warn(
                 f"Unit {unit.name!r} is not sharded, so its entries of the sharded state dict are whole tensors.",
@@ -69,6 +78,9 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
         for index, value in enumerate(values):
             if value is None:
                 continue
+            if isinstance(value, BoxedTensor):
+                _load_boxes(unit, handle, index, value, prefix, report)
+                continue
             chunk = _checked_chunk(unit, handle, index, value, prefix, report)
             if chunk is not None:
                 chunks[index] = chunk
@@ -77,6 +89,15 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
         with torch.no_grad():
             chunks_to_shard(handle.layout, chunks, handle.flat_param.data, unit.options.groups.shard)
     finish_load(unit, state_dict, prefix + FSDP_PREFIX)
+
+
+def _load_boxes(
+    unit: Unit, handle: FlatParamHandle, index: int, value: BoxedTensor, prefix: str, report: LoadReport
+) -> None:
+    try:
+        boxes_to_shard(value, handle.layout, index, unit.options.groups.shard.rank, handle.flat_param.data)
+    except LoadError as error:
+        report.errors.append(f"{prefix}{error}")
 
 
 def _checked_chunk(

@@ -61,7 +61,11 @@ NO_COUNTERPART = {
     ),
 }
 # What we added to FSDP1's names: always after its own arguments or fields, and with a default.
-ADDED_FIELDS = {"MixedPrecision": ["master_dtype", "full_precision_modules", "uncast_inputs"]}
+ADDED_FIELDS = {
+    "MixedPrecision": ["master_dtype", "full_precision_modules", "uncast_inputs"],
+    "ShardedStateDictConfig": ["boxes"],
+    "ShardedOptimStateDictConfig": ["boxes"],
+}
 ADDED_PARAMETERS: dict[str, list[str]] = {}
 
 

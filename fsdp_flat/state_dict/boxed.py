@@ -1,0 +1,156 @@
+"""The communication-free form: a parameter as boxes of this rank's flat shard, which checkpoints store as they are.
+
+A rank's piece of a parameter is a flat interval, and an interval is at most ``2 * ndim - 1`` boxes (``layout.boxes``).
+``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so nothing has to move between
+ranks to write a checkpoint that every sharding can read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from fsdp_flat.errors import LoadError, UnsupportedError
+from fsdp_flat.layout import Box, FlatLayout, boxes
+
+__all__ = ["BoxedTensor", "boxed_values", "boxes_to_shard"]
+
+_aten = torch.ops.aten
+
+
+class BoxedTensor(torch.Tensor):
+    """A tensor of which this process holds some boxes.
+
+    ``torch.distributed.checkpoint`` saves it, and loads into it, through the protocol of its
+    ``_checkpointable.py``. Beyond that it can be copied, detached and moved; it is no operand of arithmetic.
+
+    Attributes:
+        boxes: where the parts lie in the whole tensor.
+        parts: one tensor per box, of the box's sizes; views of the live shard unless they were copied.
+    """
+
+    boxes: tuple[Box, ...]
+    parts: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        found: Sequence[Box],
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> BoxedTensor:
+        """A tensor of ``shape`` of which ``parts`` are at hand, at the places that ``found`` says."""
+        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        made.boxes, made.parts = tuple(found), tuple(parts)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (_aten.detach.default, _aten.alias.default):
+            return args[0]._with(torch.Tensor.detach)
+        if func in (_aten.clone.default, _aten._to_copy.default, _aten.empty_like.default):
+            kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
+            return args[0]._with(lambda part: func(part, **kwargs))
+        if func is _aten.copy_.default and isinstance(args[1], BoxedTensor) and args[0].boxes == args[1].boxes:
+            for part, source in zip(args[0].parts, args[1].parts, strict=True):
+                part.copy_(source)
+            return args[0]
+        raise UnsupportedError(
+            f"{func} on a tensor of a sharded state dict in the form of boxes, of which this rank holds "
+            f"{[box.sizes for box in args[0].boxes] if args and isinstance(args[0], BoxedTensor) else 'parts'}. It is "
+            "for torch.distributed.checkpoint to save and load; leave ShardedStateDictConfig(boxes=True) out to get "
+            "ShardedTensors or DTensors, or use FULL_STATE_DICT."
+        )
+
+    def _with(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BoxedTensor:
+        parts = [fn(part) for part in self.parts]
+        kind = parts[0] if parts else self
+        return BoxedTensor(self.shape, self.boxes, parts, kind.dtype, kind.device)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        places = ", ".join(f"{box.sizes} at {box.offsets}" for box in self.boxes)
+        return f"BoxedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes=[{places}])"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A saver in another process gets its own copies.
+        return BoxedTensor, (tuple(self.shape), self.boxes, self.parts, self.dtype, self.device)
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for box, part in zip(self.boxes, self.parts, strict=True):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return part
+        raise LoadError(f"{index.fqn!r}: this rank holds no box at {tuple(index.offset)}; it holds {self!r}.")
+
+
+def _chunk(box: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+def boxed_values(layout: FlatLayout, rank: int, shard: torch.Tensor) -> list[torch.Tensor]:
+    """By slot, the parameter as boxes of ``shard``; nothing is communicated and nothing copied.
+
+    Args:
+        layout: the flat layout.
+        rank: this rank on the shard axis.
+        shard: 1-D, ``layout.shard_numel`` elements.
+
+    Returns:
+        :class:`BoxedTensor` objects whose parts are views of ``shard``; plain empty tensors for parameters without
+        elements, of which no box could tell that they exist.
+    """
+    values: list[torch.Tensor] = []
+    for index, slot in enumerate(layout.slots):
+        if slot.numel == 0:
+            values.append(shard.new_empty(slot.shape))
+            continue
+        piece = layout.piece(index, rank)
+        found = boxes(slot.shape, piece.in_param)
+        # From elements of the parameter to elements of the shard.
+        shift = piece.in_shard.start - piece.in_param.start
+        parts = [shard[box.interval.shift(shift).to_slice()].view(box.sizes) for box in found]
+        values.append(BoxedTensor(slot.shape, found, parts, shard.dtype, shard.device))
+    return values
+
+
+def boxes_to_shard(value: BoxedTensor, layout: FlatLayout, index: int, rank: int, shard: torch.Tensor) -> None:
+    """Copy the boxes of one parameter into ``shard`` (1-D, ``shard_numel``), where they are not views of it already.
+
+    Raises:
+        LoadError: the shape, or the boxes, are not those of this rank.
+    """
+    slot, piece = layout.slots[index], layout.piece(index, rank)
+    if tuple(value.shape) != slot.shape:
+        raise LoadError(f"{slot.fqn!r}: a tensor of shape {tuple(value.shape)}; expected {slot.shape}.")
+    if value.boxes != boxes(slot.shape, piece.in_param):
+        raise LoadError(
+            f"{slot.fqn!r}: {value!r} does not hold what rank {rank} of {layout.world_size} holds, the elements "
+            f"{piece.in_param.start} to {piece.in_param.stop}. Boxes fit the sharding that they were made for: load "
+            "the checkpoint into this model's own state_dict() with torch.distributed.checkpoint, which reshards."
+        )
+    shift = piece.in_shard.start - piece.in_param.start
+    for box, part in zip(value.boxes, value.parts, strict=True):
+        target = shard[box.interval.shift(shift).to_slice()]
+        if target.data_ptr() != part.data_ptr():
+            target.copy_(part.reshape(-1))
