@@ -54,8 +54,8 @@ class Use:
 
     @property
     def ours(self) -> str | None:
-        """What it becomes, if that is known."""
-        return counterpart(self.name) if self.is_sure else None
+        """What it becomes, if that is known. A module used as a value may be wanted for any name in it."""
+        return counterpart(self.name) if self.is_sure and not is_module(self.name) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -253,10 +253,7 @@ def plan_imports(reached: Reached) -> Plan:
         else:
             _rewrite_uses(plan, binding, reached.bindings)
     for use in {id(use): use for binding in reached.bindings for use in binding.uses}.values():
-        if _in_whole(use, plan, reached.bindings):
-            if is_module(use.name):
-                plan.add(use.line, "check", f"the module {use.name} is used as a value; see that fsdp_flat has it all")
-        elif use.node not in plan.rewritten:
+        if use.node not in plan.rewritten and not _in_whole(use, plan, reached.bindings):
             _report_left(plan, use.line, use.name, is_sure=use.is_sure)
     _report_mixture(plan, reached)
     return plan
@@ -301,7 +298,10 @@ def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> N
 
 def _can_move_whole(binding: Binding, ours: str) -> bool:
     """Whether an import under a name may be replaced, all uses of the name staying as they are."""
-    return all(counterpart(use.name) == ours + use.name.removeprefix(binding.full) for use in binding.uses)
+    return all(
+        counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
+        for use in binding.uses
+    )
 
 
 def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
@@ -317,7 +317,7 @@ def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> 
             plan.rewritten[use.node] = ours
             plan.move(use.line, use.name, ours)
             needed = plan.added.setdefault(binding.statement, [])
-            module = ours if is_module(use.name) else ours.rpartition(".")[0]
+            module = ours.rpartition(".")[0]
             if module not in needed:
                 needed.append(module)
 

@@ -241,10 +241,13 @@ def test_fsdp2_beside_fsdp1_is_reported() -> None:
     assert "fully_shard is FSDP2" in result.findings[1].text
 
 
-def test_a_module_that_is_handed_on_is_moved_and_reported() -> None:
-    result = migrate_source(b"import torch.distributed.fsdp as F\nkind = getattr(F, 'CPUOffload')\n")
-    assert result.data == b"import fsdp_flat as F\nkind = getattr(F, 'CPUOffload')\n"
-    assert [(found.line, found.kind) for found in result.findings] == [(1, "changed"), (2, "check")]
+def test_a_module_that_is_handed_on_stays_and_is_reported() -> None:
+    before = "import torch.distributed.fsdp as F\nif not hasattr(F, 'FSDPModule'):\n    F.FSDPModule = None\n"
+    used = "kind = F.CPUOffload\n"
+    result = migrate_source((before + used).encode())
+    assert result.data.decode() == before.replace("\n", "\nimport fsdp_flat\n", 1) + used.replace("F.", "fsdp_flat.")
+    assert [(found.line, found.kind) for found in result.findings] == [(2, "check"), (3, "check"), (4, "changed")]
+    assert migrate_source(before.encode()).data.decode() == before
 
 
 @pytest.mark.parametrize(
