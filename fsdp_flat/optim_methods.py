@@ -38,7 +38,8 @@ class OptimStateMethods(nn.Module):
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
-            optim_state_dict: taken instead of ``optim.state_dict()``, keyed by position.
+            optim_state_dict: taken instead of ``optim.state_dict()``, keyed by position (or by name, as torch's named
+                optimizer does).
             group: accepted for FSDP1's sake; each unit's own groups are used.
 
         Raises:
@@ -49,7 +50,7 @@ class OptimStateMethods(nn.Module):
         config = settings.optim_state_dict_config
         return save_optim_state(
             model,
-            contents_of(optim, optim_state_dict),
+            contents_of(optim, optim_state_dict, model),
             whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
             rank0_only=bool(getattr(config, "rank0_only", False)),
             offload_to_cpu=config.offload_to_cpu,

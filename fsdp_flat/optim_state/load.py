@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.optim_state.names import ParamNames, is_scalar, names_of
+from fsdp_flat.optim_state.names import current_names, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict import (
@@ -45,7 +45,8 @@ def load_optim_state(
         model: the model that the optimizer was built from.
         params: the optimizer's parameters in order.
         given: ``{"state": {name: {...}}, "param_groups": [...]}``.
-        named: keys of the result stay names.
+        named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
+            optimizer has.
         from_rank_zero: only rank 0 of each shard group has ``given``, in whole tensors.
 
     Raises:
@@ -62,6 +63,8 @@ def load_optim_state(
             )
     assert given is not None
     ids = names.ids(params)
+    shown = current_names(model) if named else {}
+    keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
     by_name: dict[str, dict[str, Any]] = given["state"]
     state: dict[Any, dict[str, Any]] = {}
     seen: set[str] = set()
@@ -71,13 +74,13 @@ def load_optim_state(
             for index, values in _for_handle(unit, handle, fqns, by_name).items():
                 fqn = fqns[index]
                 if fqn in ids:
-                    state[fqn if named else ids[fqn]] = values
+                    state[keys[ids[fqn]]] = values
     for name in names.others.values():
         seen.add(name)
         if name in by_name:
             values = {key: _plain(value) for key, value in by_name[name].items()}
             if name in ids:
-                state[name if named else ids[name]] = values
+                state[keys[ids[name]]] = values
     unknown = [name for name in by_name if name not in seen]
     if unknown:
         warnings.warn(
@@ -85,18 +88,15 @@ def load_optim_state(
             "the first; they are left out.",
             stacklevel=4,
         )
-    return {"state": state, "param_groups": _groups(names, ids, given["param_groups"], named=named)}
+    return {"state": state, "param_groups": _groups(ids, keys, given["param_groups"])}
 
 
-def _groups(
-    names: ParamNames, ids: dict[str, int], given: list[dict[str, Any]], *, named: bool
-) -> list[dict[str, Any]]:
+def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = []
     for group in given:
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
         known = [fqn for fqn in group.get("params", []) if fqn in ids]
-        params: list[Any] = list(dict.fromkeys(known)) if named else sorted({ids[fqn] for fqn in known})
-        groups.append({**settings, "params": params})
+        groups.append({**settings, "params": [keys[position] for position in sorted({ids[fqn] for fqn in known})]})
     return groups
 
 

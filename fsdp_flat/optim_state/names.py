@@ -15,7 +15,16 @@ from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
 from fsdp_flat.state_dict import shape_of
 
-__all__ = ["Managed", "OptimContents", "ParamNames", "contents_of", "is_scalar", "names_of", "ordered_params"]
+__all__ = [
+    "Managed",
+    "OptimContents",
+    "ParamNames",
+    "contents_of",
+    "current_names",
+    "is_scalar",
+    "names_of",
+    "ordered_params",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,22 +93,42 @@ class OptimContents:
     groups: tuple[dict[str, Any], ...]
 
 
-def contents_of(optim: Any, state_dict: Mapping[str, Any] | None = None) -> OptimContents:
+def contents_of(
+    optim: Any, state_dict: Mapping[str, Any] | None = None, model: nn.Module | None = None
+) -> OptimContents:
     """The contents of an optimizer, or of something with ``param_groups`` and ``state`` like one.
 
     Args:
         optim: the optimizer.
-        state_dict: taken instead of the optimizer's own state and settings; keyed by position.
+        state_dict: taken instead of the optimizer's own state and settings; keyed by position, or as torch's named
+            optimizer does by the names that ``model.named_parameters()`` gives.
+        model: what those names are of.
+
+    Raises:
+        OptionError: a key is neither a position nor such a name.
     """
     params = tuple(param for group in optim.param_groups for param in group["params"])
     if state_dict is None:
         return OptimContents(params, optim.state, tuple(optim.param_groups))
-    state = {params[key] if isinstance(key, int) else key: value for key, value in state_dict["state"].items()}
-    groups = tuple(
-        {**group, "params": [params[key] if isinstance(key, int) else key for key in group["params"]]}
-        for group in state_dict["param_groups"]
-    )
+    by_name = {} if model is None else {clean_fqn(name): param for param, name in current_names(model).items()}
+
+    def of(key: Any) -> nn.Parameter:
+        found = params[key] if isinstance(key, int) else by_name.get(clean_fqn(str(key)))
+        if found is None:
+            raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
+        return found
+
+    state = {of(key): value for key, value in state_dict["state"].items()}
+    groups = tuple({**group, "params": [of(key) for key in group["params"]]} for group in state_dict["param_groups"])
     return OptimContents(params, state, groups)
+
+
+def current_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """For every parameter that ``model`` shows now, its first name there, wrapper words included."""
+    found: dict[nn.Parameter, str] = {}
+    for name, param in model.named_parameters():
+        found.setdefault(param, name)
+    return found
 
 
 def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:

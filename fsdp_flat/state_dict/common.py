@@ -94,11 +94,13 @@ def prepare_load(
     taken: dict[FlatParamHandle, list[Any]] = {}
     for handle in unit.handles:
         values = []
+        # torch.distributed.checkpoint fills in for a missing name what named_parameters gives: nothing to load.
+        own = {id(param) for param in handle.views.visible_params()}
         for entry in handle.views.params:
             given = [(site, state_dict.pop(inner + site.fqn, None)) for site in entry.sites]
             if report.strict:
                 report.missing.extend(prefix + site.fqn for site, value in given if value is None)
-            values.append(next((value for _, value in given if value is not None), None))
+            values.append(next((value for _, value in given if value is not None and id(value) not in own), None))
         taken[handle] = values
     return taken
 

@@ -1,0 +1,166 @@
+"""Parts of torch that know FSDP1, and private functions that clients import, with our wrapper after install()."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.fsdp.wrap import CustomPolicy as PeerCustomPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerModuleWrapPolicy
+
+import fsdp_flat
+from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy, lambda_auto_wrap_policy
+from tests.compat.clients import imported
+from tests.support import assert_close, on_ranks
+from tests.wrapper.models import Block, batch, seeded, shard, shard_by_peer, square_loss, whole_state
+
+POLICIES = {
+    "ours_by_class": ModuleWrapPolicy({Block}),
+    "ours_by_function": CustomPolicy(lambda module: isinstance(module, Block)),
+    "torchs_by_class": PeerModuleWrapPolicy({Block}),
+    "torchs_by_function": PeerCustomPolicy(lambda module: isinstance(module, Block)),
+    "a_function": partial(lambda_auto_wrap_policy, lambda_fn=lambda module: isinstance(module, Block)),
+}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, num: int) -> float:
+    model.zero_grad()  # torch's named optimizer has no zero_grad that works
+    loss = square_loss(model, batch(dist.get_rank(), num))
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("policy", list(POLICIES))
+@on_ranks(2)
+def test_activation_checkpointing_is_applied_with_policies_of_both_sides(policy: str) -> None:
+    plain = shard(seeded())
+    with fsdp_flat.installed():
+        model = shard(seeded())
+        apply_activation_checkpointing(model, auto_wrap_policy=POLICIES[policy])
+        blocks = [module for module in model.modules() if isinstance(module, CheckpointWrapper)]
+        assert len(blocks) == 2
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, plain)]
+        for num in range(2):
+            assert step(model, optimizers[0], num) == step(plain, optimizers[1], num)
+    assert_close(whole_state(model), whole_state(plain), rtol=0, atol=0)
+
+
+@on_ranks(2)
+def test_a_compiled_model_trains_as_an_uncompiled_one() -> None:
+    with fsdp_flat.installed(), imported("compiling_client") as client:
+        plain, model = (vars(client)["make"](seeded(), use_orig_params=True) for _ in range(2))
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, plain)]
+        for num in range(2):
+            assert abs(step(compiled, optimizers[0], num) - step(plain, optimizers[1], num)) < 1e-6
+    torch._dynamo.reset()
+
+
+@on_ranks(2)
+def test_the_named_optimizer_saves_and_loads_through_our_wrapper() -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)
+        from torch.distributed.optim import _NamedOptimizer
+
+    def named(model: Any) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return _NamedOptimizer(model.named_parameters(), torch.optim.Adam, module=model, lr=0.05)
+
+    with fsdp_flat.installed():
+        model = shard(seeded(), use_orig_params=True)
+        optimizer = named(model)
+        losses = [step(model, optimizer, num) for num in range(2)]
+        reference = shard(seeded(), use_orig_params=True)
+        plain = torch.optim.Adam(reference.parameters(), lr=0.05)
+        assert losses == [step(reference, plain, num) for num in range(2)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # torch's named optimizer makes this call itself, with names as keys, and leaves the result out.
+            assert set(optimizer.state_dict()["state"]) == {name for name, _ in model.named_parameters()}
+            saved = model.optim_state_dict(model, optimizer)
+            again = model.optim_state_dict(model, optimizer, optimizer.state_dict())
+            assert_close(again["state"], saved["state"], rtol=0, atol=0)
+            assert_close(saved["state"], reference.optim_state_dict(reference, plain)["state"], rtol=0, atol=0)
+            fresh = shard(seeded(seed=4), use_orig_params=True)
+            other = named(fresh)
+            other.init_state()
+            other.load_state_dict(saved)
+        fresh.load_state_dict(whole_state(model))
+        assert [step(fresh, other, num) for num in (2, 3)] == [step(reference, plain, num) for num in (2, 3)]
+
+
+@on_ranks(2)
+def test_an_asynchronous_save_of_sharded_states_is_loaded_back(tmp_path: Path) -> None:
+    with warnings.catch_warnings(), fsdp_flat.installed():
+        warnings.simplefilter("ignore")
+        model = shard(seeded(), use_orig_params=True)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        step(model, optimizer, 0)
+        model_state, optim_state = get_state_dict(model, optimizer, options=StateDictOptions())
+        group = dist.new_group(backend="gloo")
+        saved = dcp.async_save(
+            {"model": model_state, "optim": optim_state},
+            storage_writer=dcp.FileSystemWriter(tmp_path),
+            process_group=group,
+            async_stager=BlockingAsyncStager(),
+        )
+        losses = [step(model, optimizer, num) for num in (1, 2)]  # training goes on while it is written
+        saved.result()  # type: ignore[union-attr]
+
+        fresh = shard(seeded(seed=4), use_orig_params=True)
+        fresh_optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.05)
+        states = dict(zip(("model", "optim"), get_state_dict(fresh, fresh_optimizer)))
+        dcp.load(states, storage_reader=dcp.FileSystemReader(tmp_path))
+        set_state_dict(fresh, fresh_optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
+        assert [step(fresh, fresh_optimizer, num) for num in (1, 2)] == losses
+        dist.destroy_process_group(group)
+
+
+@on_ranks(2)
+def test_private_functions_work_on_our_wrapper() -> None:
+    with fsdp_flat.installed(), imported("client_of_private_names") as client:
+        names = vars(client)
+        model = shard(seeded())
+        first, inner, _ = fsdp_flat.FullyShardedDataParallel.fsdp_modules(model)
+        assert first is model
+        assert names["_get_module_fsdp_state"](model) is model
+        assert names["_get_module_fsdp_state"](module=model) is model
+        assert names["_get_fsdp_handles"](model) == [
+            module._handle for module in fsdp_flat.FullyShardedDataParallel.fsdp_modules(model)
+        ]
+        assert model._is_root is None
+        names["_lazy_init"](model, model)
+        assert (model._is_root, inner._is_root) == (True, False)
+        with names["_unshard_params_for_summon"](model, model, True, False, False, False):
+            assert model.first.weight.shape == (5, 3)
+            assert not isinstance(inner.up.weight, nn.Parameter)  # that unit is not shown whole
+        assert names["is_wrapped"](model)
+        assert names["clean_tensor_name"]("_fsdp_wrapped_module.first.weight") == "first.weight"
+
+
+@on_ranks(2)
+def test_private_functions_stay_torchs_for_modules_that_are_not_ours() -> None:
+    from torch.distributed.fsdp import _common_utils as common
+
+    peer = shard_by_peer(seeded())
+    expected = common._get_module_fsdp_state
+    with fsdp_flat.installed():
+        assert common._get_module_fsdp_state is not expected
+        assert common._get_module_fsdp_state(nn.Linear(2, 2)) is None
+        assert common._get_module_fsdp_state(peer) is peer
+    assert common._get_module_fsdp_state is expected
