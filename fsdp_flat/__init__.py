@@ -23,6 +23,7 @@ from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.names import clean_named_parameters, clean_tensor_name
+from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.runtime import register_forward_method, unshard_for, unwrap
 
 __version__ = "0.1.0"
@@ -39,6 +40,7 @@ __all__ = [
     "LocalStateDictConfig",
     "MixedPrecision",
     "OptimStateDictConfig",
+    "OptimStateHandler",
     "OptimStateKeyType",
     "ShardedEMA",
     "ShardedOptimStateDictConfig",
@@ -47,11 +49,13 @@ __all__ = [
     "StateDictConfig",
     "StateDictSettings",
     "StateDictType",
+    "StatePart",
     "clean_named_parameters",
     "clean_tensor_name",
     "install",
     "installed",
     "register_forward_method",
+    "register_optim_state_handler",
     "uninstall",
     "unshard_for",
     "unwrap",

@@ -55,7 +55,7 @@ from fsdp_flat.semi_private import (
     describe_flat_params,
 )
 from fsdp_flat.state_dict import DEFAULT_SETTINGS
-from fsdp_flat.state_methods import StateDictMethods, clean_key_report
+from fsdp_flat.state_methods import StateDictMethods, end_load
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Beside the class, what FSDP1 users import from the module of this name.
@@ -187,7 +187,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         self._given = Given(arguments.mixed_precision or MixedPrecision(), arguments.cpu_offload or CPUOffload())
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, module)
-        self.register_load_state_dict_post_hook(clean_key_report)
+        self.register_load_state_dict_post_hook(end_load)
 
     @staticmethod
     def _child(module: nn.Module, arguments: Arguments, inherited: Inherited) -> nn.Module:

@@ -128,7 +128,8 @@ class OptimStateMethods(nn.Module):
         Without ``optim`` the order of parameters is that of ``optim_input``, or of ``model.parameters()``.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        return load_optim_state(model, ordered_params(model, optim, optim_input), full_optim_state_dict)
+        params = ordered_params(model, optim, optim_input)
+        return load_optim_state(model, params, full_optim_state_dict, agreed=False)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(

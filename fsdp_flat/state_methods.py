@@ -8,16 +8,18 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from fsdp_flat.errors import PhaseError
+from fsdp_flat.comm import meet
+from fsdp_flat.errors import OptionTypeError, PhaseError
 from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import units_of
 from fsdp_flat.semi_private import SemiPrivateNames
 from fsdp_flat.state_dict import FORMS, LoadReport, settings_for
 
-__all__ = ["StateDictMethods", "clean_key_report"]
+__all__ = ["StateDictMethods", "end_load"]
 
 
 class StateDictMethods(SemiPrivateNames):
@@ -80,6 +82,10 @@ class StateDictMethods(SemiPrivateNames):
         """The state dict in the form that is set, under the names of the unwrapped model.
 
         Every rank must call this.
+
+        Raises:
+            PhaseError: (an AssertionError) called inside a step or with parameters summoned for another form.
+            UsageError: (a RuntimeError) other ranks of the group did not call it.
         """
         if args:
             warnings.warn("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=2)
@@ -91,26 +97,82 @@ class StateDictMethods(SemiPrivateNames):
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
         form = FORMS[self._settings.state_dict_type]
-        destination = form.save(
-            self._unit, self._settings.state_dict_config, prefix, lambda: wrapped.state_dict(**kwargs)
-        )
+        with self._saving() as outermost:
+            if outermost and self._saves_together():
+                for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
+                    meet("state_dict", axis)
+            destination = form.save(
+                self._unit, self._settings.state_dict_config, prefix, lambda: wrapped.state_dict(**kwargs)
+            )
+        if outermost:
+            self._tell_versions(destination, prefix)
         for hook in self._state_dict_hooks.values():
             result = hook(self, destination, prefix, {})
             destination = destination if result is None else result
         return destination
 
+    def _saves_together(self) -> bool:
+        """Whether a save in the form that is set takes communication."""
+        local = self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
+        return not local and not getattr(self._settings.state_dict_config, "boxes", False)
+
+    @contextmanager
+    def _saving(self) -> Generator[bool, None, None]:
+        """Tell nested wrappers inside the block that they are part of a save; whether this one is not."""
+        if self.__dict__.get("_in_save", False):
+            yield False
+            return
+        wrappers = _wrappers(self)
+        try:
+            for wrapper in wrappers:
+                wrapper.__dict__["_in_save"] = True
+            yield True
+        finally:
+            for wrapper in wrappers:
+                del wrapper.__dict__["_in_save"]
+
+    def _tell_versions(self, destination: dict[str, Any], prefix: str) -> None:
+        """Note the modules' versions under the names of wrapped modules too, where a load by a plain parent looks."""
+        versions = getattr(destination, "_metadata", None)
+        if versions is not None:
+            for name, _ in self.named_modules():
+                saved = versions.get((prefix + clean_fqn(name)).rstrip("."))
+                if saved is not None:
+                    versions.setdefault((prefix + name).rstrip("."), saved)
+
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As :meth:`nn.Module.load_state_dict`, with the names of the unwrapped model.
 
-        Modules are told the version that they were saved with, whether by a wrapped model or a plain one.
+        Everything is looked at before anything is written: after an error the model is as it was before. Modules are
+        told the version that they were saved with, whether by a wrapped model or a plain one.
+
+        Every rank must call this; FULL and LOCAL state dicts take no communication.
+
+        Args:
+            state_dict: in the form that is set; SHARDED takes whole tensors as well.
+            strict: names that are missing or unexpected are an error.
+            assign: as in torch, for what is not sharded.
+
+        Raises:
+            RuntimeError: names or shapes that do not fit, on this rank, or for SHARDED on any rank.
         """
+        if not isinstance(state_dict, Mapping):
+            raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
         versions = getattr(state_dict, "_metadata", None)
         if versions is not None:
             here = {name: clean_fqn(name) for name, _ in self.named_modules()}
             state_dict = OrderedDict(state_dict)
             known = {name: versions[clean] for name, clean in here.items() if clean in versions}
             state_dict._metadata = {**versions, **known}  # type: ignore[attr-defined]
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        plain = _Snapshot(self, assign=assign)
+        self.__dict__["_load_strict"] = strict
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except BaseException:
+            plain.restore()
+            raise
+        finally:
+            del self.__dict__["_load_strict"]
 
     def _load_from_state_dict(
         self,
@@ -122,22 +184,54 @@ class StateDictMethods(SemiPrivateNames):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._load_errors = error_msgs
-        report = LoadReport(strict, missing_keys, error_msgs)
+        report: LoadReport | None = self.__dict__.get("_load_report")
+        if report is None or report.errors is not error_msgs:
+            # The outermost wrapper of this load; the list of errors tells it from one that an exception ended.
+            report = LoadReport(strict, missing_keys, error_msgs, owner=self)
+            for wrapper in _wrappers(self):
+                wrapper.__dict__["_load_report"] = report
         FORMS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
+class _Snapshot:
+    """What a load may overwrite besides shards: buffers, and parameters that no unit manages."""
+
+    def __init__(self, root: nn.Module, *, assign: bool) -> None:
+        managed = {
+            param for unit in units_of(root) for handle in unit.handles for param in handle.views.visible_params()
+        }
+        self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+        for module in root.modules():
+            for tensors in (module._buffers, module._parameters):
+                for name, tensor in tensors.items():
+                    if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:
+                        continue
+                    copied = None if assign else tensor.detach().clone()
+                    self._held.append((tensors, name, tensor, copied))
+
+    def restore(self) -> None:
+        """Put it back."""
+        with torch.no_grad():
+            for tensors, name, tensor, copied in self._held:
+                tensors[name] = tensor
+                if copied is not None:
+                    tensor.copy_(copied)
+
+
 def _wrappers(module: nn.Module) -> list[StateDictMethods]:
     return [child for child in module.modules() if isinstance(child, StateDictMethods)]
 
 
-def clean_key_report(module: nn.Module, keys: Any) -> None:
-    """A load hook: keys that are missing, unexpected or do not fit are reported without wrapper words."""
+def end_load(module: nn.Module, keys: Any) -> None:
+    """A load hook: errors without wrapper words, and at the outermost wrapper the writing, if there are none."""
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
-    # By now the wrapped modules have added theirs to the list that the wrapper was given.
-    errors = module.__dict__.pop("_load_errors", [])
-    errors[:] = [text.replace(FSDP_PREFIX, "") for text in errors]
+    report: LoadReport = module.__dict__.pop("_load_report")
+    # By now the wrapped modules have added theirs to the list.
+    report.errors[:] = [text.replace(FSDP_PREFIX, "") for text in report.errors]
+    if report.owner is module:
+        strict = module.__dict__.get("_load_strict", False)
+        report.carry_out(refused=strict and bool(keys.missing_keys or keys.unexpected_keys))

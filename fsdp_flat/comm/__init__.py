@@ -6,12 +6,13 @@ from fsdp_flat.comm.collectives import (
     Pending,
     begin_all_reduce,
     collectives_for,
-    exchange_runs,
     is_simulated,
 )
 from fsdp_flat.comm.groups import Axis, UnitGroups, resolve_groups
+from fsdp_flat.comm.meeting import meet
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, streams_for
+from fsdp_flat.comm.transfers import Transfers
 
 __all__ = [
     "STRATEGIES",
@@ -20,13 +21,14 @@ __all__ = [
     "Pending",
     "Strategy",
     "Streams",
+    "Transfers",
     "UnitGroups",
     "begin_all_reduce",
     "collectives_for",
     "exchange_bytes",
     "exchange_ints",
-    "exchange_runs",
     "is_simulated",
+    "meet",
     "resolve_groups",
     "strategy_from",
     "streams_for",

@@ -6,8 +6,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "group_store", "reduce_scatter_single"]
 
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def group_store(group: dist.ProcessGroup) -> dist.Store:
+    """The store of a group, where its ranks can leave each other notes; torch has no public way to it."""
+    store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]
+    return store

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.groups import Axis
 
-__all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "exchange_runs", "is_simulated"]
+__all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "is_simulated", "moves_by_gloo"]
 
 
 class Pending:
@@ -138,12 +138,13 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
 def collectives_for(axis: Axis, device: torch.device) -> Collectives:
     """The cheapest gather and reduction for an axis of more than one rank on ``device``."""
     assert axis.group is not None
-    if _moves_by_gloo(axis.group, device):
+    if moves_by_gloo(axis.group, device):
         return GlooCollectives(axis) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
     return BackendCollectives(axis)
 
 
-def _moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo is what moves tensors of ``device`` in ``group``."""
     if is_simulated(group):
         return False
     try:
@@ -158,22 +159,3 @@ def begin_all_reduce(tensor: torch.Tensor, axis: Axis, *, largest: bool = False)
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return Pending([dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)], tensor)
-
-
-def exchange_runs(sent: list[torch.Tensor], received_numels: list[int], axis: Axis) -> list[torch.Tensor]:
-    """Send a 1-D tensor to every rank of ``axis`` and receive one from each; all of one dtype and device.
-
-    Args:
-        sent: by receiving rank.
-        received_numels: elements that each rank sends here.
-        axis: the ranks.
-
-    Returns:
-        By sending rank, views of one tensor.
-    """
-    if axis.size == 1:
-        return sent
-    joined = torch.cat(sent)
-    received = joined.new_empty(sum(received_numels))
-    dist.all_to_all_single(received, joined, received_numels, [tensor.numel() for tensor in sent], group=axis.group)
-    return list(received.split(received_numels))

@@ -71,12 +71,11 @@ class FlatViews(Views):
         self.guard()
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
-    def show_whole(self, whole: torch.Tensor) -> None:
+    def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self.unguard()
         self.module._parameters.pop(FLAT_PARAM, None)
-        for entry, slot in zip(self.params, self.layout.slots, strict=True):
-            view = whole[slot.interval.to_slice()].view(slot.shape)
-            fresh = nn.Parameter(entry.guise.shown(view), requires_grad=self.flat_param.requires_grad)
+        for entry, tensor in zip(self.params, tensors, strict=True):
+            fresh = nn.Parameter(entry.guise.shown(tensor), requires_grad=self.flat_param.requires_grad)
             for site in entry.sites:
                 site.module.__dict__.pop(site.name, None)
                 site.module._parameters[site.name] = fresh

@@ -61,11 +61,11 @@ class OrigViews(Views):
         for parameters, name, _, sharded in self._bindings:
             parameters[name] = sharded
 
-    def show_whole(self, whole: torch.Tensor) -> None:
+    def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self._stash = [sharded.grad for sharded in self.sharded]
-        for sharded, slot in zip(self.sharded, self.layout.slots, strict=True):
+        for sharded, tensor in zip(self.sharded, tensors, strict=True):
             sharded.grad = None
-            sharded.data = whole[slot.interval.to_slice()].view(slot.shape)
+            sharded.data = tensor
         self.show_shard()
         self.unguard()
         self._show_guises()

@@ -103,6 +103,10 @@ class Views:
 
     def show_whole(self, whole: torch.Tensor) -> None:
         """Point the modules at whole Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
+        self.show_tensors([whole[slot.interval.to_slice()].view(slot.shape) for slot in self.layout.slots])
+
+    def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Point the modules at whole Parameters, each made of one of ``tensors``; undone by :meth:`hide_whole`."""
         raise NotImplementedError
 
     def show_names(self) -> None:

@@ -6,7 +6,7 @@ Integers and strings only; nothing here imports torch. Unless a name says otherw
 from __future__ import annotations
 
 from fsdp_flat.layout.boxes import Box, boxes
-from fsdp_flat.layout.chunks import Move, chunk_interval, chunk_shape, moves
+from fsdp_flat.layout.chunks import Moves, chunk_interval, chunk_rows, chunk_shape, moves_between
 from fsdp_flat.layout.flat_layout import FlatLayout, ParamSlot, SlotShard, alignment_numel
 from fsdp_flat.layout.fqn import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.layout.interval import Interval
@@ -18,14 +18,15 @@ __all__ = [
     "Box",
     "FlatLayout",
     "Interval",
-    "Move",
+    "Moves",
     "ParamSlot",
     "SlotShard",
     "alignment_numel",
     "boxes",
     "chunk_interval",
+    "chunk_rows",
     "chunk_shape",
     "clean_fqn",
     "join_fqn",
-    "moves",
+    "moves_between",
 ]

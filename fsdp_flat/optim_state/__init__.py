@@ -1,8 +1,18 @@
 """Floor 4: optimizer states, made of layout and shards."""
 
+from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.optim_state.keys import rekey
 from fsdp_flat.optim_state.load import load_optim_state
 from fsdp_flat.optim_state.names import contents_of, ordered_params
 from fsdp_flat.optim_state.save import save_optim_state
 
-__all__ = ["contents_of", "load_optim_state", "ordered_params", "rekey", "save_optim_state"]
+__all__ = [
+    "OptimStateHandler",
+    "StatePart",
+    "contents_of",
+    "load_optim_state",
+    "ordered_params",
+    "register_optim_state_handler",
+    "rekey",
+    "save_optim_state",
+]

@@ -1,28 +1,40 @@
-"""``optim_state_dict_to_load``: from states under parameter names to what this rank's optimizer loads."""
+"""``optim_state_dict_to_load``: from states under parameter names to what this rank's optimizer loads.
+
+All of it is checked before any rank sends anything, and ranks agree that it fits.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.optim_state.names import current_names, is_scalar, names_of
+from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
+from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.layout import Interval, moves_between
+from fsdp_flat.optim_state.handlers import OptimStateHandler
+from fsdp_flat.optim_state.names import ParamNames, current_names, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
-from fsdp_flat.runtime import Unit
+from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
+    LOADING,
     BoxedTensor,
+    Row,
+    axes_of,
     boxes_to_shard,
-    chunks_to_shard,
+    check_boxes,
+    chunk_form,
     dtype_of,
-    local_chunk,
-    refuse_split,
+    fitting_chunk,
+    is_chunked,
+    pieces_of,
     shape_of,
+    write_chunks,
 )
 
 __all__ = ["load_optim_state"]
@@ -35,11 +47,11 @@ def load_optim_state(
     *,
     named: bool = False,
     from_rank_zero: bool = False,
+    agreed: bool = True,
 ) -> dict[str, Any]:
     """The state dict that an optimizer over ``params`` loads, made of ``given``, which is keyed by names.
 
-    Values may be whole tensors or torch's chunked types. Every rank must call this where they are chunked, or where
-    only rank 0 has them.
+    Values may be whole tensors or torch's chunked types. Every rank must call this unless ``agreed`` is False.
 
     Args:
         model: the model that the optimizer was built from.
@@ -48,45 +60,131 @@ def load_optim_state(
         named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
             optimizer has.
         from_rank_zero: only rank 0 of each shard group has ``given``, in whole tensors.
+        agreed: ranks tell each other what does not fit; without it only whole tensors can be loaded.
 
     Raises:
-        OptionError: (a ValueError) ``given`` has no ``state`` or no ``param_groups``.
-        LoadError: a value does not fit its parameter.
+        OptionError: (a ValueError) ``given`` has no ``state`` or no ``param_groups``, or positions for names.
+        LoadError: (a RuntimeError) a value does not fit its parameter.
+        PeerFailureError: (a RuntimeError) another rank found one of these.
     """
     names = names_of(model)
-    if from_rank_zero:
+    if from_rank_zero and names.handles:
         given = shared_from_rank_zero(names, given)
+    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    plan = _Plan(units[0].options.device if units else torch.device("cpu"))
+    result: dict[str, Any] = {}
+    error: FsdpFlatError | None = None
+    try:
+        shown = current_names(model) if named else {}
+        keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
+        result = _planned(names, params, given, plan, keys)
+    except FsdpFlatError as found:
+        error = found
+    if units and agreed:
+        agree(plan.lines, error, axes_of(units), units[0].options.device, LOADING)
+    elif error is not None:
+        raise error
+    with torch.no_grad():
+        plan.carry_out()
+    return result
+
+
+class _Plan:
+    """What is left to do once everything is known to fit; it fills tensors that the result has already.
+
+    Args:
+        device: the device of compute.
+
+    Attributes:
+        lines: what ranks exchange, one tensor a line.
+        copies: what each rank does by itself.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lines: list[str] = []
+        self._device = device
+        self.copies: list[Callable[[], object]] = []
+        self._chunks: list[tuple[Row, torch.Tensor]] = []
+        self._scattered: list[tuple[FromRankZero, Sequence[Interval], torch.Tensor]] = []
+        self._afterwards: list[Callable[[], object]] = []
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy this rank's piece of a tensor that it has."""
+        self.copies.append(lambda: target.copy_(source))
+
+    def write_chunk(self, name: str, row: Row, chunk: torch.Tensor) -> None:
+        """Exchange chunks for pieces."""
+        self.lines.append(f"{name}: {row.form.shape} {row.piece.dtype} in chunks")
+        self._chunks.append((row, chunk))
+
+    def scatter(self, value: FromRankZero, wanted: Sequence[Interval], target: torch.Tensor) -> None:
+        """Fetch this rank's piece of what rank 0 has."""
+        self._scattered.append((value, wanted, target))
+
+    def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
+        """Fetch the whole tensor and hand it on."""
+        whole = torch.empty(value.shape, dtype=value.dtype, device=device)
+        self.scatter(value, [Interval(0, whole.numel())] * value.axis.size, whole.view(-1))
+        self._afterwards.append(lambda: then(whole))
+
+    def carry_out(self) -> None:
+        """Do it all."""
+        for copied in self.copies:
+            copied()
+        write_chunks(self._chunks)
+        lanes: dict[Axis, Transfers] = {}
+        alive = []
+        for value, wanted, target in self._scattered:
+            lane = lanes.setdefault(value.axis, Transfers(value.axis, self._device))
+            held = [Interval(0, 0 if rank else value.shape.numel()) for rank in range(value.axis.size)]
+            source = None
+            if value.tensor is not None:
+                source = value.tensor.detach().reshape(-1)
+                alive.append(source)
+            lane.add(moves_between(held, wanted, value.axis.rank), source, target)
+        for lane in lanes.values():
+            lane.wait()
+        for then in self._afterwards:
+            then()
+
+
+def _planned(
+    names: ParamNames, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, plan: _Plan, keys: list[Any]
+) -> dict[str, Any]:
     for key in ("state", "param_groups"):
         if given is None or key not in given:
             raise OptionError(
-                f"An optimizer state dict has 'state' and 'param_groups'; got {sorted(given) if given else given!r}."
+                f"An optimizer state dict has 'state' and 'param_groups'; got "
+                f"{sorted(map(str, given)) if given else given!r}."
             )
     assert given is not None
-    ids = names.ids(params)
-    shown = current_names(model) if named else {}
-    keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
     by_name: dict[str, dict[str, Any]] = given["state"]
+    positions = [key for key in by_name if not isinstance(key, str)]
+    if positions:
+        raise OptionError(
+            f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
+            "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
+        )
+    ids = names.ids(params)
     state: dict[Any, dict[str, Any]] = {}
     seen: set[str] = set()
     for unit, handle, fqns in names.handles:
         seen.update(fqns)
         if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
-            for index, values in _for_handle(unit, handle, fqns, by_name).items():
-                fqn = fqns[index]
-                if fqn in ids:
-                    state[keys[ids[fqn]]] = values
-    for name in names.others.values():
+            for index, values in _for_handle(unit, handle, fqns, by_name, plan).items():
+                if fqns[index] in ids:
+                    state[keys[ids[fqns[index]]]] = values
+    for param, name in names.others.items():
         seen.add(name)
-        if name in by_name:
-            values = {key: _plain(value) for key, value in by_name[name].items()}
-            if name in ids:
-                state[keys[ids[name]]] = values
+        if name in by_name and name in ids:
+            row = {key: _whole(value, param, plan) for key, value in by_name[name].items()}
+            state[keys[ids[name]]] = row
     unknown = [name for name in by_name if name not in seen]
     if unknown:
         warnings.warn(
             f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
             "the first; they are left out.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return {"state": state, "param_groups": _groups(ids, keys, given["param_groups"])}
 
@@ -101,38 +199,52 @@ def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -
 
 
 def _for_handle(
-    unit: Unit, handle: FlatParamHandle, fqns: tuple[str, ...], by_name: dict[str, dict[str, Any]]
+    unit: Unit, handle: FlatParamHandle, fqns: tuple[str, ...], by_name: dict[str, dict[str, Any]], plan: _Plan
 ) -> dict[int, dict[str, Any]]:
     """By slot (the first one without original parameters), the states of this rank's visible parameter."""
     rows = [by_name.get(fqn) for fqn in fqns]
-    # Sorted: every rank has to exchange in the same order.
-    tensor_names = sorted({key for row in rows if row for key, value in row.items() if not is_scalar(value)})
-    shards = {
-        key: _shard_of(unit, handle, fqns, key, [row.get(key) if row else None for row in rows]) for key in tensor_names
-    }
     visible = handle.views.visible_params()
-    if len(visible) == 1 and visible[0] is handle.flat_param:
-        _check_uniform(unit, fqns, rows)
-        first = next(row for row in rows if row is not None)
-        plain = {key: _plain(value) for key, value in first.items() if is_scalar(value)}
-        return {0: {**shards, **plain}}
-    found: dict[int, dict[str, Any]] = {}
-    for index, row in enumerate(rows):
-        if row is None:
-            continue
-        piece = handle.views.pieces[index]
-        found[index] = {
-            key: _plain(value)
-            if is_scalar(value)
-            else shards[key][piece.in_shard.to_slice()].view(visible[index].shape).clone()
-            for key, value in row.items()
-        }
-    return found
+    pieces = handle.views.pieces
+    if not (len(visible) == 1 and visible[0] is handle.flat_param):
+        found: dict[int, dict[str, Any]] = {}
+        for index, row in enumerate(rows):
+            if row is None:
+                continue
+            found[index] = {}
+            # Sorted: every rank has to exchange in the same order.
+            for key in sorted(row):
+                value = row[key]
+                if is_scalar(value):
+                    found[index][key] = _plain(value)
+                elif key in unit.optim_state_handlers:
+                    _split(unit, handle, index, key, value, found[index], plan)
+                else:
+                    flat = _new_piece(value, pieces[index].numel, handle)
+                    found[index][key] = flat.view(visible[index].shape)
+                    _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, flat, plan)
+        return found
+    _check_uniform(unit, fqns, rows)
+    first = next(row for row in rows if row is not None)
+    result: dict[str, Any] = {}
+    for key in sorted(first):
+        if is_scalar(first[key]):
+            result[key] = _plain(first[key])
+        elif key in unit.optim_state_handlers:
+            _split(unit, handle, 0, key, first[key], result, plan)
+        else:
+            shard = result[key] = _new_piece(first[key], handle.layout.shard_numel, handle)
+            for index, row in enumerate(rows):
+                piece = shard[pieces[index].in_shard.to_slice()]
+                value = row[key] if row else None
+                _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, piece, plan)
+    return {0: result}
+
+
+def _new_piece(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype_of(value), device=handle.flat_param.device)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, FromRankZero):
-        return value.receive()
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
@@ -147,33 +259,66 @@ def _check_uniform(unit: Unit, fqns: tuple[str, ...], rows: list[dict[str, Any] 
         )
 
 
-def _shard_of(unit: Unit, handle: FlatParamHandle, fqns: tuple[str, ...], key: str, values: list[Any]) -> torch.Tensor:
-    """One state of a handle as this rank's flat shard."""
-    layout, axis = handle.layout, unit.options.groups.shard
-    example = next(value for value in values if value is not None)
-    shard = torch.zeros(layout.shard_numel, dtype=dtype_of(example), device=handle.flat_param.device)
-    chunks: list[torch.Tensor | None] = [None] * len(values)
-    for index, (slot, value) in enumerate(zip(layout.slots, values, strict=True)):
-        if value is None:
-            continue
-        guise = handle.views.params[index].guise
-        shape = guise.whole_shape(slot.shape)
-        if shape_of(value) != shape:
-            raise LoadError(
-                f"State {key!r} of {fqns[index]!r} has shape {shape_of(value)}; expected {shape}, that of the "
-                f"parameter, on rank {axis.rank}. Is it the state dict of another model?"
-            )
-        if isinstance(value, BoxedTensor):
-            boxes_to_shard(value, layout, index, axis.rank, shard)
-            continue
-        if isinstance(value, FromRankZero):
-            value = value.receive()
-        chunks[index] = local_chunk(value)
-        if chunks[index] is not None:
-            refuse_split(unit, "The sharded optimizer state")
+def _split(
+    unit: Unit, handle: FlatParamHandle, index: int, key: str, value: Any, result: dict[str, Any], plan: _Plan
+) -> None:
+    """Have a handler make this rank's part of a state."""
+    handler = unit.optim_state_handlers[key]
+    assert isinstance(handler, OptimStateHandler)
+    split, slot = handler.split, handle.layout.slots[index]
+    run = handle.views.pieces[index].in_param
+
+    def put(whole: torch.Tensor) -> None:
+        result[key] = split(whole.detach().to(handle.flat_param.device), torch.Size(slot.shape), run.start, run.stop)
+
+    if isinstance(value, FromRankZero):
+        plan.receive(value, handle.flat_param.device, put)
+    elif isinstance(value, torch.Tensor) and not is_chunked(value):
+        put(value)
+    else:
+        raise LoadError(
+            f"State {key!r} of {slot.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
+            f"{type(value).__name__}."
+        )
+
+
+def _fill(
+    unit: Unit, handle: FlatParamHandle, index: int, what: str, value: Any, piece: torch.Tensor, plan: _Plan
+) -> None:
+    """Plan how this rank's piece of a state (1-D) gets its values."""
+    axis, slot = unit.options.groups.shard, handle.layout.slots[index]
+    guise = handle.views.params[index].guise
+    run = handle.views.pieces[index].in_param.to_slice()
+    shape = guise.whole_shape(slot.shape)
+    if shape_of(value) != shape:
+        raise LoadError(
+            f"{what} has shape {shape_of(value)}; expected {shape}, that of the parameter, on rank "
+            f"{axis.rank} of the shard group. Is it the state dict of another model?"
+        )
+    if isinstance(value, FromRankZero):
+        if guise is not PLAIN:
+            plan.receive(value, piece.device, lambda whole: piece.copy_(guise.part(whole).reshape(-1)[run]))
         else:
-            piece = handle.views.pieces[index]
-            shard[piece.in_shard.to_slice()].copy_(guise.part(value.detach()).reshape(-1)[piece.in_param.to_slice()])
-    if any(chunk is not None for chunk in chunks):
-        chunks_to_shard(layout, chunks, shard, axis)
-    return shard
+            everything = [Interval(0, slot.numel)] * value.axis.size
+            plan.scatter(value, pieces_of(handle, index) if axis.size > 1 else everything, piece)
+    elif isinstance(value, BoxedTensor):
+        check_boxes(value, handle.layout, index, axis.rank)
+        own, elements = value, handle.views.pieces[index].in_param
+        plan.copies.append(lambda: boxes_to_shard(own, elements, piece))
+    elif is_chunked(value):
+        form = chunk_form(unit, handle, index)
+        chunk, problem = fitting_chunk(form, value)
+        if chunk is None:
+            raise LoadError(f"{what}: {problem}")
+        plan.write_chunk(what, Row(form, piece), chunk)
+    else:
+        plan.copy(piece, guise.part(value.detach()).reshape(-1)[run])
+
+
+def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
+    """A state of a parameter that no unit manages."""
+    if isinstance(value, FromRankZero):
+        target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
+        plan.scatter(value, [Interval(0, target.numel())] * value.axis.size, target)
+        return target.view(value.shape)
+    return _plain(value)

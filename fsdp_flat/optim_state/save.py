@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.comm import Axis, Transfers, exchange_bytes, meet
+from fsdp_flat.errors import FsdpFlatError, UnsupportedError
+from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.layout import Interval, moves_between
+from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
-from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import boxed_values, chunked, refuse_split, shard_to_chunks
+from fsdp_flat.runtime import Unit, Words, agree
+from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, pieces_of, refuse_split
 
 __all__ = ["save_optim_state"]
+
+_SAVING = Words("saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank.")
+
+# By handle and slot, the tensor states.
+_Values = dict[FlatParamHandle, list[dict[str, Any]]]
 
 
 def save_optim_state(
@@ -34,35 +44,79 @@ def save_optim_state(
         model: what the optimizer's parameters are found in.
         contents: the optimizer's.
         whole: whole tensors, else torch's types with dim-0 chunks.
-        rank0_only: with ``whole``, ranks other than 0 of their shard group return an empty dict.
+        rank0_only: with ``whole``, ranks other than 0 of their shard group send what they have and return an empty
+            dict.
         offload_to_cpu: values on the CPU.
         boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then.
 
     Raises:
         OptionError: the optimizer holds a parameter that is none of the model's.
-        UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+        UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar, and has no handler.
+        PeerFailureError: another rank found one of these.
+        UsageError: other ranks did not call it.
     """
     names = names_of(model)
-    groups = _groups(names, contents)
-    states = read_states(names, contents)
-    if not boxes:
-        states = agree_on_states(names, states)
-    keep = True
-    if whole and rank0_only:
-        keep = all(unit.options.groups.primary.rank == 0 for unit, _, _ in names.handles)
+    boxes = boxes and not whole
+    groups, states = _read_alone(names, contents) if boxes else _agreed_states(names, contents)
+    to_zero = whole and rank0_only
+    keep = not to_zero or all(unit.options.groups.primary.rank == 0 for unit, _, _ in names.handles)
+    with torch.no_grad():
+        if boxes:
+            values = _boxed_values(names, states, offload=offload_to_cpu)
+        elif whole:
+            values = _whole_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
+        else:
+            values = _chunked_values(names, states, offload=offload_to_cpu)
+        _add_handled(names, states, values)
+    if not keep:
+        return {}
     by_name: dict[str, dict[str, Any]] = {}
     for unit, handle, fqns in names.handles:
-        found = _named_states(unit, handle, states[handle], whole=whole, keep=keep, offload=offload_to_cpu, boxes=boxes)
         there = [index for index, has in enumerate(states[handle].slots_with_state()) if has]
         # FSDP1's order: that of the flat parameter, or sorted within a unit with original parameters.
         for index in sorted(there, key=fqns.__getitem__) if unit.options.use_orig_params else there:
-            by_name[fqns[index]] = {**states[handle].plain[index], **found[index]}
+            by_name[fqns[index]] = {**states[handle].plain[index], **values[handle][index]}
     for param, name in names.others.items():
         if param in contents.state:
             by_name[name] = {key: _copied(value, offload_to_cpu) for key, value in contents.state[param].items()}
-    if not keep:
-        return {}
     return {"state": by_name, "param_groups": groups}
+
+
+def _read_alone(
+    names: ParamNames, contents: OptimContents
+) -> tuple[list[dict[str, Any]], dict[FlatParamHandle, HandleStates]]:
+    states = read_states(names, contents)
+    for unit, handle, _ in names.handles:
+        refuse_split(unit, "The sharded optimizer state")
+        handled = [name for row in states[handle].handled for name in row]
+        if handled:
+            raise UnsupportedError(
+                f"State {handled[0]!r} of unit {unit.name!r} has a handler, which needs all ranks' parts; leave "
+                "boxes=True out of the optimizer's config."
+            )
+    return _groups(names, contents), states
+
+
+def _agreed_states(
+    names: ParamNames, contents: OptimContents
+) -> tuple[list[dict[str, Any]], dict[FlatParamHandle, HandleStates]]:
+    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    for axis in dict.fromkeys(unit.options.groups.shard for unit in units):
+        meet("optim_state_dict", axis)
+    error: FsdpFlatError | None = None
+    groups: list[dict[str, Any]] = []
+    states: dict[FlatParamHandle, HandleStates] = {}
+    try:
+        groups = _groups(names, contents)
+        states = read_states(names, contents)
+    except FsdpFlatError as found:
+        error = found
+    if units:
+        agree([], error, axes_of(units), units[0].options.device, _SAVING)
+    elif error is not None:
+        raise error
+    agree_on_states(names, states)
+    return groups, states
 
 
 def _copied(value: Any, offload: bool) -> Any:
@@ -81,43 +135,106 @@ def _groups(names: ParamNames, contents: OptimContents) -> list[dict[str, Any]]:
     return groups
 
 
-def _named_states(
-    unit: Unit, handle: FlatParamHandle, states: HandleStates, *, whole: bool, keep: bool, offload: bool, boxes: bool
-) -> list[dict[str, Any]]:
-    """By slot, the tensor states."""
-    found: list[dict[str, Any]] = [{} for _ in handle.layout.slots]
-    for name, shard in states.shards.items():
-        if whole:
-            values = _whole_values(unit, handle, shard)
-        elif boxes:
-            refuse_split(unit, "The sharded optimizer state")
-            own = shard.cpu() if offload else shard
-            values = boxed_values(handle.layout, unit.options.groups.shard.rank, own)
-        else:
-            values = _chunked_values(unit, handle, shard, offload)
-        if not keep:
+def _empty_values(names: ParamNames) -> _Values:
+    return {handle: [{} for _ in handle.layout.slots] for _, handle, _ in names.handles}
+
+
+def _whole_values(
+    names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, to_zero: bool, offload: bool
+) -> _Values:
+    """Every piece goes straight to its place in the whole tensors, of all units and states at once."""
+    values = _empty_values(names)
+    lanes: dict[Axis, Transfers] = {}
+    for unit, handle, _ in names.handles:
+        axis = unit.options.groups.shard
+        lane = lanes.setdefault(axis, Transfers(axis, unit.options.device))
+        for index, slot in enumerate(handle.layout.slots):
+            everything, nothing = Interval(0, slot.numel), Interval(0, 0)
+            wanted = [nothing if to_zero and rank else everything for rank in range(axis.size)]
+            moves = moves_between(pieces_of(handle, index), wanted, axis.rank)
+            for name, row in states[handle].pieces.items():
+                piece = row[index]
+                if piece is not None:
+                    target = None if to_zero and axis.rank else piece.new_empty(slot.numel, device=unit.options.device)
+                    lane.add(moves, piece, target)
+                    values[handle][index][name] = target
+    for lane in lanes.values():
+        lane.wait()
+    for _, handle, _ in names.handles:
+        for index, found in enumerate(values[handle]):
+            for name, target in found.items():
+                if target is not None:
+                    found[name] = _shaped(handle, index, target, offload)
+    return values
+
+
+def _shaped(handle: FlatParamHandle, index: int, flat: torch.Tensor, offload: bool) -> torch.Tensor:
+    value = flat.view(handle.layout.slots[index].shape)
+    guise = handle.views.params[index].guise
+    if guise is not PLAIN:
+        value = guise.whole(guise.shown(value))
+    return value.cpu() if offload else value
+
+
+def _boxed_values(names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, offload: bool) -> _Values:
+    values = _empty_values(names)
+    for _, handle, _ in names.handles:
+        for name, row in states[handle].pieces.items():
+            for index, piece in enumerate(row):
+                if piece is not None:
+                    run, shape = handle.views.pieces[index].in_param, handle.layout.slots[index].shape
+                    own = piece.to("cpu", copy=True) if offload else piece
+                    values[handle][index][name] = boxed_value(shape, run, own)
+    return values
+
+
+def _chunked_values(names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, offload: bool) -> _Values:
+    values = _empty_values(names)
+    places, rows = [], []
+    for unit, handle, _ in names.handles:
+        for index in range(len(handle.layout.slots)):
+            pieces = {name: row[index] for name, row in states[handle].pieces.items()}
+            form = chunk_form(unit, handle, index) if any(piece is not None for piece in pieces.values()) else None
+            for name, piece in pieces.items():
+                if form is not None and piece is not None:
+                    places.append((handle, index, name))
+                    rows.append(Row(form, piece))
+    for (handle, index, name), value in zip(places, chunks_of(rows, offload=offload), strict=True):
+        values[handle][index][name] = value
+    return values
+
+
+def _add_handled(names: ParamNames, states: dict[FlatParamHandle, HandleStates], values: _Values) -> None:
+    for unit, handle, _ in names.handles:
+        for index, row in enumerate(states[handle].handled):
+            for name, tensor in row.items():
+                handler = unit.optim_state_handlers[name]
+                assert isinstance(handler, OptimStateHandler)
+                parts = _gathered(unit, handle, index, tensor)
+                shape = torch.Size(handle.layout.slots[index].shape)
+                values[handle][index][name] = handler.merge(parts, shape).detach().clone()
+
+
+def _gathered(unit: Unit, handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) -> list[StatePart]:
+    """Every rank's part of a state of any shape."""
+    axis, pieces, device = unit.options.groups.shard, pieces_of(handle, index), unit.options.device
+    if axis.group is None or axis.size == 1:
+        return [] if tensor is None else [StatePart(tensor.detach(), pieces[0].start, pieces[0].stop)]
+    own = None if tensor is None or pieces[axis.rank].is_empty else tensor.detach().to(device).contiguous()
+    described = None if own is None else [str(own.dtype), list(own.shape)]
+    headers = [json.loads(text) for text in exchange_bytes(json.dumps(described).encode(), axis.group, device)]
+    found = []
+    for rank, header in enumerate(headers):
+        if header is None:
             continue
-        for index, value in enumerate(values):
-            if states.has[name][index]:
-                found[index][name] = value.cpu() if offload and whole else value
+        dtype, shape = getattr(torch, header[0].removeprefix("torch.")), torch.Size(header[1])
+        part = own if rank == axis.rank and own is not None else torch.empty(shape, dtype=dtype, device=device)
+        # Everything of it is on one rank and wanted on all.
+        whole = Interval(0, part.numel())
+        held = [whole if other == rank else Interval(0, 0) for other in range(axis.size)]
+        lane = Transfers(axis, device)
+        source = part.view(-1)
+        lane.add(moves_between(held, [whole] * axis.size, axis.rank), source, None if part is own else source)
+        lane.wait()
+        found.append(StatePart(part, pieces[rank].start, pieces[rank].stop))
     return found
-
-
-def _whole_values(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> list[torch.Tensor]:
-    flat = unit.gather_tensor(handle, shard)
-    parts = [flat[slot.interval.to_slice()].view(slot.shape).clone() for slot in handle.layout.slots]
-    guises = [entry.guise for entry in handle.views.params]
-    return [guise.whole(guise.shown(part)) for guise, part in zip(guises, parts, strict=True)]
-
-
-def _chunked_values(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor, offload: bool) -> list[torch.Tensor]:
-    groups = unit.options.groups
-    refuse_split(unit, "The sharded optimizer state")
-    chunks = shard_to_chunks(handle.layout, shard, groups.shard)
-    chunks = [chunk.cpu() if offload else chunk for chunk in chunks]
-    if groups.shard.size == 1:
-        return chunks
-    return [
-        chunked(chunk, slot.shape, groups.shard, groups.mesh)
-        for chunk, slot in zip(chunks, handle.layout.slots, strict=True)
-    ]

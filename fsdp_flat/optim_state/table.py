@@ -1,4 +1,4 @@
-"""The states of one handle as flat shards and plain values, read off an optimizer or written for one."""
+"""The states of one handle as pieces of its parameters and plain values, read off an optimizer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import UnitGroups, exchange_bytes, exchange_ints
+from fsdp_flat.comm import Axis, exchange_bytes, exchange_ints
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_scalar
+from fsdp_flat.runtime import Unit
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]
 
@@ -24,33 +25,39 @@ class HandleStates:
     """The optimizer's states of one handle.
 
     Attributes:
-        shards: by state name a flat shard (1-D, ``shard_numel``), zero where a slot has no such state.
-        has: by state name, for each slot whether it has that state as a shard.
+        dtypes: by name, the dtype of a state that is shaped like the parameter.
+        pieces: by name, for each slot this rank's piece (1-D); None where there is no such state.
+        handled: by slot, the states that a handler knows, as this rank has them; None where only others have it.
         plain: by slot, the states that are scalars or no tensors.
     """
 
-    shards: dict[str, torch.Tensor] = field(default_factory=dict)
-    has: dict[str, list[bool]] = field(default_factory=dict)
+    dtypes: dict[str, str] = field(default_factory=dict)
+    pieces: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
+    handled: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     plain: list[dict[str, Any]] = field(default_factory=list)
 
     def slots_with_state(self) -> list[bool]:
         """For each slot whether it has any state."""
-        return [bool(values) or any(row[i] for row in self.has.values()) for i, values in enumerate(self.plain)]
+        return [
+            bool(values) or bool(self.handled[index]) or any(row[index] is not None for row in self.pieces.values())
+            for index, values in enumerate(self.plain)
+        ]
 
 
 def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHandle, HandleStates]:
-    """The states of every handle on this rank.
+    """The states of every handle on this rank; pieces are views of what the optimizer holds.
 
     Raises:
-        UnsupportedError: a state fits neither the shard nor a scalar.
+        UnsupportedError: a state is neither a piece of its parameter nor a scalar, and has no handler.
     """
     found: dict[FlatParamHandle, HandleStates] = {}
     held = set(contents.params)
     for unit, handle, _ in names.handles:
-        states = HandleStates(plain=[{} for _ in handle.layout.slots])
+        num = len(handle.layout.slots)
+        states = HandleStates(handled=[{} for _ in range(num)], plain=[{} for _ in range(num)])
         for param in handle.views.visible_params():
             if param in held and param in contents.state:
-                _read(states, names, handle, param, contents.state[param], unit.name)
+                _read(states, names, unit, handle, param, contents.state[param])
         found[handle] = states
     return found
 
@@ -58,73 +65,81 @@ def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHan
 def _read(
     states: HandleStates,
     names: ParamNames,
+    unit: Unit,
     handle: FlatParamHandle,
     param: nn.Parameter,
     values: Mapping[str, Any],
-    unit_name: str,
 ) -> None:
     managed = names.managed[param]
     for name, value in values.items():
-        if is_scalar(value):
+        if name in unit.optim_state_handlers:
+            if len(managed.indices) > 1:
+                raise UnsupportedError(
+                    f"State {name!r} of unit {unit.name!r} has a handler, but belongs to a flat parameter of "
+                    f"{len(managed.indices)} parameters, {managed.fqns[0]!r} the first. Pass use_orig_params=True."
+                )
+            states.handled[managed.indices[0]][name] = value
+        elif is_scalar(value):
             for index in managed.indices:
                 states.plain[index][name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
-            continue
-        if value.shape != param.shape:
+        elif value.shape != param.shape:
             raise UnsupportedError(
-                f"State {name!r} of {managed.fqns[0]!r} (unit {unit_name!r}) has shape {tuple(value.shape)}; it is "
-                f"neither a scalar nor shaped like the rank's part of the parameter, {tuple(param.shape)}, so it is "
-                "not known how to put it together."
+                f"State {name!r} of {managed.fqns[0]!r} (unit {unit.name!r}) has shape {tuple(value.shape)} on rank "
+                f"{handle.spec.rank} of the shard group; it is neither a scalar nor shaped like the rank's part of the "
+                f"parameter, {tuple(param.shape)}. Say how it is put together by fsdp_flat.register_optim_state_handler"
+                f"(model, {name!r}, merge=..., split=...)."
             )
-        shard = states.shards.get(name)
-        if shard is None:
-            shard = torch.zeros(handle.layout.shard_numel, dtype=value.dtype, device=value.device)
-            states.shards[name] = shard
-            states.has[name] = [False] * len(handle.layout.slots)
-        for index in managed.indices:
-            states.has[name][index] = True
-        if param is handle.flat_param:
-            shard.copy_(value)
         else:
-            piece = handle.views.pieces[managed.indices[0]]
-            shard[piece.in_shard.to_slice()].copy_(value.reshape(-1))
+            states.dtypes[name] = str(value.dtype)
+            row = states.pieces.setdefault(name, [None] * len(handle.layout.slots))
+            flat = value.detach().reshape(-1)
+            for index in managed.indices:
+                whole = param is handle.flat_param
+                row[index] = flat[handle.views.pieces[index].in_shard.to_slice()] if whole else flat
 
 
-def agree_on_states(
-    names: ParamNames, states: dict[FlatParamHandle, HandleStates]
-) -> dict[FlatParamHandle, HandleStates]:
+def agree_on_states(names: ParamNames, states: dict[FlatParamHandle, HandleStates]) -> None:
     """Complete what a rank lacks (an optimizer may keep no state for an empty slice) from what others have.
 
-    Every rank must call this. Normally all ranks have the same and one integer is exchanged per group.
+    Every rank must call this. Normally all ranks have the same, and one integer is exchanged per group.
 
     Raises:
         OptionError: ranks hold different kinds of state.
     """
-    for groups, members in _by_groups(names).items():
-        group = groups.shard.group
-        if group is None or groups.shard.size == 1:
+    for axis, members in _by_axis(names).items():
+        for handle in members:
+            _sort(states[handle])
+        if axis.group is None or axis.size == 1:
             continue
         device = members[0].spec.device
         text = json.dumps([_describe(states[handle]) for handle in members])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-        if len({row[0] for row in exchange_ints([digest], group, device)}) == 1:
+        if len({row[0] for row in exchange_ints([digest], axis.group, device)}) == 1:
             continue
-        for payload in exchange_bytes(text.encode(), group, device):
+        for payload in exchange_bytes(text.encode(), axis.group, device):
             for handle, described in zip(members, json.loads(payload), strict=True):
                 _complete(states[handle], described, handle)
-    return states
+                _sort(states[handle])
 
 
-def _by_groups(names: ParamNames) -> dict[UnitGroups, list[FlatParamHandle]]:
-    found: dict[UnitGroups, list[FlatParamHandle]] = {}
+def _sort(states: HandleStates) -> None:
+    """Every rank has to exchange in the same order, whatever order its optimizer made the states in."""
+    states.pieces = {name: states.pieces[name] for name in sorted(states.pieces)}
+    states.handled = [{name: row[name] for name in sorted(row)} for row in states.handled]
+
+
+def _by_axis(names: ParamNames) -> dict[Axis, list[FlatParamHandle]]:
+    found: dict[Axis, list[FlatParamHandle]] = {}
     for unit, handle, _ in names.handles:
-        found.setdefault(unit.options.groups, []).append(handle)
+        found.setdefault(unit.options.groups.shard, []).append(handle)
     return found
 
 
 def _describe(states: HandleStates) -> dict[str, Any]:
     return {
-        "has": {name: states.has[name] for name in sorted(states.has)},
-        "dtypes": {name: str(states.shards[name].dtype) for name in sorted(states.shards)},
+        "has": {name: [piece is not None for piece in row] for name, row in states.pieces.items()},
+        "dtypes": {name: states.dtypes[name] for name in states.pieces},
+        "handled": [list(row) for row in states.handled],
         "plain": [
             {
                 name: [str(value.dtype), value.item()] if isinstance(value, torch.Tensor) else ["", value]
@@ -138,24 +153,27 @@ def _describe(states: HandleStates) -> dict[str, Any]:
 
 def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParamHandle) -> None:
     for name, row in described["has"].items():
-        dtype = getattr(torch, described["dtypes"][name].removeprefix("torch."))
-        shard = states.shards.get(name)
-        if shard is None:
-            states.shards[name] = torch.zeros(handle.layout.shard_numel, dtype=dtype, device=handle.flat_param.device)
-            states.has[name] = list(row)
-        elif shard.dtype != dtype:
+        dtype_name = described["dtypes"][name]
+        if states.dtypes.setdefault(name, dtype_name) != dtype_name:
             raise OptionError(
-                f"State {name!r} of unit {handle.spec.unit_name!r} is {shard.dtype} here and {dtype} elsewhere."
+                f"State {name!r} of unit {handle.spec.unit_name!r} is {states.dtypes[name]} on rank "
+                f"{handle.spec.rank} of the shard group and {dtype_name} on another."
             )
-        else:
-            states.has[name] = [a or b for a, b in zip(states.has[name], row, strict=True)]
-    for own, other in zip(states.plain, described["plain"], strict=True):
+        own = states.pieces.setdefault(name, [None] * len(row))
+        for index, there in enumerate(row):
+            if there and own[index] is None:
+                numel = handle.views.pieces[index].numel
+                own[index] = torch.zeros(numel, dtype=_dtype(dtype_name), device=handle.flat_param.device)
+    for mine, others in zip(states.handled, described["handled"], strict=True):
+        for name in others:
+            mine.setdefault(name, None)
+    for own_row, other in zip(states.plain, described["plain"], strict=True):
         for name, (dtype_name, value) in other.items():
-            if name not in own:
-                own[name] = (
-                    torch.tensor(value, dtype=getattr(torch, dtype_name.removeprefix("torch.")))
-                    if dtype_name
-                    else value
-                )
-    # Every rank has to gather in the same order.
-    states.shards = {name: states.shards[name] for name in sorted(states.shards)}
+            if name not in own_row:
+                own_row[name] = torch.tensor(value, dtype=_dtype(dtype_name)) if dtype_name else value
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,7 +18,7 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.flat import guise_of
 from fsdp_flat.runtime.options import SyncStates
 
-__all__ = ["agree_on_structure", "agree_on_weights", "fingerprint"]
+__all__ = ["Words", "agree", "agree_on_structure", "agree_on_weights", "fingerprint"]
 
 _SAMPLES = 4096
 _ADVICE = (
@@ -31,15 +32,41 @@ def _digest(text: str) -> int:
 
 
 def agree_on_structure(lines: Sequence[str], error: Exception | None, groups: UnitGroups, device: torch.device) -> None:
-    """Raise on every rank if any rank failed or is about to build something else.
+    """Raise on every rank if any rank failed or is about to build something else; see :func:`agree`."""
+    words = Words(
+        "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
+    )
+    agree(lines, error, groups.axes, device, words)
 
-    Every rank of the groups must call this; a rank that failed passes its exception.
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """How errors of :func:`agree` call what goes on.
+
+    Attributes:
+        doing: what a rank failed in, a participle.
+        differ: that ranks differ, a sentence.
+        advice: what to do about it, a sentence.
+    """
+
+    doing: str
+    differ: str
+    advice: str
+
+
+def agree(
+    lines: Sequence[str], error: Exception | None, axes: Sequence[Axis], device: torch.device, words: Words
+) -> None:
+    """Raise on every rank if any rank failed or is about to do something else.
+
+    Every rank of the axes must call this; a rank that failed passes its exception.
 
     Args:
-        lines: what this rank is about to build, one fact a line, the same on every rank.
+        lines: what this rank is about to do, one fact a line, the same on every rank.
         error: the exception that stopped this rank, or None.
-        groups: axes over which to compare.
+        axes: axes over which to compare.
         device: the compute device.
+        words: how errors call it.
 
     Raises:
         PeerFailureError: another rank failed.
@@ -48,20 +75,20 @@ def agree_on_structure(lines: Sequence[str], error: Exception | None, groups: Un
     text = "\n".join(lines)
     # What is found on one axis travels along the next before anybody raises: else other rows would wait for ever.
     found = error
-    for axis in groups.axes:
+    for axis in axes:
         if axis.group is None or axis.size == 1:
             continue
         rows = exchange_ints([int(found is None), _digest(text) if found is None else 0], axis.group, device)
         if not all(ok for ok, _ in rows):
-            heard = _hear_of(found, axis, device, own=found is error)
+            heard = _hear_of(found, axis, device, words, own=found is error)
             found = found or heard
         elif len({digest for _, digest in rows}) > 1:
-            found = _difference(text, axis, device)
+            found = _difference(text, axis, device, words)
     if found is not None:
         raise found
 
 
-def _hear_of(found: Exception | None, axis: Axis, device: torch.device, *, own: bool) -> Exception:
+def _hear_of(found: Exception | None, axis: Axis, device: torch.device, words: Words, *, own: bool) -> Exception:
     """The first thing that any rank of the axis has found; ``own`` if it is this rank's failure, not another's."""
     assert axis.group is not None
     kind = "failure" if own else "difference" if isinstance(found, RankMismatchError) else "heard"
@@ -73,10 +100,10 @@ def _hear_of(found: Exception | None, axis: Axis, device: torch.device, *, own: 
         return RankMismatchError(text)
     if kind == "heard":
         return PeerFailureError(text)
-    return PeerFailureError(f"Rank {rank} of the group failed while wrapping, so this rank stops too: {text}")
+    return PeerFailureError(f"Rank {rank} of the group failed while {words.doing}, so this rank stops too: {text}")
 
 
-def _difference(text: str, axis: Axis, device: torch.device) -> RankMismatchError:
+def _difference(text: str, axis: Axis, device: torch.device, words: Words) -> RankMismatchError:
     assert axis.group is not None
     texts = [payload.decode().split("\n") for payload in exchange_bytes(text.encode(), axis.group, device)]
     first = texts[0]
@@ -85,8 +112,8 @@ def _difference(text: str, axis: Axis, device: torch.device) -> RankMismatchErro
     at = next((i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     end = "nothing more"
     return RankMismatchError(
-        f"Ranks were given different models. First difference: rank 0 of the group has {_line(first, at, end)}, "
-        f"rank {rank} has {_line(other, at, end)}. Build the same model with the same policy on every rank."
+        f"{words.differ} First difference: rank 0 of the group has {_line(first, at, end)}, "
+        f"rank {rank} has {_line(other, at, end)}. {words.advice}"
     )
 
 

@@ -1,26 +1,33 @@
 """Floor 3: model state dicts, made of layout and shard."""
 
-from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_values, boxes_to_shard
-from fsdp_flat.state_dict.chunks import chunks_to_shard, shard_to_chunks
-from fsdp_flat.state_dict.common import LoadReport, refuse_split
+from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
+from fsdp_flat.state_dict.chunks import ChunkForm, Row, chunk_form, chunks_of, fitting_chunk, pieces_of, write_chunks
+from fsdp_flat.state_dict.common import LOADING, LoadReport, axes_of, refuse_split
 from fsdp_flat.state_dict.forms import FORMS, Form
 from fsdp_flat.state_dict.settings import DEFAULT_SETTINGS, settings_for
-from fsdp_flat.state_dict.torch_types import chunked, dtype_of, local_chunk, shape_of
+from fsdp_flat.state_dict.torch_types import dtype_of, is_chunked, shape_of
 
 __all__ = [
     "DEFAULT_SETTINGS",
     "FORMS",
+    "LOADING",
     "BoxedTensor",
+    "ChunkForm",
     "Form",
     "LoadReport",
-    "boxed_values",
+    "Row",
+    "axes_of",
+    "boxed_value",
     "boxes_to_shard",
-    "chunked",
-    "chunks_to_shard",
+    "check_boxes",
+    "chunk_form",
+    "chunks_of",
     "dtype_of",
-    "local_chunk",
+    "fitting_chunk",
+    "is_chunked",
+    "pieces_of",
     "refuse_split",
     "settings_for",
     "shape_of",
-    "shard_to_chunks",
+    "write_chunks",
 ]

@@ -7,6 +7,7 @@ ranks to write a checkpoint that every sharding can read.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fsdp_flat.errors import LoadError, UnsupportedError
-from fsdp_flat.layout import Box, FlatLayout, boxes
+from fsdp_flat.layout import Box, FlatLayout, Interval, boxes
 
-__all__ = ["BoxedTensor", "boxed_values", "boxes_to_shard"]
+__all__ = ["BoxedTensor", "boxed_value", "boxes_to_shard", "check_boxes"]
 
 _aten = torch.ops.aten
 
@@ -108,34 +109,27 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def boxed_values(layout: FlatLayout, rank: int, shard: torch.Tensor) -> list[torch.Tensor]:
-    """By slot, the parameter as boxes of ``shard``; nothing is communicated and nothing copied.
+def boxed_value(shape: tuple[int, ...], run: Interval, piece: torch.Tensor) -> torch.Tensor:
+    """A parameter, or an optimizer's state of one, as boxes of this rank's piece; nothing is communicated or copied.
 
     Args:
-        layout: the flat layout.
-        rank: this rank on the shard axis.
-        shard: 1-D, ``layout.shard_numel`` elements.
+        shape: shape of the whole tensor.
+        run: the elements of the flattened tensor that the piece holds.
+        piece: 1-D.
 
     Returns:
-        :class:`BoxedTensor` objects whose parts are views of ``shard``; plain empty tensors for parameters without
-        elements, of which no box could tell that they exist.
+        A :class:`BoxedTensor` whose parts are views of ``piece``; a plain empty tensor where the whole has no
+        elements, of which no box could tell that it exists.
     """
-    values: list[torch.Tensor] = []
-    for index, slot in enumerate(layout.slots):
-        if slot.numel == 0:
-            values.append(shard.new_empty(slot.shape))
-            continue
-        piece = layout.piece(index, rank)
-        found = boxes(slot.shape, piece.in_param)
-        # From elements of the parameter to elements of the shard.
-        shift = piece.in_shard.start - piece.in_param.start
-        parts = [shard[box.interval.shift(shift).to_slice()].view(box.sizes) for box in found]
-        values.append(BoxedTensor(slot.shape, found, parts, shard.dtype, shard.device))
-    return values
+    if math.prod(shape) == 0:
+        return piece.new_empty(shape)
+    found = boxes(shape, run)
+    parts = [piece[box.interval.shift(-run.start).to_slice()].view(box.sizes) for box in found]
+    return BoxedTensor(shape, found, parts, piece.dtype, piece.device)
 
 
-def boxes_to_shard(value: BoxedTensor, layout: FlatLayout, index: int, rank: int, shard: torch.Tensor) -> None:
-    """Copy the boxes of one parameter into ``shard`` (1-D, ``shard_numel``), where they are not views of it already.
+def check_boxes(value: BoxedTensor, layout: FlatLayout, index: int, rank: int) -> None:
+    """Raise if boxes of one parameter do not fit what ``rank`` holds of it.
 
     Raises:
         LoadError: the shape, or the boxes, are not those of this rank.
@@ -149,8 +143,11 @@ def boxes_to_shard(value: BoxedTensor, layout: FlatLayout, index: int, rank: int
             f"{piece.in_param.start} to {piece.in_param.stop}. Boxes fit the sharding that they were made for: load "
             "the checkpoint into this model's own state_dict() with torch.distributed.checkpoint, which reshards."
         )
-    shift = piece.in_shard.start - piece.in_param.start
+
+
+def boxes_to_shard(value: BoxedTensor, run: Interval, piece: torch.Tensor) -> None:
+    """Copy checked boxes into this rank's piece (1-D, the elements ``run``), where they are not views of it already."""
     for box, part in zip(value.boxes, value.parts, strict=True):
-        target = shard[box.interval.shift(shift).to_slice()]
+        target = piece[box.interval.shift(-run.start).to_slice()]
         if target.data_ptr() != part.data_ptr():
             target.copy_(part.reshape(-1))

@@ -1,86 +1,296 @@
-"""Between the flat shard of a handle and dim-0 chunks of its parameters: one exchange, a shard's worth of traffic."""
+"""The form of sharded state dicts: which chunk of a parameter each rank has, and how pieces become chunks.
+
+A plain parameter is cut into dim-0 chunks over the shard axis. A parameter that tensor parallelism has split is a
+DTensor on the mesh of both axes, as in torch FSDP1: dim 0 over the shard axis, then what tensor parallelism splits.
+Where that is dim 0 too, the chunk of a rank lies on other ranks of both axes; it is fetched along one after the other.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_flat.comm import Axis, exchange_runs
-from fsdp_flat.layout import FlatLayout, Interval, chunk_interval, chunk_shape, moves
+from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.flat import PLAIN, DTensorGuise, FlatParamHandle
+from fsdp_flat.layout import Interval, Moves, chunk_interval, chunk_rows, chunk_shape, moves_between
+from fsdp_flat.runtime import Unit
+from fsdp_flat.state_dict._torch import root_mesh
+from fsdp_flat.state_dict.torch_types import describe, dtensor, local_chunk, sharded_tensor
 
-__all__ = ["chunks_to_shard", "shard_to_chunks"]
+__all__ = ["ChunkForm", "Row", "chunk_form", "chunks_of", "fitting_chunk", "pieces_of", "write_chunks"]
 
 
-def shard_to_chunks(layout: FlatLayout, shard: torch.Tensor, axis: Axis) -> list[torch.Tensor]:
-    """This rank's dim-0 chunk of every parameter, given every rank's flat shard.
+@dataclass(frozen=True, slots=True)
+class _Second:
+    """The way along the tensor-parallel axis: between the rows that lie there and those of the chunks."""
 
-    Every rank of the axis must call this.
+    axis: Axis
+    held: tuple[Interval, ...]
+    wanted: tuple[Interval, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkForm:
+    """How one parameter of a unit lies in sharded state dicts.
+
+    Attributes:
+        device: the device of compute.
+        axis: the shard axis.
+        pieces: by rank of it, its piece of the flattened parameter (of the tensor-parallel part where it is split).
+        chunks: by rank of it, its chunk, in the same elements.
+        shape: shape of the whole tensor.
+        chunk_shape: shape of this rank's chunk.
+        mesh: the mesh of the DTensor; None for a ShardedTensor, or a plain tensor where nothing is sharded.
+        placements: those of the DTensor.
+        second: where the chunk is fetched along the tensor-parallel axis too.
+    """
+
+    device: torch.device
+    axis: Axis
+    pieces: tuple[Interval, ...]
+    chunks: tuple[Interval, ...]
+    shape: tuple[int, ...]
+    chunk_shape: tuple[int, ...]
+    mesh: DeviceMesh | None
+    placements: tuple[Placement, ...]
+    second: _Second | None
+
+    def dress(self, chunk: torch.Tensor) -> torch.Tensor:
+        """torch's type for a tensor of which this rank holds ``chunk``."""
+        if self.mesh is not None:
+            return dtensor(chunk, self.shape, self.mesh, self.placements)
+        if self.axis.size == 1:
+            return chunk
+        return sharded_tensor(chunk, self.shape, self.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One tensor that is saved or loaded: a parameter or an optimizer's state of it.
+
+    Attributes:
+        form: that of the parameter.
+        piece: 1-D, this rank's piece: where it is saved from, or loaded to.
+    """
+
+    form: ChunkForm
+    piece: torch.Tensor
+
+
+def pieces_of(handle: FlatParamHandle, index: int) -> tuple[Interval, ...]:
+    """By rank of the shard axis, its piece of a slot."""
+    layout = handle.layout
+    return tuple(layout.piece(index, rank).in_param for rank in range(layout.world_size))
+
+
+def chunk_form(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkForm:
+    """The form of slot ``index``.
+
+    Raises:
+        UnsupportedError: tensor parallelism has split the parameter over ranks that no mesh joins with the unit's.
+    """
+    groups = unit.options.groups
+    shape = handle.layout.slots[index].shape
+    guise = handle.views.params[index].guise
+    axis, pieces = groups.shard, pieces_of(handle, index)
+    if isinstance(guise, DTensorGuise):
+        return _split_form(unit, handle.layout.slots[index].fqn, shape, guise, pieces)
+    assert guise is PLAIN
+    mesh: Any = None
+    placements: tuple[Placement, ...] = ()
+    if groups.mesh is not None and axis.size > 1:
+        mesh, dim = _mesh_of(unit)
+        placements = _placements(mesh, {dim: Shard(0)})
+    chunks = tuple(chunk_interval(shape, axis.size, rank) for rank in range(axis.size))
+    return ChunkForm(
+        unit.options.device,
+        axis,
+        pieces,
+        chunks,
+        shape,
+        chunk_shape(shape, axis.size, axis.rank),
+        mesh,
+        placements,
+        None,
+    )
+
+
+def _mesh_of(unit: Unit) -> tuple[Any, int]:
+    """The mesh of DTensors and which of its dims shards: the mesh that the unit's was sliced from, as in FSDP1."""
+    mesh = unit.options.groups.mesh
+    dim = 1 if unit.options.strategy.is_hybrid else 0
+    root = root_mesh(mesh)
+    names, all_names = mesh.mesh_dim_names, root.mesh_dim_names
+    if root.ndim > mesh.ndim and names and all_names and names[dim] in all_names:
+        return root, all_names.index(names[dim])
+    return mesh, dim
+
+
+def _placements(mesh: DeviceMesh, by_dim: dict[int, Placement]) -> tuple[Placement, ...]:
+    return tuple(by_dim.get(dim, Replicate()) for dim in range(mesh.ndim))
+
+
+def _split_form(
+    unit: Unit, name: str, part_shape: tuple[int, ...], guise: DTensorGuise, pieces: tuple[Interval, ...]
+) -> ChunkForm:
+    axis, whole = unit.options.groups.shard, tuple(guise.shape)
+    if axis.size == 1:
+        own = (Interval(0, math.prod(part_shape)),)
+        return ChunkForm(unit.options.device, axis, pieces, own, whole, part_shape, guise.mesh, guise.placements, None)
+    root, shard_dim, split_dim = _joined_mesh(unit, name, guise)
+    placement = guise.placements[0]
+    placements = _placements(root, {shard_dim: Shard(0), split_dim: placement})
+    if not (isinstance(placement, Shard) and placement.dim == 0 and split_dim > shard_dim):
+        chunks = tuple(chunk_interval(part_shape, axis.size, rank) for rank in range(axis.size))
+        own_shape = chunk_shape(part_shape, axis.size, axis.rank)
+        return ChunkForm(unit.options.device, axis, pieces, chunks, whole, own_shape, root, placements, None)
+    # DTensor cuts dim 0 along the shard axis first, tensor parallelism did along its own: rows change ranks on both.
+    tensor_axis = Axis.of(guise.mesh.get_group(0))
+    width = math.prod(whole[1:])
+    part = chunk_rows(whole[0], tensor_axis.size, tensor_axis.rank)
+    blocks = [chunk_rows(whole[0], axis.size, rank) for rank in range(axis.size)]
+    chunks = tuple(_times(part.intersect(block).shift(-part.start), width) for block in blocks)
+    block = blocks[axis.rank]
+    parts = [chunk_rows(whole[0], tensor_axis.size, rank) for rank in range(tensor_axis.size)]
+    wanted = [chunk_rows(block.numel, tensor_axis.size, rank).shift(block.start) for rank in range(tensor_axis.size)]
+    second = _Second(
+        tensor_axis,
+        tuple(_times(other.intersect(block), width) for other in parts),
+        tuple(_times(rows, width) for rows in wanted),
+    )
+    own_shape = (wanted[tensor_axis.rank].numel, *whole[1:])
+    return ChunkForm(unit.options.device, axis, pieces, chunks, whole, own_shape, root, placements, second)
+
+
+def fitting_chunk(form: ChunkForm, value: torch.Tensor) -> tuple[torch.Tensor | None, str]:
+    """This rank's chunk of a ShardedTensor or DTensor of the right shape, or what is wrong with it.
+
+    A DTensor on the form's mesh with other placements is redistributed, which every rank of the mesh takes part in.
+    """
+    rank = form.axis.rank
+    if isinstance(value, DTensor) and form.mesh is not None and value.device_mesh == form.mesh:
+        if tuple(value.placements) != form.placements:
+            value = value.redistribute(form.mesh, form.placements)
+    elif form.second is not None:
+        return None, f"expected a DTensor on {form.mesh} with placements {form.placements}, got {describe(value)}."
+    try:
+        chunk = local_chunk(value)
+    except OptionError as error:
+        return None, f"{error}."
+    assert chunk is not None
+    if chunk.numel() == math.prod(form.chunk_shape) and (chunk.numel() == 0 or chunk.shape == form.chunk_shape):
+        return chunk, ""
+    return None, (
+        f"rank {rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a {describe(value)}; expected "
+        f"{form.chunk_shape} at {form.axis.size} ranks. Load checkpoints of another number of ranks through "
+        "torch.distributed.checkpoint, which reshards."
+    )
+
+
+def _times(rows: Interval, width: int) -> Interval:
+    return Interval(rows.start * width, rows.stop * width)
+
+
+def _joined_mesh(unit: Unit, name: str, guise: DTensorGuise) -> tuple[Any, int, int]:
+    mesh = unit.options.groups.mesh
+    if mesh is not None and guise.mesh.ndim == 1:
+        root, shard_dim = _mesh_of(unit)
+        names, split = root.mesh_dim_names, guise.mesh.mesh_dim_names
+        if root_mesh(guise.mesh) == root and names and split and split[0] in names:
+            return root, shard_dim, names.index(split[0])
+    raise UnsupportedError(
+        f"A sharded state dict of unit {unit.name!r} holds {name!r}, a DTensor over {guise.mesh}, for which it needs "
+        "one mesh of both axes. Make it by init_device_mesh(device_type, (num_data, num_tensor), "
+        'mesh_dim_names=("dp", "tp")) and pass device_mesh=mesh["dp"] to FullyShardedDataParallel and mesh["tp"] to '
+        "parallelize_module, or use FULL_STATE_DICT."
+    )
+
+
+def chunks_of(rows: Sequence[Row], *, offload: bool) -> list[torch.Tensor]:
+    """This rank's chunks, as torch's types, of tensors of which every rank has its pieces.
+
+    Every rank of the shard axes must call this with the same rows. What moves is at most a shard's worth a rank.
 
     Args:
-        layout: the flat layout over the axis.
-        shard: 1-D, ``layout.shard_numel`` elements.
-        axis: the shard axis.
-
-    Returns:
-        By slot, tensors of their own; chunks without rows are empty.
+        rows: the tensors.
+        offload: chunks on the CPU.
     """
-    rank, size = axis.rank, axis.size
-    start = layout.shard(rank).start
-    sent = [
-        [shard[_in_shard(layout, move.index, start, move.in_param)] for move in moves(layout, rank, owner)]
-        for owner in range(size)
-    ]
-    numels = [sum(move.in_param.numel for move in moves(layout, holder, rank)) for holder in range(size)]
-    runs = exchange_runs([_cat(pieces, shard) for pieces in sent], numels, axis)
-    shapes = [chunk_shape(slot.shape, size, rank) for slot in layout.slots]
-    chunks = [shard.new_empty(shape) for shape in shapes]
-    for holder, run in enumerate(runs):
-        at = 0
-        for move in moves(layout, holder, rank):
-            chunk_start = chunk_interval(layout.slots[move.index].shape, size, rank).start
-            target = chunks[move.index].view(-1)[move.in_param.shift(-chunk_start).to_slice()]
-            target.copy_(run[at : at + move.in_param.numel])
-            at += move.in_param.numel
-    return chunks
+    found = []
+    lanes = _Lanes()
+    for row in rows:
+        form = row.form
+        target = row.piece.new_empty(form.chunks[form.axis.rank].numel)
+        lanes.add(form, form.axis, form.pieces, form.chunks, row.piece, target)
+        found.append(target)
+    lanes.wait()
+    for index, row in enumerate(rows):
+        second = row.form.second
+        if second is not None:
+            target = row.piece.new_empty(math.prod(row.form.chunk_shape))
+            lanes.add(row.form, second.axis, second.held, second.wanted, found[index], target)
+            found[index] = target
+    lanes.wait()
+    chunks = (chunk.view(row.form.chunk_shape) for row, chunk in zip(rows, found, strict=True))
+    return [row.form.dress(chunk.cpu() if offload else chunk) for row, chunk in zip(rows, chunks, strict=True)]
 
 
-def chunks_to_shard(layout: FlatLayout, chunks: Sequence[torch.Tensor | None], shard: torch.Tensor, axis: Axis) -> None:
-    """Write dim-0 chunks into every rank's flat shard; the inverse of :func:`shard_to_chunks`.
+def write_chunks(rows: Sequence[tuple[Row, torch.Tensor]]) -> None:
+    """Write this rank's chunks into every rank's pieces; the inverse of :func:`chunks_of`.
 
-    Every rank of the axis must call this, with the same slots missing.
+    Every rank of the shard axes must call this with the same rows.
 
     Args:
-        layout: the flat layout over the axis.
-        chunks: by slot this rank's chunk, or None for parameters that are left as they are.
-        shard: 1-D, ``layout.shard_numel`` elements; written to.
-        axis: the shard axis.
+        rows: the tensors, each with this rank's chunk.
     """
-    rank, size = axis.rank, axis.size
-    there = [chunk is not None for chunk in chunks]
-    sent = []
-    for holder in range(size):
-        pieces = []
-        for move in moves(layout, holder, rank):
-            chunk = chunks[move.index]
-            if chunk is not None:
-                chunk_start = chunk_interval(layout.slots[move.index].shape, size, rank).start
-                flat = chunk.detach().reshape(-1).to(dtype=shard.dtype, device=shard.device)
-                pieces.append(flat[move.in_param.shift(-chunk_start).to_slice()])
-        sent.append(_cat(pieces, shard))
-    wanted = [[move for move in moves(layout, rank, owner) if there[move.index]] for owner in range(size)]
-    runs = exchange_runs(sent, [sum(move.in_param.numel for move in row) for row in wanted], axis)
-    start = layout.shard(rank).start
-    for row, run in zip(wanted, runs, strict=True):
-        at = 0
-        for move in row:
-            shard[_in_shard(layout, move.index, start, move.in_param)].copy_(run[at : at + move.in_param.numel])
-            at += move.in_param.numel
+    lanes = _Lanes()
+    found = []
+    for row, chunk in rows:
+        source = chunk.detach().reshape(-1).to(dtype=row.piece.dtype, device=row.piece.device)
+        second = row.form.second
+        if second is not None:
+            middle = row.piece.new_empty(row.form.chunks[row.form.axis.rank].numel)
+            lanes.add(row.form, second.axis, second.wanted, second.held, source, middle)
+            source = middle
+        found.append(source)
+    lanes.wait()
+    with torch.no_grad():
+        for (row, _), source in zip(rows, found, strict=True):
+            lanes.add(row.form, row.form.axis, row.form.chunks, row.form.pieces, source, row.piece)
+        lanes.wait()
 
 
-def _in_shard(layout: FlatLayout, index: int, start: int, in_param: Interval) -> slice:
-    return in_param.shift(layout.slots[index].offset - start).to_slice()
+class _Lanes:
+    """Transfers along several axes, and each plan of moves made once."""
 
+    def __init__(self) -> None:
+        self._by_axis: dict[Axis, Transfers] = {}
+        self._moves: dict[tuple[int, int], Moves] = {}
 
-def _cat(pieces: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    return torch.cat(pieces) if pieces else like.new_empty(0)
+    def add(
+        self,
+        form: ChunkForm,
+        axis: Axis,
+        held: Sequence[Interval],
+        wanted: Sequence[Interval],
+        source: torch.Tensor,
+        target: torch.Tensor,
+    ) -> None:
+        key = (id(held), id(wanted))
+        moves = self._moves.get(key)
+        if moves is None:
+            moves = self._moves[key] = moves_between(held, wanted, axis.rank)
+        if axis not in self._by_axis:
+            self._by_axis[axis] = Transfers(axis, form.device)
+        self._by_axis[axis].add(moves, source, target)
+
+    def wait(self) -> None:
+        for transfers in self._by_axis.values():
+            transfers.wait()

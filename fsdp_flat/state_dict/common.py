@@ -3,32 +3,61 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.comm import Axis
+from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError, UnsupportedError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
-from fsdp_flat.runtime import Unit
+from fsdp_flat.runtime import Unit, Words, agree
+from fsdp_flat.state_dict.chunks import Row, write_chunks
+from fsdp_flat.state_dict.torch_types import shape_of
 
-__all__ = ["LoadReport", "copy_whole", "finish_load", "prepare_load", "put", "refuse_split", "restore_buffers"]
+__all__ = [
+    "LOADING",
+    "LoadReport",
+    "axes_of",
+    "copy_whole",
+    "finish_load",
+    "own_pieces",
+    "prepare_load",
+    "put",
+    "refuse_split",
+    "restore_buffers",
+]
+
+LOADING = Words(
+    "loading a state dict",
+    "Ranks were given state dicts with different entries, so nothing was loaded.",
+    "Load the same checkpoint on every rank.",
+)
 
 
 @dataclass(slots=True)
 class LoadReport:
-    """What a load finds wrong, in the lists that ``nn.Module.load_state_dict`` turns into its error.
+    """What one load finds wrong, and what it is to write once nothing is.
 
     Attributes:
-        strict: names that are missing are an error.
-        missing: names that are missing.
-        errors: one line per value that does not fit.
+        missing: names that are missing, the list that ``nn.Module.load_state_dict`` makes its error of.
+        errors: one line per value that does not fit, likewise.
+        strict: note names that are missing; whether they are an error is decided at the end.
+        owner: the outermost wrapper of the load.
+        writes: to be done if everything fits.
+        chunks: this rank's chunks that go to every rank's pieces, with their names.
+        meets: units whose ranks exchange chunks.
     """
 
     strict: bool
     missing: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    owner: object = None
+    writes: list[Callable[[], object]] = field(default_factory=list)
+    chunks: list[tuple[str, Row, torch.Tensor]] = field(default_factory=list)
+    meets: list[Unit] = field(default_factory=list)
 
     def mismatch(self, name: str, got: Any, expected: Any) -> None:
         """Note a wrong shape, in torch's words."""
@@ -36,6 +65,42 @@ class LoadReport:
             f"size mismatch for {name}: copying a param with shape {torch.Size(got)} from checkpoint, "
             f"the shape in current model is {torch.Size(expected)}."
         )
+
+    def carry_out(self, *, refused: bool) -> None:
+        """Write everything, or on any error nothing. Where chunks are exchanged, one rank's error is every rank's.
+
+        Args:
+            refused: the caller has found something wrong, which it will report itself.
+        """
+        error: FsdpFlatError | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
+        if refused and error is None:
+            error = LoadError("keys are missing or unexpected")
+        if self.meets:
+            try:
+                lines = [f"{name}: {'x'.join(map(str, row.form.shape))}" for name, row, _ in self.chunks]
+                agree(lines, error, axes_of(self.meets), self.meets[0].options.device, LOADING)
+            except (PeerFailureError, RankMismatchError) as found:
+                self.errors.append(str(found))
+                return
+            except LoadError:
+                return
+        if error is not None:
+            return
+        with torch.no_grad():
+            for write in self.writes:
+                write()
+            write_chunks([(row, chunk) for _, row, chunk in self.chunks])
+
+
+def axes_of(units: list[Unit]) -> list[Axis]:
+    """Every axis along which the units' ranks have to agree: their own, and those of tensor parallelism."""
+    found: dict[Axis, None] = {}
+    for unit in units:
+        found.update(dict.fromkeys(unit.options.groups.axes))
+        for handle in unit.handles:
+            for entry in handle.views.params:
+                found.update(dict.fromkeys(Axis.of(group) for group in entry.guise.groups))
+    return [axis for axis in found if axis.size > 1]
 
 
 def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix: str, value: Any) -> None:
@@ -49,8 +114,17 @@ def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix
                 destination[name] = value
 
 
+def own_pieces(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor]:
+    """This rank's piece of each slot (1-D), a view of the shard as it is now."""
+    if unit.is_sharded:
+        # While parameters are gathered the modules show those, and nothing can be assigned to the shard.
+        handle.adopt_changes()
+    shard = handle.flat_param.data
+    return [shard[piece.in_shard.to_slice()] for piece in handle.views.pieces]
+
+
 def refuse_split(unit: Unit, what: str) -> None:
-    """Raise if tensor parallelism has split a parameter of ``unit``; chunks of such parts have no form yet.
+    """Raise if tensor parallelism has split a parameter of ``unit``; boxes of such parts have no form yet.
 
     Raises:
         UnsupportedError: it has.
@@ -59,8 +133,8 @@ def refuse_split(unit: Unit, what: str) -> None:
         for entry in handle.views.params:
             if entry.guise is not PLAIN:
                 raise UnsupportedError(
-                    f"{what} of unit {unit.name!r} holds {entry.fqn!r}, a DTensor of tensor parallelism. This version "
-                    "saves and loads such parameters in full state dicts only; use FULL_STATE_DICT."
+                    f"{what} of unit {unit.name!r} holds {entry.fqn!r}, a DTensor of tensor parallelism, which cannot "
+                    "be saved as boxes. Leave boxes=True out, which gives DTensors."
                 )
 
 
@@ -83,7 +157,7 @@ def prepare_load(
     for handle in unit.handles:
         # What the user assigned to sharded parameters before the load must not come after it.
         handle.adopt_changes()
-        handle.views.rewritten()
+        report.writes.append(handle.views.rewritten)
     unit.show_shard()
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
@@ -106,7 +180,7 @@ def prepare_load(
 
 
 def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, report: LoadReport) -> None:
-    """Copy this rank's piece out of a whole tensor."""
+    """Have this rank's piece of a whole tensor copied if it fits."""
     slot = handle.layout.slots[index]
     name = prefix + slot.fqn
     if not isinstance(value, torch.Tensor):
@@ -114,14 +188,14 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
         return
     guise = handle.views.params[index].guise
     shape = guise.whole_shape(slot.shape)
-    if tuple(value.shape) != shape and not (value.numel() == 1 and math.prod(shape) == 1):
-        report.mismatch(name, value.shape, shape)
+    if shape_of(value) != shape and not (math.prod(shape_of(value)) == 1 and math.prod(shape) == 1):
+        report.mismatch(name, shape_of(value), shape)
         return
     piece = handle.layout.piece(index, unit.options.groups.shard.rank)
     if not piece.is_empty:
-        with torch.no_grad():
-            source = guise.part(value.detach().reshape(shape)).reshape(-1)[piece.in_param.to_slice()]
-            handle.flat_param.data[piece.in_shard.to_slice()].copy_(source)
+        # Taking a part of a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
+        source = guise.part(value.detach().reshape(shape)).reshape(-1)[piece.in_param.to_slice()]
+        report.writes.append(lambda: handle.flat_param.data[piece.in_shard.to_slice()].copy_(source))
 
 
 def finish_load(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:

@@ -1,21 +1,23 @@
 """FULL state dicts: whole tensors under the names of the unwrapped model.
 
-A save gathers one unit at a time and clones its parameters; a load copies this rank's pieces out of the given
-tensors and communicates nothing.
+A save sends every piece of one unit at a time straight to its place in the results, so the peak is the result; a load
+copies this rank's pieces out of the given tensors and communicates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.flat import FlatParamHandle, Guise
-from fsdp_flat.layout import FSDP_PREFIX
+from fsdp_flat.comm import Transfers
+from fsdp_flat.layout import FSDP_PREFIX, Interval, moves_between
 from fsdp_flat.runtime import Unit, check_idle, whole_params
-from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, restore_buffers
+from fsdp_flat.state_dict.chunks import pieces_of
+from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, own_pieces, prepare_load, restore_buffers
 
 __all__ = ["load_full", "save_full"]
 
@@ -32,19 +34,21 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it; hooks of the wrapped modules see whole parameters.
     """
-    keep = not getattr(config, "rank0_only", False) or unit.options.groups.primary.rank == 0
-    with whole_params(unit):
+    to_zero = bool(getattr(config, "rank0_only", False))
+    keep = not to_zero or unit.options.groups.primary.rank == 0
+    with _whole_shown(unit, keep=keep, to_zero=to_zero) as fresh:
         destination = inner()
         for handle in unit.handles:
-            for names, value, guise in _named_values(handle, prefix):
-                present = [name for name in names if name in destination]
+            for index, entry in enumerate(handle.views.params):
+                present = [prefix + site.fqn for site in entry.sites if prefix + site.fqn in destination]
                 if not keep:
                     for name in present:
                         del destination[name]
                 elif present:
-                    stored = guise.whole(destination[present[0]].detach())
-                    # Only what the caller's own hooks left alone is still a view of the gathered unit.
-                    if stored.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                    value = destination[present[0]].detach()
+                    stored = entry.guise.whole(value)
+                    # Inside summon_full_params a value is a view of what is summoned, unless hooks have changed it.
+                    if not fresh and _shares_memory(stored, handle.views.shown(index)):
                         stored = stored.clone()
                     stored = stored.cpu() if config.offload_to_cpu else stored
                     for name in present:
@@ -53,15 +57,55 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
     return destination
 
 
-def _named_values(handle: FlatParamHandle, prefix: str) -> list[tuple[list[str], torch.Tensor, Guise]]:
-    return [
-        ([prefix + site.fqn for site in entry.sites], handle.views.shown(index), entry.guise)
-        for index, entry in enumerate(handle.views.params)
-    ]
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _whole_shown(unit: Unit, *, keep: bool, to_zero: bool) -> Iterator[bool]:
+    """Show whole parameters where the unit's entries are kept; whether they are memory of their own."""
+    if unit.whole is not None:
+        with whole_params(unit):
+            yield False
+        return
+    was_unsharded = not unit.is_sharded
+    wholes = whole_tensors(unit, to_zero=to_zero)
+    try:
+        for handle, tensors in zip(unit.handles, wholes, strict=True):
+            if keep:
+                handle.views.show_tensors(tensors)
+            else:
+                handle.views.show_names()
+        yield True
+    finally:
+        for handle in unit.handles:
+            handle.views.hide_whole()
+        if was_unsharded:
+            unit.show_full()
+
+
+def whole_tensors(unit: Unit, *, to_zero: bool) -> list[list[torch.Tensor]]:
+    """By handle and slot, whole parameters in memory of their own; with ``to_zero`` empty but on rank 0.
+
+    Every rank of the shard group must call this.
+    """
+    axis, device = unit.options.groups.shard, unit.options.device
+    lane = Transfers(axis, device)
+    wholes: list[list[torch.Tensor]] = []
+    with torch.no_grad():
+        for handle in unit.handles:
+            wholes.append([])
+            for index, (slot, piece) in enumerate(zip(handle.layout.slots, own_pieces(unit, handle), strict=True)):
+                wanted = [Interval(0, 0 if to_zero and rank else slot.numel) for rank in range(axis.size)]
+                target = torch.empty(wanted[axis.rank].numel, dtype=piece.dtype, device=device)
+                lane.add(moves_between(pieces_of(handle, index), wanted, axis.rank), piece, target)
+                wholes[-1].append(target.view(slot.shape) if target.numel() == slot.numel else target)
+        lane.wait()
+    return wholes
 
 
 def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Copy one unit's pieces out of whole tensors; no communication."""
+    """Have one unit's pieces copied out of whole tensors; no communication."""
     check_idle(unit, "load_state_dict")
     for handle, values in prepare_load(unit, state_dict, prefix, report).items():
         for index, value in enumerate(values):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ def save_local(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable
     for handle in unit.handles:
         for index, _ in enumerate(handle.layout.slots):
             put(destination, handle, index, prefix, None)
+        if unit.is_sharded:
+            handle.adopt_changes()
         local = handle.flat_param.detach()[: _valid_numel(handle, groups.shard.rank)]
         value = flat_sharded(local, handle.layout.shard_numel, handle.layout.unpadded_numel, groups.shard)
         key = prefix + flat_key(unit, handle)
@@ -55,8 +58,12 @@ def save_local(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable
     return destination
 
 
+def _copy(handle: FlatParamHandle, local: torch.Tensor) -> None:
+    handle.flat_param.data[: local.numel()].copy_(local)
+
+
 def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Copy one unit's flat shards back."""
+    """Have one unit's flat shards copied back."""
     check_idle(unit, "load_state_dict")
     inner = prefix + FSDP_PREFIX
     flats = {
@@ -87,6 +94,5 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
                 "SHARDED_STATE_DICT with torch.distributed.checkpoint, or FULL_STATE_DICT, to change either."
             )
             continue
-        with torch.no_grad():
-            handle.flat_param.data[:expected].copy_(local)
+        report.writes.append(partial(_copy, handle, local))
     finish_load(unit, state_dict, inner)

@@ -1,4 +1,4 @@
-"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of pieces a handle."""
+"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of pieces a unit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ import torch
 from fsdp_flat.api import StateDictConfig
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import FSDP_PREFIX, chunk_shape
+from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
-from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_values, boxes_to_shard
-from fsdp_flat.state_dict.chunks import chunks_to_shard, shard_to_chunks
+from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
+from fsdp_flat.state_dict.chunks import ChunkForm, Row, chunk_form, chunks_of, fitting_chunk
 from fsdp_flat.state_dict.common import (
     LoadReport,
     copy_whole,
     finish_load,
+    own_pieces,
     prepare_load,
     put,
     refuse_split,
     restore_buffers,
 )
-from fsdp_flat.state_dict.torch_types import chunked, local_chunk, shape_of
+from fsdp_flat.state_dict.torch_types import is_chunked, shape_of
 
 __all__ = ["load_sharded", "save_sharded"]
 
@@ -38,84 +39,85 @@ def save_sharded(
     is exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
     """
     check_idle(unit, "state_dict")
-    refuse_split(unit, "SHARDED_STATE_DICT")
-    groups = unit.options.groups
+    as_boxes = bool(getattr(config, "boxes", False))
+    if as_boxes:
+        refuse_split(unit, "The sharded state dict")
     with unit.names_shown():
         destination = inner()
+    if as_boxes:
+        _put_boxes(unit, config, prefix, destination)
+        return destination
+    if unit.handles and unit.options.groups.shard.size == 1:
+        warnings.warn(
+            f"Unit {unit.name!r} is not sharded, so its entries of the sharded state dict are whole tensors.",
+            stacklevel=4,
+        )
+    places, rows = [], []
     for handle in unit.handles:
-        if getattr(config, "boxes", False):
-            shard = handle.flat_param.data
-            shard = shard.to("cpu", copy=True) if config.offload_to_cpu else shard
-            for index, value in enumerate(boxed_values(handle.layout, groups.shard.rank, shard)):
-                put(destination, handle, index, prefix, value)
-            continue
-        if handle.layout.world_size == 1:
-            warnings.warn(
-                f"Unit {unit.name!r} is not sharded, so its entries of the sharded state dict are whole tensors.",
-                stacklevel=4,
-            )
-        chunks = shard_to_chunks(handle.layout, handle.flat_param.data, groups.shard)
-        for index, chunk in enumerate(chunks):
-            value = chunk.cpu() if config.offload_to_cpu else chunk
-            if handle.layout.world_size > 1:
-                value = chunked(value, handle.layout.slots[index].shape, groups.shard, groups.mesh)
-            put(destination, handle, index, prefix, value)
+        for index, piece in enumerate(own_pieces(unit, handle)):
+            places.append((handle, index))
+            rows.append(Row(chunk_form(unit, handle, index), piece))
+    with torch.no_grad():
+        values = chunks_of(rows, offload=config.offload_to_cpu)
+    for (handle, index), value in zip(places, values, strict=True):
+        put(destination, handle, index, prefix, value)
     restore_buffers(unit, destination, prefix)
     return destination
 
 
+def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: dict[str, Any]) -> None:
+    for handle in unit.handles:
+        for index, piece in enumerate(own_pieces(unit, handle)):
+            run = handle.views.pieces[index].in_param
+            own = piece.to("cpu", copy=True) if config.offload_to_cpu else piece
+            put(destination, handle, index, prefix, boxed_value(handle.layout.slots[index].shape, run, own))
+    restore_buffers(unit, destination, prefix)
+
+
 def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Copy one unit's pieces out of chunked tensors. Plain whole tensors are taken as well.
+    """Have one unit's pieces made of chunked tensors. Plain whole tensors are taken as well.
 
     Every rank of the shard group must call this, with the same names.
     """
     check_idle(unit, "load_state_dict")
-    refuse_split(unit, "SHARDED_STATE_DICT")
     given = prepare_load(unit, state_dict, prefix, report)
-    for handle in unit.handles:
-        values = given[handle]
-        chunks: list[torch.Tensor | None] = [None] * len(values)
+    if not any(isinstance(value, BoxedTensor) for values in given.values() for value in values):
+        report.meets.append(unit)
+    for handle, values in given.items():
+        pieces = [handle.flat_param.data[piece.in_shard.to_slice()] for piece in handle.views.pieces]
         for index, value in enumerate(values):
             if value is None:
                 continue
+            name = prefix + handle.layout.slots[index].fqn
             if isinstance(value, BoxedTensor):
-                _load_boxes(unit, handle, index, value, prefix, report)
-                continue
-            chunk = _checked_chunk(unit, handle, index, value, prefix, report)
-            if chunk is not None:
-                chunks[index] = chunk
-            elif type(value) is torch.Tensor or isinstance(value, torch.nn.Parameter):
+                _load_boxes(handle, index, value, prefix, pieces[index], report)
+            elif is_chunked(value):
+                row = Row(chunk_form(unit, handle, index), pieces[index])
+                chunk = _checked(row.form, value, name, report)
+                if chunk is not None:
+                    report.chunks.append((name, row, chunk))
+            else:
                 copy_whole(unit, handle, index, value, prefix, report)
-        with torch.no_grad():
-            chunks_to_shard(handle.layout, chunks, handle.flat_param.data, unit.options.groups.shard)
     finish_load(unit, state_dict, prefix + FSDP_PREFIX)
 
 
 def _load_boxes(
-    unit: Unit, handle: FlatParamHandle, index: int, value: BoxedTensor, prefix: str, report: LoadReport
+    handle: FlatParamHandle, index: int, value: BoxedTensor, prefix: str, piece: torch.Tensor, report: LoadReport
 ) -> None:
     try:
-        boxes_to_shard(value, handle.layout, index, unit.options.groups.shard.rank, handle.flat_param.data)
+        check_boxes(value, handle.layout, index, handle.spec.rank)
     except LoadError as error:
         report.errors.append(f"{prefix}{error}")
+    else:
+        run = handle.views.pieces[index].in_param
+        report.writes.append(lambda: boxes_to_shard(value, run, piece))
 
 
-def _checked_chunk(
-    unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, report: LoadReport
-) -> torch.Tensor | None:
-    slot, shard = handle.layout.slots[index], unit.options.groups.shard
-    chunk = local_chunk(value)
-    if chunk is None:
+def _checked(form: ChunkForm, value: Any, name: str, report: LoadReport) -> torch.Tensor | None:
+    if shape_of(value) != form.shape:
+        report.mismatch(name, shape_of(value), form.shape)
         return None
-    if shape_of(value) != slot.shape:
-        report.mismatch(prefix + slot.fqn, shape_of(value), slot.shape)
-        return None
-    expected = chunk_shape(slot.shape, shard.size, shard.rank)
-    if chunk.numel() != torch.Size(expected).numel():
-        report.errors.append(
-            f"{prefix + slot.fqn}: rank {shard.rank} of the shard group holds a chunk of shape {tuple(chunk.shape)}; "
-            f"expected {expected} at {shard.size} ranks. Load checkpoints of another number of ranks through "
-            "torch.distributed.checkpoint, which reshards."
-        )
-        return None
+    chunk, problem = fitting_chunk(form, value)
+    if problem:
+        report.errors.append(f"{name}: {problem}")
     return chunk

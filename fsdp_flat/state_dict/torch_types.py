@@ -13,42 +13,41 @@ from torch.distributed._shard.sharded_tensor import (
     ShardMetadata,
     TensorProperties,
 )
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.comm import Axis
-from fsdp_flat.layout import chunk_interval, chunk_shape
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout import chunk_rows, chunk_shape
 
-__all__ = ["chunked", "dtype_of", "flat_sharded", "local_chunk", "shape_of"]
+__all__ = ["describe", "dtensor", "dtype_of", "flat_sharded", "is_chunked", "local_chunk", "shape_of", "sharded_tensor"]
 
 
-def chunked(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis, mesh: Any) -> torch.Tensor:
-    """A tensor of ``shape`` of which this rank holds ``chunk``: a DTensor with a mesh, else a ShardedTensor.
+def dtensor(
+    chunk: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    """A DTensor of ``shape`` of which this rank holds ``chunk``."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
-    Source of the form: torch FSDP1's sharded state dicts (dim-0 chunks, placements ``rank:<global rank>/<device>``;
-    on a 2-D mesh the first dim replicates).
+
+def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
+    """A ShardedTensor of ``shape`` in dim-0 chunks over ``axis``, of which this rank holds ``chunk``.
+
+    Source of the form: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
+    a chunk have no local shard).
     """
-    if mesh is not None:
-        placements = [Replicate()] * (mesh.ndim - 1) + [ShardPlacement(0)]
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
     metadata = []
     for rank in range(axis.size):
         size = chunk_shape(shape, axis.size, rank)
         if size and size[0] == 0:
             continue
         offsets = [0] * len(shape)
-        if shape and chunk.dim():
-            offsets[0] = _first_row(shape, axis.size, rank)
+        if shape:
+            offsets[0] = chunk_rows(shape[0], axis.size, rank).start
         metadata.append((rank, offsets, list(size)))
     return _sharded_tensor(chunk, shape, axis, metadata)
-
-
-def _first_row(shape: tuple[int, ...], size: int, rank: int) -> int:
-    width = 1
-    for dim in shape[1:]:
-        width *= dim
-    return chunk_interval(shape, size, rank).start // max(1, width)
 
 
 def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, axis: Axis) -> torch.Tensor:
@@ -87,18 +86,30 @@ def _placement(axis: Axis, rank: int, device: torch.device) -> str:
     return f"rank:{world_rank}/{device.type}:{rank % torch.accelerator.device_count()}"
 
 
+def is_chunked(value: Any) -> bool:
+    """Whether a value is one of the two types."""
+    return isinstance(value, (DTensor, ShardedTensor))
+
+
+def describe(value: Any) -> str:
+    """What a value is, for error texts."""
+    if isinstance(value, DTensor):
+        return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
+    return f"{type(value).__name__} of shape {shape_of(value)}"
+
+
 def local_chunk(value: Any) -> torch.Tensor | None:
     """What this rank holds of a ShardedTensor or DTensor; None of anything else.
 
     Raises:
-        ValueError: a ShardedTensor with several local shards.
+        OptionError: a ShardedTensor with several local shards.
     """
     if isinstance(value, DTensor):
         return value.to_local()
     if isinstance(value, ShardedTensor):
         shards = value.local_shards()
         if len(shards) > 1:
-            raise ValueError(f"expected at most one local shard, got {len(shards)}")
+            raise OptionError(f"expected at most one local shard of a ShardedTensor, got {len(shards)}")
         return shards[0].tensor if shards else torch.empty(0, dtype=dtype_of(value))
     return None
 

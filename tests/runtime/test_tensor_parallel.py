@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 
 from fsdp_flat import (
     CPUOffload,
+    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
     ShardingStrategy,
@@ -398,19 +399,114 @@ def test_unwrapping_gives_the_tensor_parallel_model_back(use_orig_params: bool) 
     assert_close(grad.full_tensor(), plain.layers[0].up.weight.grad, rtol=1e-5, atol=1e-7)
 
 
+SHARDED = StateDictType.SHARDED_STATE_DICT
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(4)
-def test_chunked_state_of_tensor_parallel_parameters_is_refused() -> None:
+def test_a_sharded_state_dict_is_dtensors_on_the_mesh_of_both_axes(use_orig_params: bool, layout: str) -> None:
+    mesh, plain = grid(), net()
+    model = on_grid(copy.deepcopy(plain), mesh, layout, use_orig_params=use_orig_params)
+    optimizer = adamw(model)
+    step_of_both(model, optimizer, plain, adamw(plain), mesh, 0)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        expected, expected_state = model.state_dict(), FSDP.optim_state_dict(model, optimizer)["state"]
+    with FSDP.state_dict_type(model, SHARDED):
+        state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)["state"]
+    assert list(state) == list(expected)
+    for name, value in state.items():
+        assert isinstance(value, DTensor), name
+        assert value.device_mesh == mesh, name
+        assert value.placements[0] == Shard(0), name
+        assert_equal(value.full_tensor(), expected[name], what=name)
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert states[name][key].placements == value.placements, name
+            assert_equal(states[name][key].full_tensor(), expected_state[name][key], what=f"{key} of {name}")
+    split = dict(parallelize_module(net(), mesh["tp"], plan(layout)).named_parameters())
+    for name, value in state.items():
+        tensor_placement = split[name].placements[0] if isinstance(split[name], DTensor) else Replicate()
+        assert value.placements[1] == tensor_placement, name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(4)
+def test_sharded_states_load_back_and_training_goes_on_alike(use_orig_params: bool, layout: str) -> None:
+    mesh = grid()
+    model = on_grid(net(), mesh, layout, use_orig_params=use_orig_params)
+    optimizer = adamw(model)
+    step_of_both(model, optimizer, net(), adamw(net()), mesh, 0)
+    other = on_grid(net(seed=1), mesh, layout, use_orig_params=use_orig_params)
+    other_optimizer = adamw(other)
+    with FSDP.state_dict_type(model, SHARDED), FSDP.state_dict_type(other, SHARDED):
+        other.load_state_dict(model.state_dict())
+        saved = FSDP.optim_state_dict(model, optimizer)
+        other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, saved))
+    for which, optim in ((model, optimizer), (other, other_optimizer)):
+        for step in (1, 2):
+            step_of_both(which, optim, net(), adamw(net()), mesh, step)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@on_ranks(4)
+def test_dtensors_with_other_placements_are_redistributed_and_others_refused() -> None:
     mesh = grid()
     model = on_grid(net(), mesh, use_orig_params=True)
+    plain = net(seed=1)
+    given: dict[str, Any] = dict(plain.state_dict())
+    name = "layers.0.up.weight"
+    given[name] = distribute_tensor(given[name], mesh, [Replicate(), Shard(1)])
+    with FSDP.state_dict_type(model, SHARDED):
+        model.load_state_dict(given)
+        given[name] = distribute_tensor(plain.state_dict()[name], mesh["dp"], [Shard(0)])
+        with pytest.raises(RuntimeError, match=rf"{name}: expected a DTensor on .*, got DTensor with placements"):
+            model.load_state_dict(given)
+    assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@on_ranks(4)
+def test_a_sharded_state_dict_needs_a_mesh_that_joins_both_axes() -> None:
+    mesh = grid()
+    model = parallelize_module(net(), mesh["tp"], plan("tensor"))
+    sharded = wrapped(model, process_group=mesh["dp"].get_group(), auto_wrap_policy=LAYERS)
+    with (
+        FSDP.state_dict_type(sharded, SHARDED),
+        pytest.raises(UnsupportedError, match=r"'up\.weight', a DTensor .* pass device_mesh=mesh\[.dp.\]"),
+    ):
+        sharded.state_dict()
+
+
+@pytest.mark.parametrize("out_features", [1, 3, 5])
+@on_ranks(4)
+def test_sharded_chunks_of_uneven_parts_round_trip(out_features: int) -> None:
+    mesh = grid()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, out_features, bias=False), nn.Linear(out_features, 3))
+    split = copy.deepcopy(plain)
+    parallelize_module(split, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    model = wrapped(split, device_mesh=mesh["dp"], use_orig_params=True)
+    with FSDP.state_dict_type(model, SHARDED):
+        state = model.state_dict()
+        assert_equal({name: value.full_tensor() for name, value in state.items()}, dict(plain.state_dict()))
+        model.load_state_dict({name: 2 * value for name, value in state.items()})
+    assert_equal(dict(model.state_dict()), {name: 2 * value for name, value in plain.state_dict().items()})
+
+
+@on_ranks(4)
+def test_full_optimizer_state_from_rank_zero_of_each_column_loads_back() -> None:
+    mesh, plain = grid(), net()
+    model = on_grid(copy.deepcopy(plain), mesh, use_orig_params=True)
     optimizer = adamw(model)
-    loss_of(model, batches(0)[0]).backward()
-    optimizer.step()
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        with pytest.raises(UnsupportedError, match="full state dicts only"):
-            model.state_dict()
-        with pytest.raises(UnsupportedError, match="full state dicts only"):
-            FSDP.optim_state_dict(model, optimizer)
-    assert_equal(set(model.state_dict()), set(net().state_dict()))
+    step_of_both(model, optimizer, plain, adamw(plain), mesh, 0)
+    expected = FSDP.optim_state_dict(model, optimizer)
+    config = FullOptimStateDictConfig(rank0_only=True)
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, None, config):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        assert bool(saved) == (mesh["dp"].get_local_rank() == 0)
+        other_optimizer = adamw(model)
+        other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, other_optimizer, saved or None))
+    assert_equal(FSDP.optim_state_dict(model, other_optimizer), expected)
 
 
 @pytest.mark.parametrize("out_features", [1, 3, 5])

@@ -1,0 +1,109 @@
+"""Finding out that a collective was called on one rank only, before anything is sent."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm.collectives import is_simulated
+from fsdp_flat.comm.groups import Axis
+from fsdp_flat.errors import UsageError
+
+__all__ = ["meet"]
+
+PATIENCE_S = 20.0
+
+
+def meet(what: str, axis: Axis) -> None:
+    """Wait for the other ranks of an axis by way of the group's store, which leaves the group as it is.
+
+    Every rank of the axis must call this. Costs each rank three requests to the store.
+
+    Rank 0 does most of what one rank does alone (evaluating, writing files), so others may wait for it for minutes;
+    they only warn. That rank 0 waits and nobody else has come for 20 seconds is taken for a call on rank 0 only.
+
+    Args:
+        what: what is called, for the texts.
+        axis: the ranks.
+
+    Raises:
+        UsageError: this is rank 0 and no other rank has come; or not all have come within the group's timeout.
+    """
+    group = axis.group
+    if group is None or axis.size == 1 or is_simulated(group):
+        return
+    meeting = _Meeting(group_store(group), axis)
+    if meeting.is_complete:
+        return
+    limit = default_pg_timeout.total_seconds()
+    begun = time.monotonic()
+    warned = False
+    while not meeting.wait(min(PATIENCE_S, limit)):
+        missing = meeting.missing()
+        waited = time.monotonic() - begun
+        if (len(missing) == axis.size - 1 and axis.rank == 0) or waited >= limit:
+            if meeting.leave():
+                raise UsageError(
+                    f"{what} was called on rank {axis.rank} of the group {waited:.0f} seconds ago, and rank(s) "
+                    f"{missing} have not called it. It is a collective: every rank of the group must call it, also "
+                    "those that do not use the result (rank0_only=True leaves theirs empty). If they are only late, "
+                    "call torch.distributed.barrier() before it."
+                )
+            return
+        if not warned and missing:
+            warned = True
+            warnings.warn(
+                f"{what} on rank {axis.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; every "
+                "rank must call it.",
+                stacklevel=4,
+            )
+
+
+class _Meeting:
+    """The n-th meeting of the ranks of a group, where n is how often this rank has come.
+
+    Every rank counts its own coming in the store, and the last to come puts up a sign.
+    """
+
+    def __init__(self, store: dist.Store, axis: Axis) -> None:
+        self._store = store
+        self._axis = axis
+        self._index = store.add(f"fsdp_flat/came/{axis.rank}", 1)
+        self.is_complete = self._come()
+
+    def _come(self) -> bool:
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", 1) < self._axis.size:
+            return False
+        self._store.set(f"fsdp_flat/complete/{self._index}", "")
+        # Everybody has come here, so everybody has left the meeting before.
+        self._store.delete_key(f"fsdp_flat/meeting/{self._index - 1}")
+        self._store.delete_key(f"fsdp_flat/complete/{self._index - 1}")
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all have come within ``seconds``."""
+        try:
+            self._store.wait([f"fsdp_flat/complete/{self._index}"], timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise
+            return False
+        return True
+
+    def missing(self) -> list[int]:
+        """Ranks that have not come."""
+        ranks = range(self._axis.size)
+        return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
+
+    def leave(self) -> bool:
+        """Go away, as if this rank had not come; False if all have come in the meantime."""
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._axis.size - 1:
+            self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
+            return False
+        self._store.add(f"fsdp_flat/came/{self._axis.rank}", -1)
+        return True

@@ -1,0 +1,91 @@
+"""Runs of elements from rank to rank, each straight from where it lies to where it belongs.
+
+State dicts are made of these: nothing is packed, gathered or cut afterwards, so a save needs the memory of its
+result and no more, and moves each element once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm.collectives import moves_by_gloo
+from fsdp_flat.comm.groups import Axis
+from fsdp_flat.layout import Moves
+
+__all__ = ["Transfers"]
+
+
+class Transfers:
+    """Point-to-point transfers along one axis.
+
+    Every rank of the axis has to add the same tensors in the same order; between two ranks, runs arrive in the order
+    in which they were added.
+
+    Args:
+        axis: the ranks.
+        device: the device of compute, over which the group communicates. Tensors elsewhere make a stop there.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        group = axis.group
+        self._axis = axis
+        # gloo sends CPU tensors only. Other backends want all transfers at once.
+        self._one_by_one = group is not None and moves_by_gloo(group, device)
+        self._device = torch.device("cpu") if self._one_by_one else device
+        self._begun: list[Any] = []
+        self._batch: list[dist.P2POp] = []
+        self._after: list[Callable[[], object]] = []
+        self._alive: list[torch.Tensor] = []
+
+    def add(self, moves: Moves, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        """Begin to move one tensor.
+
+        Args:
+            moves: how this rank takes part.
+            source: 1-D, what this rank holds; None if it sends nothing.
+            target: 1-D, where what it wants is to go, of the dtype that the sources have; None if it wants nothing.
+        """
+        if moves.kept is not None and source is not None and target is not None:
+            target[moves.kept[1]].copy_(source[moves.kept[0]])
+        for rank, run in moves.receives:
+            assert target is not None
+            self._receive(target[run], rank)
+        for rank, run in moves.sends:
+            assert source is not None
+            self._send(source[run].contiguous(), rank)
+
+    def wait(self) -> None:
+        """Return when everything that was added has arrived."""
+        if self._batch:
+            self._begun.extend(dist.batch_isend_irecv(self._batch))
+        for work in self._begun:
+            work.wait()
+        for finish in self._after:
+            finish()
+        self._begun, self._batch, self._after, self._alive = [], [], [], []
+
+    def _send(self, run: torch.Tensor, to: int) -> None:
+        run = run.to(self._device)
+        self._alive.append(run)
+        if self._one_by_one:
+            self._begun.append(dist.isend(run, dst=self._world_rank(to), group=self._axis.group))
+        else:
+            self._batch.append(dist.P2POp(dist.isend, run, self._world_rank(to), self._axis.group))
+
+    def _receive(self, run: torch.Tensor, source: int) -> None:
+        target = run
+        if run.device.type != self._device.type:
+            run = torch.empty_like(run, device=self._device)
+            self._after.append(lambda: target.copy_(run))
+        if self._one_by_one:
+            self._begun.append(dist.irecv(run, src=self._world_rank(source), group=self._axis.group))
+        else:
+            self._batch.append(dist.P2POp(dist.irecv, run, self._world_rank(source), self._axis.group))
+
+    def _world_rank(self, rank: int) -> int:
+        assert self._axis.group is not None
+        return dist.get_global_rank(self._axis.group, rank)
