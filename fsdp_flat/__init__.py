@@ -17,6 +17,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
+from fsdp_flat.checkpoint import iter_full_state_dict, load_full, save_full
 from fsdp_flat.compat import install, installed, uninstall
 from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
@@ -54,8 +55,11 @@ __all__ = [
     "clean_tensor_name",
     "install",
     "installed",
+    "iter_full_state_dict",
+    "load_full",
     "register_forward_method",
     "register_optim_state_handler",
+    "save_full",
     "uninstall",
     "unshard_for",
     "unwrap",

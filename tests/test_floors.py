@@ -22,6 +22,7 @@ FLOORS = {
     "runtime": 2,
     "state_dict": 3,
     "optim_state": 4,
+    "checkpoint": TOP,
     "compat": TOP,
     "run": TOP,
     "migrate": TOP,

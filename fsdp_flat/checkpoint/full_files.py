@@ -1,0 +1,372 @@
+"""A whole model as safetensors files: written from the ranks that own it, loaded slice by slice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.checkpoint.progress import progress_bar
+from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
+from fsdp_flat.checkpoint.streaming import Entry, entries_of, shard_axis, whole_on
+from fsdp_flat.comm import UnitGroups
+from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.runtime import agree_on_structure, check_idle, units_of
+
+__all__ = ["load_full", "save_full"]
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """One file of a full save: what is in it and which rank of the shard group writes it."""
+
+    name: str
+    writer: int
+    entries: tuple[Entry, ...]
+
+    def infos(self, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
+        return {entry.name: _info(entry, dtype) for entry in self.entries}
+
+
+def _info(entry: Entry, dtype: torch.dtype | None) -> TensorInfo:
+    cast = dtype is not None and entry.dtype.is_floating_point
+    return TensorInfo(dtype if cast and dtype is not None else entry.dtype, entry.shape)
+
+
+def save_full(
+    model: nn.Module,
+    directory: str | Path,
+    *,
+    dtype: torch.dtype | None = None,
+    keep: Callable[[str], bool] | None = None,
+    trainable_only: bool = False,
+    max_file_bytes: int = 5_000_000_000,
+    spread: bool = False,
+    progress: bool = False,
+) -> Path:
+    """Write the whole model as safetensors files in the form of the model hubs, one parameter in memory at a time.
+
+    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``. A
+    tied parameter is written under its first name; the others are in the header's metadata, as the safetensors package
+    has it. Files get their names when they are complete, and the index comes last.
+
+    Every rank must call this.
+
+    Args:
+        model: a wrapped model, or a module that holds wrappers.
+        directory: made if need be; the same for every rank that writes.
+        dtype: floating-point tensors are converted to it.
+        keep: says by name which entries are wanted; the same on every rank.
+        trainable_only: parameters with ``requires_grad`` only, as of an adapter.
+        max_file_bytes: a file is closed before it grows beyond this, unless one tensor alone is larger.
+        spread: files are written by the ranks of the shard group in turn, at the same time, instead of by rank 0; all
+            of them must see one file system.
+        progress: show a progress bar on rank 0 (needs tqdm).
+
+    Returns:
+        The directory.
+
+    Raises:
+        OptionError: nothing to write, or ``max_file_bytes`` is not positive.
+        UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype without a code.
+        PeerFailureError: another rank failed, because its disk is full for instance.
+    """
+    if max_file_bytes <= 0:
+        raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
+    entries = entries_of(model, keep=keep, trainable_only=trainable_only)
+    if not entries:
+        raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
+    axis = shard_axis(entries)
+    groups = _groups_of(model)
+    files = _planned(entries, dtype, max_file_bytes, axis.size if spread else 1)
+    directory = Path(directory)
+    # Replicas and ranks that do not write only take part in the gathers.
+    is_replica = groups.replicate.rank != 0
+    bar = progress_bar(
+        "Saving the model", _total(entries, dtype), asked=progress, here=axis.rank == 0 and not is_replica
+    )
+    error: Exception | None = None
+    with bar:
+        for batch in _side_by_side(files, axis.size if spread else 1):
+            own = next((file for file in batch if file.writer == axis.rank and not is_replica), None)
+            error = _write_batch(batch, own, directory, dtype, bar.update, error)
+    if error is None and axis.rank == 0 and not is_replica and len(files) > 1:
+        error = _caught(lambda: _write_index(directory, files, dtype))
+    agree_on_structure((), error, groups, _device_of(model))
+    return directory
+
+
+def _groups_of(model: nn.Module) -> UnitGroups:
+    units = units_of(model)
+    if not units:
+        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
+    return units[0].options.groups
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return units_of(model)[0].options.device
+
+
+def _total(entries: list[Entry], dtype: torch.dtype | None) -> int:
+    return sum(_info(entry, dtype).nbytes for entry in entries if entry.same_as is None)
+
+
+def _planned(entries: list[Entry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int) -> list[_File]:
+    groups: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if entry.same_as is not None:
+            continue
+        nbytes = _info(entry, dtype).nbytes
+        if groups[-1] and size + nbytes > max_file_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(entry)
+        size += nbytes
+    total = len(groups)
+    names = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    aliases = [entry for entry in entries if entry.same_as is not None]
+    files = []
+    for index, (name, group) in enumerate(zip(names, groups, strict=True)):
+        here = {entry.name for entry in group}
+        also = [entry for entry in aliases if entry.same_as in here]
+        files.append(_File(name, index % num_writers, (*group, *also)))
+    return files
+
+
+def _side_by_side(files: list[_File], num_writers: int) -> Iterator[list[_File]]:
+    """Files that different ranks write at the same time."""
+    for start in range(0, len(files), num_writers):
+        yield files[start : start + num_writers]
+
+
+def _write_batch(
+    batch: list[_File],
+    own: _File | None,
+    directory: Path,
+    dtype: torch.dtype | None,
+    update: Callable[[int], object],
+    error: Exception | None,
+) -> Exception | None:
+    """Gather the tensors of some files, each to its writer, and write what is this rank's.
+
+    A rank that fails goes on taking part in the gathers.
+    """
+    writer: FileWriter | None = None
+    if own is not None and error is None:
+        try:
+            writer = _opened(own, directory, dtype)
+        except Exception as raised:
+            error = raised
+    stored = [[entry for entry in file.entries if entry.same_as is None] for file in batch]
+    for position in range(max(map(len, stored))):
+        # One tensor of each file in turn, so that writers are busy together.
+        for file, mine in zip(batch, stored, strict=True):
+            if position >= len(mine):
+                continue
+            whole = whole_on(mine[position], file.writer)
+            update(_info(mine[position], dtype).nbytes)
+            if writer is None or file is not own or whole is None:
+                continue
+            try:
+                writer.write(mine[position].name, whole.to(_info(mine[position], dtype).dtype))
+            except Exception as raised:
+                writer.discard()
+                writer, error = None, raised
+    return error or (None if writer is None else _caught(writer.close))
+
+
+def _opened(file: _File, directory: Path, dtype: torch.dtype | None) -> FileWriter:
+    directory.mkdir(parents=True, exist_ok=True)
+    infos = {entry.name: _info(entry, dtype) for entry in file.entries if entry.same_as is None}
+    aliases = {entry.name: entry.same_as for entry in file.entries if entry.same_as is not None}
+    return FileWriter(directory / file.name, infos, {"format": "pt", **aliases})
+
+
+def _caught(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def _write_index(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
+    stored = [(entry, file.name) for file in files for entry in file.entries if entry.same_as is None]
+    index = {
+        "metadata": {"total_size": sum(_info(entry, dtype).nbytes for entry, _ in stored)},
+        "weight_map": {entry.name: name for entry, name in stored},
+    }
+    partial = directory / (INDEX_NAME + ".partial")
+    partial.write_text(json.dumps(index, indent=2) + "\n")
+    partial.replace(directory / INDEX_NAME)
+
+
+def load_full(
+    model: nn.Module, path: str | Path, *, strict: bool = True, keep: Callable[[str], bool] | None = None
+) -> tuple[list[str], list[str]]:
+    """Load a whole model from files; each rank reads its own slices of each parameter and no more.
+
+    Every rank must call this, and must see the files. Nothing is written to the model unless everything fits.
+
+    Args:
+        model: a wrapped model, or a module that holds wrappers.
+        path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as the model hubs have
+            it, or a file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and
+            ``weights_only``).
+        strict: names that the files lack, or have too many, are an error.
+        keep: says by name which entries of the model are wanted.
+
+    Returns:
+        Names that the files lack and names that the model does not have; both empty with ``strict``.
+
+    Raises:
+        LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit; on every rank.
+        PhaseError: in the middle of a step.
+    """
+    for unit in units_of(model):
+        check_idle(unit, "load_full")
+    groups = _groups_of(model)
+    error: Exception | None = None
+    missing: list[str] = []
+    unexpected: list[str] = []
+    planned: list[tuple[Entry, torch.Tensor]] = []
+    with ExitStack() as stack:
+        try:
+            source = stack.enter_context(_source(Path(path)))
+            entries = entries_of(model, keep=keep)
+            missing, unexpected = _compare(entries, source, strict=strict, path=path)
+            for entry in entries:
+                name = source.name_for(entry.name)
+                if name is not None and entry.same_as is None:
+                    planned.append((entry, source.piece(name, entry)))
+        except Exception as raised:
+            error = raised
+        agree_on_structure((), error, groups, _device_of(model))
+    with torch.no_grad():
+        for unit in units_of(model):
+            unit.reshard()
+            for handle in unit.handles:
+                handle.adopt_changes()
+                handle.views.rewritten()
+        for entry, piece in planned:
+            target = entry.value if entry.value is not None else entry.piece()
+            target.copy_(piece.view(target.shape))
+    return missing, unexpected
+
+
+def _compare(entries: list[Entry], source: _Source, *, strict: bool, path: str | Path) -> tuple[list[str], list[str]]:
+    known = {source.name_for(entry.name) for entry in entries}
+    missing = [
+        entry.name
+        for entry in entries
+        if source.name_for(entry.name) is None and (entry.same_as is None or source.name_for(entry.same_as) is None)
+    ]
+    unexpected = [name for name in source.shapes if name not in known]
+    problems = [
+        f"{entry.name!r} has shape {source.shapes[name]} in the file, {entry.shape} in the model"
+        for entry in entries
+        if (name := source.name_for(entry.name)) is not None and source.shapes[name] != entry.shape
+    ]
+    if strict and missing:
+        problems.append(f"missing: {_some(missing)}")
+    if strict and unexpected:
+        problems.append(f"not in the model: {_some(unexpected)}")
+    if problems:
+        raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
+    return missing, unexpected
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:5]))
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+class _Source:
+    """Where tensors are read from: names, shapes, and elements of each."""
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        aliases: Mapping[str, str],
+        read: Callable[[str, int, int], torch.Tensor],
+    ) -> None:
+        self.shapes = dict(shapes)
+        self._aliases = aliases
+        self._read = read
+
+    def name_for(self, name: str) -> str | None:
+        """The name under which the tensor ``name`` is stored."""
+        if name in self.shapes:
+            return name
+        other = self._aliases.get(name)
+        return other if other in self.shapes else None
+
+    def piece(self, name: str, entry: Entry) -> torch.Tensor:
+        """The elements of ``name`` that this rank holds of ``entry``, 1-D."""
+        if entry.handle is None:
+            return self._read(name, 0, torch.Size(entry.shape).numel())
+        interval = entry.handle.views.pieces[entry.index].in_param
+        return self._read(name, interval.start, interval.stop)
+
+
+class _Opened:
+    """A source and the files that it reads, as a context manager."""
+
+    def __init__(self, source: _Source, readers: list[FileReader]) -> None:
+        self._source = source
+        self._readers = readers
+
+    def __enter__(self) -> _Source:
+        return self._source
+
+    def __exit__(self, *error: Any) -> None:
+        for reader in self._readers:
+            reader.__exit__(None, None, None)
+
+
+def _source(path: Path) -> _Opened:
+    if path.is_dir():
+        if (path / INDEX_NAME).exists():
+            names = sorted(set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values()))
+            return _from_safetensors([path / name for name in names])
+        if (path / SINGLE_NAME).exists():
+            return _from_safetensors([path / SINGLE_NAME])
+        raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
+    if not path.exists():
+        raise LoadError(f"{path} does not exist.")
+    return _from_safetensors([path]) if path.suffix == ".safetensors" else _from_torch_file(path)
+
+
+def _from_safetensors(paths: list[Path]) -> _Opened:
+    absent = [path for path in paths if not path.exists()]
+    if absent:
+        raise LoadError(f"{absent[0]} does not exist, although the index names it.")
+    readers = [FileReader(path) for path in paths]
+    holder = {name: reader for reader in readers for name in reader.tensors}
+    shapes = {name: reader.tensors[name].shape for name, reader in holder.items()}
+    aliases = {name: same for reader in readers for name, same in reader.metadata.items() if name != "format"}
+    return _Opened(_Source(shapes, aliases, lambda name, start, stop: holder[name].read(name, start, stop)), readers)
+
+
+def _from_torch_file(path: Path) -> _Opened:
+    try:
+        state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:
+        raise LoadError(
+            f"{path} cannot be read by torch.load(weights_only=True): {error}. Expected a state dict of plain tensors, "
+            "or a .safetensors file."
+        ) from error
+    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise LoadError(f"{path} holds no state dict of tensors; save model.state_dict() by itself.")
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    return _Opened(_Source(shapes, {}, lambda name, start, stop: state[name].reshape(-1)[start:stop]), [])

@@ -1,0 +1,164 @@
+"""Reading and writing safetensors files piecewise.
+
+The format (source: the safetensors project's README): eight bytes with the length of the header, little endian; the
+header, JSON of ``{name: {"dtype", "shape", "data_offsets"}}`` and ``"__metadata__"`` of strings; then the data,
+row-major, where the offsets count from the end of the header. The safetensors package writes files only from tensors
+that are all in memory, and reads slices of dims only; both are too much here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import torch
+
+from fsdp_flat.errors import LoadError, UnsupportedError
+
+__all__ = ["FileReader", "FileWriter", "TensorInfo"]
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+# The package's own bound; a longer header is a damaged file.
+_LONGEST_HEADER = 100_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Dtype and shape of a tensor in a file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its data."""
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+
+class FileWriter:
+    """Writes one file, tensor by tensor, under a temporary name until it is complete.
+
+    Args:
+        path: where the file is to be.
+        tensors: every tensor that will be written, in order.
+        metadata: strings for the header.
+
+    Raises:
+        UnsupportedError: a dtype that the format does not have.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
+        self._path = path
+        self._expected = list(tensors)
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        at = 0
+        for name, info in tensors.items():
+            if info.dtype not in _CODES:
+                raise UnsupportedError(f"{name!r} is of {info.dtype}, which safetensors files cannot hold.")
+            header[name] = {
+                "dtype": _CODES[info.dtype],
+                "shape": list(info.shape),
+                "data_offsets": [at, at + info.nbytes],
+            }
+            at += info.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115 (closed by close and discard)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    @property
+    def _partial(self) -> Path:
+        return self._path.with_name(self._path.name + ".partial")
+
+    def write(self, name: str, tensor: torch.Tensor) -> None:
+        """Append the next tensor, of any device."""
+        assert self._expected.pop(0) == name
+        flat = tensor.detach().contiguous().cpu().reshape(-1)
+        if flat.numel():
+            self._file.write(flat.view(torch.uint8).numpy().data)
+
+    def close(self) -> None:
+        """All tensors are written: give the file its name."""
+        assert not self._expected
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        os.replace(self._partial, self._path)
+
+    def discard(self) -> None:
+        """Writing failed: remove what there is."""
+        self._file.close()
+        self._partial.unlink(missing_ok=True)
+
+
+class FileReader:
+    """Reads elements of tensors out of one file.
+
+    Args:
+        path: the file.
+
+    Attributes:
+        tensors: what is in it.
+        metadata: the header's strings.
+
+    Raises:
+        LoadError: not such a file, or a truncated one.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        size = path.stat().st_size
+        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed at the end of the with block)
+        length = int.from_bytes(self._file.read(8), "little")
+        if size < 8 or length > min(size - 8, _LONGEST_HEADER):
+            raise LoadError(f"{path} is no safetensors file, or a truncated one ({size} bytes).")
+        try:
+            header = json.loads(self._file.read(length))
+            self.metadata: dict[str, str] = header.pop("__metadata__", {})
+            places = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
+            self.tensors = {
+                name: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()
+            }
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LoadError(f"The header of {path} cannot be read ({error!r}); is it a safetensors file?") from error
+        self._starts = {name: 8 + length + start for name, (start, _) in places.items()}
+        end = max((stop for _, stop in places.values()), default=0)
+        if 8 + length + end != size:
+            raise LoadError(f"{path} has {size} bytes; expected {8 + length + end}. It is truncated or was altered.")
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Elements ``start`` to ``stop`` of the flattened tensor, 1-D, in the file's dtype."""
+        dtype = self.tensors[name].dtype
+        if stop == start:
+            return torch.empty(0, dtype=dtype)
+        self._file.seek(self._starts[name] + start * dtype.itemsize)
+        data = bytearray((stop - start) * dtype.itemsize)
+        if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
+            raise LoadError(f"{self._path} ended in the middle of {name!r}.")
+        return torch.frombuffer(data, dtype=dtype)
+
+    def __enter__(self) -> FileReader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._file.close()

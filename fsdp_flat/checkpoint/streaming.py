@@ -1,0 +1,214 @@
+"""Whole parameters one at a time: nothing larger than a parameter is ever gathered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.api import ShardedStateDictConfig, StateDictType
+from fsdp_flat.comm import Axis
+from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime import Unit, unit_of
+from fsdp_flat.state_dict import refuse_split
+
+__all__ = ["Entry", "entries_of", "iter_full_state_dict", "shard_axis"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name of a model's state dict.
+
+    Attributes:
+        name: as in the unwrapped model.
+        value: a plain tensor that every rank has (a buffer, an ignored parameter), or None for a managed parameter.
+        shape: of the whole tensor.
+        dtype: of the stored tensor.
+        unit: the unit that manages it, or None.
+        handle: the handle that holds it, or None.
+        index: its slot in the handle.
+        same_as: an earlier name of the same parameter, where it is tied.
+    """
+
+    name: str
+    value: torch.Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: Unit | None = None
+    handle: FlatParamHandle | None = None
+    index: int = 0
+    same_as: str | None = None
+
+    def piece(self) -> torch.Tensor:
+        """What this rank holds of a managed parameter, 1-D, a view of the shard."""
+        assert self.handle is not None
+        piece = self.handle.views.pieces[self.index]
+        return self.handle.flat_param.data[piece.in_shard.to_slice()]
+
+
+def entries_of(
+    model: nn.Module, *, keep: Callable[[str], bool] | None = None, trainable_only: bool = False
+) -> list[Entry]:
+    """What a model's state dict holds, in its order, without communication.
+
+    Args:
+        model: a wrapper, or a module that holds wrappers.
+        keep: says by name which entries are wanted; the same on every rank.
+        trainable_only: parameters with ``requires_grad`` only, no buffers: an adapter, say.
+
+    Raises:
+        UnsupportedError: an entry is no tensor, or a parameter is split by tensor parallelism too.
+        PhaseError: in the middle of a step.
+    """
+    where = _slots_by_name(model)
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)
+    ):
+        template = model.state_dict()
+    trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
+    found: list[Entry] = []
+    first: dict[tuple[int, int], str] = {}
+    for name, value in template.items():
+        if name in where:
+            unit, handle, index = where[name]
+            wanted = not trainable_only or handle.views.requires_grad()[index]
+        else:
+            wanted = not trainable_only or name in trainable
+        if not wanted or (keep is not None and not keep(name)):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedError(
+                f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
+                "with keep=..., and save it beside the tensors."
+            )
+        if name not in where:
+            found.append(Entry(name, value.detach(), tuple(value.shape), value.dtype))
+            continue
+        same_as = first.setdefault((id(handle), index), name)
+        shape = handle.layout.slots[index].shape
+        entry = Entry(name, None, shape, handle.orig_dtype, unit, handle, index, None if same_as == name else same_as)
+        found.append(entry)
+    return found
+
+
+def _slots_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, int]]:
+    found: dict[str, tuple[Unit, FlatParamHandle, int]] = {}
+    for path, module in model.named_modules():
+        unit = unit_of(module)
+        if unit is None:
+            continue
+        refuse_split(unit, "A streamed state dict")
+        for handle in unit.handles:
+            for index, param in enumerate(handle.views.params):
+                for site in param.sites:
+                    found[join_fqn(clean_fqn(path), site.fqn)] = (unit, handle, index)
+    return found
+
+
+def shard_axis(entries: list[Entry]) -> Axis:
+    """The one axis over which all entries are sharded.
+
+    Raises:
+        UnsupportedError: units are sharded over different groups.
+    """
+    axes = {entry.unit.options.groups.shard for entry in entries if entry.unit is not None}
+    sharded = [axis for axis in axes if axis.size > 1]
+    if len(sharded) > 1:
+        raise UnsupportedError(
+            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
+            "Stream the parts one by one, or use SHARDED_STATE_DICT."
+        )
+    return sharded[0] if sharded else Axis(None, 0, 1)
+
+
+def whole_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
+    """The whole tensor of an entry on rank ``dst`` of its shard axis (every rank for None), else None.
+
+    Every rank of the shard axis must call this.
+    """
+    if entry.unit is None or entry.handle is None:
+        return entry.value
+    axis, layout = entry.unit.options.groups.shard, entry.handle.layout
+    own = entry.piece()
+    if axis.size == 1:
+        return own.view(entry.shape).clone()
+    assert axis.group is not None
+    intervals = [layout.piece(entry.index, rank).in_param for rank in range(axis.size)]
+    receives = dst is None or dst == axis.rank
+    whole = own.new_empty(layout.slots[entry.index].numel) if receives else None
+    if whole is not None:
+        whole[intervals[axis.rank].to_slice()].copy_(own)
+    works = []
+    for rank, interval in enumerate(intervals):
+        peer = dist.get_global_rank(axis.group, rank)
+        if interval.is_empty:
+            continue
+        if dst is None:
+            assert whole is not None
+            works.append(dist.broadcast(whole[interval.to_slice()], src=peer, group=axis.group, async_op=True))
+        elif whole is not None and rank != axis.rank:
+            works.append(dist.irecv(whole[interval.to_slice()], src=peer, group=axis.group))
+        elif whole is None and rank == axis.rank:
+            receiver = dist.get_global_rank(axis.group, dst)
+            works.append(dist.isend(own.contiguous(), dst=receiver, group=axis.group))
+    for work in works:
+        if work is not None:
+            work.wait()
+    return None if whole is None else whole.view(entry.shape)
+
+
+def iter_full_state_dict(
+    model: nn.Module,
+    *,
+    dst: int | None = 0,
+    dtype: torch.dtype | None = None,
+    keep: Callable[[str], bool] | None = None,
+    trainable_only: bool = False,
+) -> Iterator[tuple[str, Any]]:
+    """The full state dict as an iterator of ``(name, whole tensor)``, one parameter in memory at a time.
+
+    Every rank must iterate, with the same arguments. A rank that leaves the loop early goes on taking part in the
+    gathers that remain (without keeping what they bring) when the iterator is closed, so the others are not left
+    waiting.
+
+    Args:
+        model: a wrapped model, or a module that holds wrappers.
+        dst: rank of the shard group that receives the tensors; the others get None in their place. None: every rank.
+        dtype: floating-point tensors are converted to it.
+        keep: says by name which entries are wanted; the same on every rank.
+        trainable_only: parameters with ``requires_grad`` only.
+
+    Yields:
+        Names in the order of ``state_dict()``; a tensor of its own on the parameters' device, or None elsewhere than
+        on ``dst``. A tied parameter comes once for each of its names.
+
+    Raises:
+        OptionError: ``dst`` is no rank of the shard group.
+        UnsupportedError: units sharded over different groups, or an entry that is no tensor.
+        PhaseError: in the middle of a step.
+    """
+    entries = entries_of(model, keep=keep, trainable_only=trainable_only)
+    axis = shard_axis(entries)
+    if dst is not None and not 0 <= dst < axis.size and axis.size > 1:
+        raise OptionError(f"dst must be a rank of the shard group, 0 to {axis.size - 1}, or None; got {dst!r}.")
+    position = 0
+    try:
+        for entry in entries:
+            position += 1
+            yield entry.name, _converted(whole_on(entry, dst), dtype)
+    finally:
+        for entry in entries[position:]:
+            whole_on(entry, dst)
+
+
+def _converted(value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:
+    if value is None or dtype is None or not value.is_floating_point():
+        return value
+    return value.to(dtype)

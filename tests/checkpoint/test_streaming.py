@@ -1,0 +1,285 @@
+"""Whole models one parameter at a time: iterated, written as safetensors, and read slice by slice."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import iter_full_state_dict, load_full, save_full
+from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
+from tests.runtime.test_memory import live_bytes
+from tests.support import Ranks, assert_equal, on_ranks
+from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, whole_state
+
+RanksOf = Callable[..., Ranks]
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
+
+
+def mesh_options(strategy: str) -> dict[str, Any]:
+    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
+
+
+def tensors_in(path: Path) -> dict[str, torch.Tensor]:
+    """Everything in a safetensors file, read by the safetensors package."""
+    return dict(pytest.importorskip("safetensors.torch", reason="reads with the other implementation").load_file(path))
+
+
+# -- iterating -----------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_iterating_gives_the_full_state_dict_in_its_order(strategy: str, use_orig_params: bool) -> None:
+    model = shard(seeded(), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
+    expected = whole_state(model)
+    assert_equal(dict(iter_full_state_dict(model, dst=None)), expected)
+    assert [name for name, _ in iter_full_state_dict(model)] == list(expected)
+
+
+@on_ranks(2, 4)
+def test_only_the_receiving_rank_gets_tensors(rank: int, num_ranks: int) -> None:
+    model = shard(seeded(Tied))
+    expected = whole_state(model)
+    last = num_ranks - 1
+    found = dict(iter_full_state_dict(model, dst=last))
+    if rank == last:
+        assert_equal(found, expected)
+    else:
+        assert [name for name, value in found.items() if value is not None] == ["block.shift"]
+
+
+@on_ranks(2)
+def test_a_rank_that_stops_early_leaves_no_other_waiting(rank: int) -> None:
+    model = shard(seeded())
+    expected = whole_state(model)
+    found = {}
+    for name, value in iter_full_state_dict(model, dst=0):
+        found[name] = value
+        if rank == 1 and len(found) == 2:
+            break
+    if rank == 0:
+        assert_equal(found, expected)
+    # Both are at the same collective again.
+    assert_equal(whole_state(model), expected)
+
+
+@on_ranks(2)
+def test_streaming_holds_no_more_than_two_parameters(rank: int) -> None:
+    model = shard(nn.Sequential(*[nn.Linear(300, 300, bias=False) for _ in range(8)]), by_blocks=False)
+    biggest = 300 * 300 * 4
+    whole = 8 * biggest
+    for _ in iter_full_state_dict(model):
+        pass
+    before = live_bytes()
+    peak = 0
+    for _, _value in iter_full_state_dict(model):
+        peak = max(peak, live_bytes() - before)
+    assert peak <= 2 * biggest + 64_000 < whole / 3
+    assert rank == 0 or peak <= biggest
+
+
+@on_ranks(2)
+def test_adapters_alone_can_be_picked_and_converted() -> None:
+    model = seeded()
+    for name, param in model.named_parameters():
+        param.requires_grad_("up" in name)
+    wrapped = shard(model, use_orig_params=True)
+    found = dict(iter_full_state_dict(wrapped, dst=None, trainable_only=True, dtype=torch.bfloat16))
+    assert list(found) == [f"blocks.{i}.up.{what}" for i in (0, 1) for what in ("weight", "bias")]
+    expected = whole_state(wrapped)
+    assert all(torch.equal(value, expected[name].bfloat16()) for name, value in found.items())
+    assert list(dict(iter_full_state_dict(wrapped, keep=lambda name: "shift" in name))) == [
+        "blocks.0.shift",
+        "blocks.1.shift",
+    ]
+
+
+@on_ranks(2)
+def test_a_receiver_outside_of_the_group_is_an_error() -> None:
+    model = shard(seeded())
+    with pytest.raises(OptionError, match="dst must be a rank of the shard group, 0 to 1"):
+        next(iter_full_state_dict(model, dst=2))
+
+
+@on_ranks(2)
+def test_units_over_different_groups_cannot_be_streamed_to_one_rank() -> None:
+    model = seeded()
+    model.blocks[0] = FSDP(model.blocks[0], process_group=dist.new_group([0, 1]))
+    with pytest.raises(UnsupportedError, match="different process groups"):
+        next(iter_full_state_dict(FSDP(model)))
+
+
+# -- files ---------------------------------------------------------------------------------------------------------
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@pytest.mark.parametrize("spread", [False, True])
+@on_ranks(4)
+def test_a_saved_model_equals_its_full_state_dict(
+    strategy: str, use_orig_params: bool, spread: bool, tmp_path: Path, rank: int
+) -> None:
+    model = shard(seeded(), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
+    save_full(model, tmp_path, max_file_bytes=250, spread=spread)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    expected = whole_state(model)
+    names = sorted(set(index["weight_map"].values()))
+    found = {name: value for file in names for name, value in tensors_in(tmp_path / file).items()}
+    assert_equal({name: found[name] for name in expected}, expected)
+    assert set(found) == set(expected) == set(index["weight_map"])
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in expected.values())
+    assert len(names) > 2
+    assert not list(tmp_path.glob("*.partial"))
+    assert all((tmp_path / name).stat().st_size < 250 + 2000 for name in names)
+
+
+@on_ranks(2)
+def test_a_small_model_is_one_file_with_tied_names_in_its_header(tmp_path: Path) -> None:
+    model = shard(seeded(Tied), use_orig_params=True)
+    save_full(model, tmp_path / "new", dtype=torch.bfloat16)
+    assert os.listdir(tmp_path / "new") == ["model.safetensors"]
+    found = tensors_in(tmp_path / "new" / "model.safetensors")
+    assert "embed.weight" in found
+    assert "head.weight" not in found
+    assert {value.dtype for value in found.values()} == {torch.bfloat16}
+    with FileReader(tmp_path / "new" / "model.safetensors") as reader:
+        assert reader.metadata == {"format": "pt", "head.weight": "embed.weight"}
+    other = shard(seeded(Tied, seed=3), use_orig_params=True)
+    assert load_full(other, tmp_path / "new") == ([], [])
+    expected = {name: value.bfloat16().float() for name, value in whole_state(model).items()}
+    assert_equal(whole_state(other), expected)
+
+
+def save_and_show(path: str, num_files: int) -> dict[str, torch.Tensor]:
+    model = shard(seeded())
+    save_full(model, path, max_file_bytes=5_000_000_000 if num_files == 1 else 600)
+    return whole_state(model)
+
+
+def load_and_show(path: str, use_orig_params: bool, by_blocks: bool) -> dict[str, torch.Tensor]:
+    model = shard(seeded(seed=4), use_orig_params=use_orig_params, by_blocks=by_blocks)
+    load_full(model, path)
+    loss = square_loss(model, batch(0))
+    loss.backward()
+    return whole_state(model)
+
+
+@pytest.mark.parametrize("num_files", [1, 3])
+@pytest.mark.parametrize(
+    "use_orig_params, by_blocks, num_ranks", [(True, True, 4), (False, False, 4), (True, False, 2)]
+)
+def test_saved_files_are_loaded_at_any_number_of_ranks_and_wrapping(
+    ranks: RanksOf, tmp_path: Path, num_files: int, use_orig_params: bool, by_blocks: bool, num_ranks: int
+) -> None:
+    expected = ranks(2).run(save_and_show, str(tmp_path), num_files)[0]
+    for found in ranks(num_ranks).run(load_and_show, str(tmp_path), use_orig_params, by_blocks):
+        assert_equal(found, expected)
+
+
+@on_ranks(2)
+def test_a_file_of_torch_save_is_loaded_slice_by_slice(tmp_path: Path, rank: int) -> None:
+    plain = seeded(seed=7)
+    if rank == 0:
+        torch.save(plain.state_dict(), tmp_path / "model.pt")
+    dist.barrier()
+    model = shard(seeded())
+    load_full(model, tmp_path / "model.pt")
+    assert_equal(whole_state(model), dict(plain.state_dict()))
+
+
+@on_ranks(2)
+def test_a_file_of_the_safetensors_package_is_loaded(tmp_path: Path, rank: int) -> None:
+    other = pytest.importorskip("safetensors.torch", reason="writes with the other implementation")
+    plain = seeded(seed=7)
+    if rank == 0:
+        other.save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    dist.barrier()
+    model = shard(seeded())
+    load_full(model, tmp_path / "model.safetensors")
+    assert_equal(whole_state(model), dict(plain.state_dict()))
+
+
+def broken(path: Path, how: str) -> str:
+    """A file that is not right; what the error says."""
+    state = dict(seeded(seed=7).state_dict())
+    text = ""
+    if how == "missing name":
+        del state["last.bias"]
+        text = "missing: 'last.bias'"
+    elif how == "unknown name":
+        state["extra"] = torch.ones(2)
+        text = "not in the model: 'extra'"
+    elif how == "wrong shape":
+        state["last.bias"] = torch.ones(3)
+        text = r"'last.bias' has shape \(3,\) in the file, \(2,\) in the model"
+    writer = FileWriter(path, {k: TensorInfo(v.dtype, tuple(v.shape)) for k, v in state.items()}, {"format": "pt"})
+    for name, value in state.items():
+        writer.write(name, value)
+    writer.close()
+    if how == "truncated":
+        with open(path, "r+b") as file:
+            file.truncate(path.stat().st_size - 4)
+        text = "truncated or was altered"
+    elif how == "no header":
+        path.write_bytes(b"\x00" * 64)
+        text = "cannot be read"
+    return text
+
+
+@pytest.mark.parametrize("how", ["missing name", "unknown name", "wrong shape", "truncated", "no header"])
+@on_ranks(2)
+def test_files_that_do_not_fit_are_named_on_every_rank_and_nothing_is_loaded(
+    how: str, tmp_path: Path, rank: int
+) -> None:
+    """One rank alone meets the bad file, as on a machine with its own disk."""
+    model = shard(seeded())
+    before = whole_state(model)
+    path = tmp_path / f"{rank}.safetensors"
+    text = broken(path, how if rank == 0 else "not at all")
+    with pytest.raises(LoadError if rank == 0 else PeerFailureError, match=text if rank == 0 else "Rank 0"):
+        load_full(model, path)
+    assert_equal(whole_state(model), before)
+
+
+@on_ranks(2)
+def test_names_may_be_missing_or_too_many_if_the_caller_says_so(tmp_path: Path, rank: int) -> None:
+    if rank == 0:
+        torch.save({"last.bias": torch.ones(2), "other": torch.ones(1)}, tmp_path / "part.pt")
+    dist.barrier()
+    model = shard(seeded())
+    missing, unexpected = load_full(model, tmp_path / "part.pt", strict=False)
+    assert "first.weight" in missing
+    assert unexpected == ["other"]
+    assert torch.equal(whole_state(model)["last.bias"], torch.ones(2))
+
+
+@on_ranks(2)
+def test_a_disk_that_fails_on_the_writer_is_an_error_on_every_rank(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    (tmp_path / "blocked").write_text("a file where the directory should be")
+    with pytest.raises(OSError if rank == 0 else PeerFailureError, match="blocked"):
+        save_full(model, tmp_path / "blocked")
+    assert whole_state(model)
+
+
+@on_ranks(2)
+def test_bad_arguments_of_a_full_save_are_named(tmp_path: Path) -> None:
+    model = shard(seeded())
+    with pytest.raises(OptionError, match="max_file_bytes must be positive; got 0"):
+        save_full(model, tmp_path, max_file_bytes=0)
+    with pytest.raises(OptionError, match="Nothing to save"):
+        save_full(model, tmp_path, keep=lambda name: False)
+    with pytest.raises(OptionError, match="holds no FullyShardedDataParallel"):
+        load_full(nn.Linear(2, 2), tmp_path)
