@@ -84,7 +84,10 @@ class OptimStateMethods(nn.Module):
             OptionError: (a ValueError) not an optimizer state dict.
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
-        config = _settings(model).optim_state_dict_config
+        settings = _settings(model)
+        config = settings.optim_state_dict_config
+        if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
+            _warn_if_empty(optim, optim_state_dict)
         loaded = load_optim_state(
             model,
             contents_of(optim).params,
@@ -181,6 +184,19 @@ def _settings(model: nn.Module) -> StateDictSettings:
     if any(settings != found[0] for settings in found):
         raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
     return found[0] if found else DEFAULT_SETTINGS  # type: ignore[return-value]
+
+
+def _warn_if_empty(optim: Any, given: Any) -> None:
+    # SGD without momentum, the one optimizer of torch that keeps no state, has both settings.
+    stateless = all(group.get("momentum") == 0 and "dampening" in group for group in optim.param_groups)
+    if isinstance(given, dict) and "state" in given and not given["state"] and not stateless:
+        warnings.warn(
+            "The optimizer state dict to load has no state, so the optimizer begins anew. A sharded checkpoint is read "
+            "into the entries that the state dict of the optimizer has, and a new optimizer has none: take a step "
+            "before (and load the model's weights after it), or use the functions of "
+            "torch.distributed.checkpoint.state_dict, which do.",
+            stacklevel=3,
+        )
 
 
 def _warn_legacy(name: str, instead: str) -> None:

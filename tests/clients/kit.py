@@ -1,0 +1,159 @@
+"""Runs one function of a client on torch's FSDP1 and on fsdp_flat, on the same ranks, and says who did the work."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_flat
+from tests.support.peer import PeerFSDP, mend_peer
+
+__all__ = ["Outcome", "Tiny", "TinyLayer", "on_both", "rank_environment", "tokens"]
+
+_PEER = {"class": PeerFSDP}  # install() replaces bare names
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client's run gave.
+
+    Attributes:
+        result: what the function returned.
+        peer_forwards: how often torch's FSDP1 ran a forward meanwhile.
+        our_units: how many units of ours ran one.
+    """
+
+    result: Any
+    peer_forwards: int
+    our_units: int
+
+
+def on_both(run: Callable[..., Any], **arguments: Any) -> tuple[Outcome, Outcome]:
+    """``run(**arguments)`` on the peer, then on fsdp_flat by ``install()`` after the client was imported.
+
+    A ``folder`` argument becomes a folder of its own for each. Every rank must call this.
+
+    Returns:
+        The peer's outcome and ours.
+    """
+    folder = arguments.pop("folder", None)
+    outcomes = []
+    for ours in (False, True):
+        if folder is not None:
+            arguments["folder"] = _made(Path(folder) / ("ours" if ours else "theirs"))
+        with warnings.catch_warnings(), rank_environment(), _counted() as counts:
+            warnings.simplefilter("ignore")  # clients and torch call many things deprecated
+            mend_peer()
+            torch.manual_seed(0)
+            if ours:
+                with fsdp_flat.installed():
+                    result = run(**arguments)
+            else:
+                result = run(**arguments)
+        outcomes.append(Outcome(result, counts["peer"], counts["ours"]))
+    theirs, mine = outcomes
+    assert theirs.peer_forwards > 0, "the peer's run did not use torch's FSDP1, so it proves nothing"
+    assert theirs.our_units == 0
+    assert mine.peer_forwards == 0, "torch's FSDP1 ran a forward while fsdp_flat was installed"
+    assert mine.our_units > 1, "no nested unit of fsdp_flat ran a forward"
+    return theirs, mine
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    return folder
+
+
+@contextmanager
+def _counted() -> Iterator[dict[str, int]]:
+    """Counts the forwards of torch's wrapper, and the units of ours that ran one."""
+    counts = {"peer": 0, "ours": 0}
+    units: set[int] = set()
+    peer_forward, our_forward = _PEER["class"].forward, fsdp_flat.FullyShardedDataParallel.forward
+
+    def of_peer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        counts["peer"] += 1
+        return peer_forward(self, *args, **kwargs)
+
+    def of_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        units.add(id(self))
+        counts["ours"] = len(units)
+        return our_forward(self, *args, **kwargs)
+
+    _PEER["class"].forward = of_peer  # type: ignore[method-assign]
+    fsdp_flat.FullyShardedDataParallel.forward = of_ours  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        _PEER["class"].forward = peer_forward  # type: ignore[method-assign]
+        fsdp_flat.FullyShardedDataParallel.forward = our_forward  # type: ignore[method-assign]
+
+
+@contextmanager
+def rank_environment() -> Iterator[None]:
+    """The variables that torchrun sets; the default group is there already."""
+    rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": num_ranks,
+        "LOCAL_WORLD_SIZE": num_ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "HF_HUB_OFFLINE": "1",
+        "ACCELERATE_USE_CPU": "true",
+        # Without an index; accelerate would else say cpu:0.
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+    }
+    before = dict(os.environ)
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class TinyLayer(nn.Module):
+    """A residual layer with odd sizes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Tiny(nn.Module):
+    """A language model of two layers."""
+
+    def __init__(self, vocabulary: int = 13, width: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList(TinyLayer(width) for _ in range(2))
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The mean loss of the next token."""
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x[:, :-1]).flatten(0, 1).float(), ids[:, 1:].flatten())
+
+
+def tokens(rows: int = 64, length: int = 7, vocabulary: int = 13) -> torch.Tensor:
+    """The same token ids on every rank, (row, position)."""
+    return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(7))
