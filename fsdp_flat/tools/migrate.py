@@ -67,8 +67,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if b"torch.distributed.fsdp" in before:
                 findings.append(f"{path}:1: check: notebooks are not rewritten; this one names torch.distributed.fsdp")
             continue
-        if b"fsdp" not in before.lower():
-            continue
         result = migrate_source(before)
         findings += [f"{path}:{found.line}: {found.kind}: {found.text}" for found in result.findings]
         if result.data != before:

@@ -13,7 +13,7 @@ from libcst import metadata as meta
 from fsdp_flat.tools.migrate_imports import Finding, imported_names, root_of
 from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_inside
 
-__all__ = ["Notes"]
+__all__ = ["CLIENTS", "Notes"]
 
 WRAPPER = "FullyShardedDataParallel"
 
@@ -39,7 +39,9 @@ _NAMES = {
 _STATE_DICT_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _INSTALL = "fsdp_flat.install"
 _NEEDS_INSTALL = "needs install"
-_CLIENTS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers", "trl")
+CLIENTS = ("accelerate", "lightning", "lightning_fabric", "pytorch_lightning", "transformers", "trl")
+"""Packages that wrap models by themselves."""
+
 _PEER_PATH = re.compile(rf"{re.escape(PEER)}(\.\w+)*")
 
 
@@ -81,7 +83,7 @@ class Notes(cst.CSTVisitor):
             self._used.update(names)
         if module == _STATE_DICT_FUNCTIONS or f"{module}.{names[0]}" == _STATE_DICT_FUNCTIONS:
             self._note(node, _NEEDS_INSTALL, f"{_STATE_DICT_FUNCTIONS} knows torch's class only")
-        if module.partition(".")[0] in _CLIENTS:
+        if module.partition(".")[0] in CLIENTS:
             for name in names:
                 if "FSDP" in name or "FullySharded" in name:
                     self._note(node, _NEEDS_INSTALL, f"{name} of {module} wraps with torch's class")

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import libcst as cst
 from libcst import metadata as meta
 
 from fsdp_flat.tools.migrate_imports import Finding, Reached, Rewriter, plan_imports
-from fsdp_flat.tools.migrate_notes import Notes
+from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES
+from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
 
 __all__ = ["Migrated", "migrate_source"]
+
+# Parsing takes about a second for each thousand lines, so most files are told to be of no interest by their words.
+_REACHES_FSDP = re.compile(rb"\bdistributed\b.*\bfsdp\b|\bfsdp\b.*\bdistributed\b", re.DOTALL)
+_NAMES_FSDP = re.compile(
+    "|".join(
+        (
+            r"torch\.distributed\.checkpoint",
+            rf"\b(?:{'|'.join(CLIENTS)})\b.+(?:FSDP|FullySharded)",
+            rf"\b(?:{'|'.join(sorted(ABSENT_ATTRIBUTES))})\b",
+        )
+    ).encode(),
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +52,8 @@ def migrate_source(data: bytes) -> Migrated:
     Returns:
         The new source and the report. Source that cannot be parsed comes back as it is, with an ``error`` finding.
     """
+    if not _is_of_interest(data):
+        return Migrated(data, [])
     try:
         module = cst.parse_module(data)
     except cst.ParserSyntaxError as error:
@@ -54,3 +71,7 @@ def migrate_source(data: bytes) -> Migrated:
     if not plan.targets and not plan.rewritten:
         return Migrated(data, findings)
     return Migrated(wrapper.module.visit(Rewriter(plan)).bytes, findings)
+
+
+def _is_of_interest(data: bytes) -> bool:
+    return bool(_REACHES_FSDP.search(data) or (b"fsdp" in data.lower() and _NAMES_FSDP.search(data)))

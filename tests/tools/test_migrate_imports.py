@@ -254,8 +254,10 @@ def test_a_module_that_is_handed_on_stays_and_is_reported() -> None:
     "data", [b"def f(:\n", b"# coding: nowhere\n", b"x = '\xff'\n", b"if 1:\n\tx\n        y\n", b"x = 1\n\x0cy = 2\n"]
 )
 def test_a_file_that_cannot_be_parsed_is_an_error_and_stays(data: bytes) -> None:
-    result = migrate_source(data)
-    assert result.data is data
+    named = data + b"# torch.distributed.fsdp\n"
+    result = migrate_source(named)
+    assert result.data is named
+    assert migrate_source(data).findings == []  # of no interest
     assert [found.kind for found in result.findings] == ["error"]
 
 
