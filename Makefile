@@ -13,6 +13,10 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
+# The released accelerate, transformers, lightning and peft on fsdp_flat; they live in an environment of their own.
+test-clients: .venv-clients/.installed
+	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
+
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
@@ -35,6 +39,12 @@ $(INSTALLED): setup.py constraints.txt
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev,demo]'
 	touch $@
 
+.venv-clients/.installed: setup.py constraints.txt constraints-clients.txt
+	test -x .venv-clients/bin/python || $(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q -c constraints.txt torch numpy
+	.venv-clients/bin/python -m pip install -q -c constraints.txt -c constraints-clients.txt -e '.[test,clients]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fsdp_flat tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

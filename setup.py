@@ -4,6 +4,8 @@ from setuptools import find_packages, setup
 
 TEST = ["pytest", "hypothesis"]
 DEMO = ["tqdm", "matplotlib"]
+# What `make test-clients` tests; the versions are in constraints-clients.txt.
+CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
 MIGRATE = ["libcst"]
 
 setup(
@@ -17,7 +19,13 @@ setup(
     package_data={"fsdp_flat": ["py.typed"]},
     python_requires=">=3.10",
     install_requires=["torch>=2.8", "numpy", "packaging"],
-    extras_require={"test": TEST, "demo": DEMO, "migrate": MIGRATE, "dev": ["ruff", "mypy", *MIGRATE, *TEST]},
+    extras_require={
+        "test": TEST,
+        "demo": DEMO,
+        "migrate": MIGRATE,
+        "clients": CLIENTS,
+        "dev": ["ruff", "mypy", *MIGRATE, *TEST],
+    },
     classifiers=[
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",

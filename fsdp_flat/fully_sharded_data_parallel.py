@@ -420,6 +420,25 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         items = super().named_parameters(*args, **kwargs)
         yield from self._named((name, kept.get(param, param)) for name, param in items)
 
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """As :meth:`nn.Module.named_modules`; inside ``summon_full_params`` without wrapper words in the names.
+
+        Then the wrapper and the wrapped module have the same name, also where a plain module around them is asked.
+        """
+        if self._unit.phase is not Phase.SUMMONED:
+            yield from super().named_modules(memo, prefix, remove_duplicate)
+            return
+        memo = set() if memo is None else memo
+        if self not in memo:
+            if remove_duplicate:
+                memo.add(self)
+            yield prefix, self
+            wrapped = self._modules[FSDP_WRAPPED_MODULE]
+            assert wrapped is not None
+            yield from wrapped.named_modules(memo, prefix, remove_duplicate)
+
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As :meth:`nn.Module.named_buffers`; inside ``summon_full_params`` without wrapper words in the names."""
         yield from self._named(super().named_buffers(*args, **kwargs))

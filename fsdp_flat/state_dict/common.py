@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.overrides import is_tensor_like
 
 from fsdp_flat.comm import Axis
 from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError, UnsupportedError
@@ -183,7 +184,7 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
     """Have this rank's piece of a whole tensor copied if it fits."""
     slot = handle.layout.slots[index]
     name = prefix + slot.fqn
-    if not isinstance(value, torch.Tensor):
+    if not is_tensor_like(value):
         report.errors.append(f'While copying the parameter named "{name}", expected a tensor, but got {type(value)}.')
         return
     guise = handle.views.params[index].guise
@@ -194,7 +195,11 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
     piece = handle.layout.piece(index, unit.options.groups.shard.rank)
     if not piece.is_empty:
         # Taking a part of a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
-        source = guise.part(value.detach().reshape(shape)).reshape(-1)[piece.in_param.to_slice()]
+        is_read = isinstance(value, torch.Tensor)
+        whole = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
+        source = guise.part(whole.detach().reshape(shape)).reshape(-1)[piece.in_param.to_slice()]
+        # What stands for a tensor in a file (Lightning's lazy loading) is read here; only the piece is kept.
+        source = source if is_read else source.clone()
         report.writes.append(lambda: handle.flat_param.data[piece.in_shard.to_slice()].copy_(source))
 
 

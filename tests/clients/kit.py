@@ -50,9 +50,8 @@ def on_both(run: Callable[..., Any], **arguments: Any) -> tuple[Outcome, Outcome
     for ours in (False, True):
         if folder is not None:
             arguments["folder"] = _made(Path(folder) / ("ours" if ours else "theirs"))
-        with warnings.catch_warnings(), rank_environment(), _counted() as counts:
+        with warnings.catch_warnings(), rank_environment(), _peer_on_cpus(), _counted() as counts:
             warnings.simplefilter("ignore")  # clients and torch call many things deprecated
-            mend_peer()
             torch.manual_seed(0)
             if ours:
                 with fsdp_flat.installed():
@@ -72,6 +71,22 @@ def _made(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     return folder
+
+
+@contextmanager
+def _peer_on_cpus() -> Iterator[None]:
+    """Torch's FSDP1 with a device where the client names none (Lightning does not), as it needs one without GPUs."""
+    mend_peer()
+    made = _PEER["class"].__init__
+
+    def init(self: Any, *args: Any, device_id: Any = None, **kwargs: Any) -> None:
+        made(self, *args, device_id=torch.device("cpu") if device_id is None else device_id, **kwargs)
+
+    _PEER["class"].__init__ = init  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        _PEER["class"].__init__ = made  # type: ignore[method-assign]
 
 
 @contextmanager

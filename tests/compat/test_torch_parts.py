@@ -164,3 +164,49 @@ def test_private_functions_stay_torchs_for_modules_that_are_not_ours() -> None:
         assert common._get_module_fsdp_state(nn.Linear(2, 2)) is None
         assert common._get_module_fsdp_state(peer) is peer
     assert common._get_module_fsdp_state is expected
+
+
+@on_ranks(2)
+def test_names_of_modules_are_the_plain_models_inside_summon_full_params() -> None:
+    plain = [name for name, _ in seeded().named_modules()]
+    holder = nn.ModuleDict({"model": shard(seeded())})
+    model = holder["model"]
+    with model.summon_full_params(holder):
+        assert list(dict(model.named_modules())) == plain
+        assert list(dict(model.module.named_modules())) == plain
+        assert [name for name in dict(holder.named_modules()) if "_fsdp_wrapped_module" in name] == []
+        assert dict(model.named_modules())["blocks.1"] is model.blocks[1]._fsdp_wrapped_module
+        names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+        assert names.count("blocks.1") == 2  # the unit and its module
+        assert [name for name, _ in holder.named_parameters()] == [
+            f"model.{name}" for name, _ in seeded().named_parameters()
+        ]
+    assert "_fsdp_wrapped_module.blocks.1._fsdp_wrapped_module" in dict(model.named_modules())
+
+
+class InAFile:
+    """Stands for a tensor that is not read yet, as Lightning's lazy loading does: torch's functions read it."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor, self.shape, self.dtype, self.num_reads = tensor, tensor.shape, tensor.dtype, 0
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.read() if isinstance(arg, InAFile) else arg for arg in args), **(kwargs or {}))
+
+    def read(self) -> torch.Tensor:
+        self.num_reads += 1
+        return self._tensor
+
+
+@pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
+@on_ranks(2)
+def test_what_stands_for_a_tensor_in_a_file_is_read_when_it_is_loaded(orig: bool) -> None:
+    model = shard(seeded(), use_orig_params=orig)
+    other = whole_state(shard(seeded(seed=3)))
+    lazy = {name: InAFile(value) if "shift" not in name else value for name, value in other.items()}
+    model.load_state_dict(lazy)
+    assert_close(whole_state(model), other, rtol=0, atol=0)
+    assert {value.num_reads for value in lazy.values() if isinstance(value, InAFile)} <= {0, 1}
+    with pytest.raises(RuntimeError, match="expected a tensor"):
+        model.load_state_dict({**other, "first.weight": "no tensor"})
