@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
+from fsdp_flat.compat import private_names
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
-from fsdp_flat.tools.migrate_names import FSDP2_NAMES, PEER, counterpart, is_inside, is_module, symbol_of
+from fsdp_flat.tools.migrate_names import counterpart, is_fsdp2, is_inside, is_module, symbol_of
 
 __all__ = ["Finding", "Plan", "Reached", "Rewriter", "plan_imports"]
 
@@ -334,18 +335,16 @@ def _in_whole(use: Use, plan: Plan, bindings: Iterable[Binding]) -> bool:
 
 
 def _report_left(plan: Plan, line: int, name: str, *, is_sure: bool = True) -> None:
-    if _is_fsdp2(name):
+    if is_fsdp2(name):
         return  # reported once for the file, where FSDP1 is used beside it
     if not is_sure:
         plan.add(line, "check", f"{name} may come from another import too; it is left as it is")
     elif counterpart(name) is not None and is_module(name):
         plan.add(line, "check", f"the module {name} is used as a value; it is left as it is")
+    elif name.rpartition(".")[2] in private_names.__all__:
+        plan.add(line, "check", f"{name} stays torch's; it takes fsdp_flat's wrappers after fsdp_flat.install()")
     else:
         plan.add(line, "check", f"{name} has no counterpart in fsdp_flat; it is left as it is")
-
-
-def _is_fsdp2(name: str) -> bool:
-    return name.rpartition(".")[2] in FSDP2_NAMES or is_inside(name, f"{PEER}._fully_shard")
 
 
 def _report_mixture(plan: Plan, reached: Reached) -> None:
@@ -354,7 +353,7 @@ def _report_mixture(plan: Plan, reached: Reached) -> None:
         return
     found = [(binding.line, binding.full) for binding in reached.bindings if is_inside(binding.full)]
     found += [(use.line, use.name) for use in reached.uses]
-    for line, name in sorted({(line, name) for line, name in found if _is_fsdp2(name)}):
+    for line, name in sorted({(line, name) for line, name in found if is_fsdp2(name)}):
         last = name.rpartition(".")[2]
         plan.add(line, "check", f"{last} is FSDP2 and stays in torch; it does not act on what fsdp_flat wraps")
 

@@ -10,6 +10,7 @@ __all__ = [
     "FSDP2_NAMES",
     "PEER",
     "counterpart",
+    "is_fsdp2",
     "is_inside",
     "is_module",
     "symbol_of",
@@ -105,6 +106,11 @@ ABSENT_ATTRIBUTES = frozenset(
 def is_inside(name: str, package: str = PEER) -> bool:
     """Whether a dotted name is ``package`` or below it."""
     return name == package or name.startswith(package + ".")
+
+
+def is_fsdp2(name: str) -> bool:
+    """Whether a dotted name inside ``torch.distributed.fsdp`` belongs to FSDP2."""
+    return symbol_of(name).rpartition(".")[2] in FSDP2_NAMES or is_inside(name, f"{PEER}._fully_shard")
 
 
 def is_module(name: str) -> bool:

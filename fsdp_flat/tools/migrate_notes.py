@@ -11,7 +11,7 @@ import libcst as cst
 from libcst import metadata as meta
 
 from fsdp_flat.tools.migrate_imports import Finding, imported_names, root_of
-from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_inside
+from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_fsdp2, is_inside
 
 __all__ = ["CLIENTS", "Notes"]
 
@@ -86,7 +86,7 @@ class Notes(cst.CSTVisitor):
         if module.partition(".")[0] in CLIENTS:
             for name in names:
                 if "FSDP" in name or "FullySharded" in name:
-                    self._note(node, _NEEDS_INSTALL, f"{name} of {module} wraps with torch's class")
+                    self._note(node, _NEEDS_INSTALL, f"{name} of {module} goes by torch's class")
         return False
 
     def visit_Import(self, node: cst.Import) -> bool:
@@ -165,5 +165,5 @@ class Notes(cst.CSTVisitor):
 
     def visit_SimpleString(self, node: cst.SimpleString) -> None:
         text = node.evaluated_value
-        if isinstance(text, str) and _PEER_PATH.fullmatch(text):
+        if isinstance(text, str) and _PEER_PATH.fullmatch(text) and not is_fsdp2(text):
             self._note(node, "check", f'the string "{text}" is left as it is')
