@@ -17,7 +17,7 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.checkpoint import iter_full_state_dict, load_full, save_full
+from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat.compat import install, installed, uninstall
 from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
@@ -56,9 +56,11 @@ __all__ = [
     "install",
     "installed",
     "iter_full_state_dict",
+    "load_checkpoint",
     "load_full",
     "register_forward_method",
     "register_optim_state_handler",
+    "save_checkpoint",
     "save_full",
     "uninstall",
     "unshard_for",

@@ -1,6 +1,15 @@
 """Floor 6: whole models streamed to and from files, and checkpoints that survive a crash."""
 
+from fsdp_flat.checkpoint.checkpoints import CheckpointSave, LoadedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint.full_files import load_full, save_full
 from fsdp_flat.checkpoint.streaming import iter_full_state_dict
 
-__all__ = ["iter_full_state_dict", "load_full", "save_full"]
+__all__ = [
+    "CheckpointSave",
+    "LoadedCheckpoint",
+    "iter_full_state_dict",
+    "load_checkpoint",
+    "load_full",
+    "save_checkpoint",
+    "save_full",
+]

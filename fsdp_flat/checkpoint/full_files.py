@@ -15,9 +15,9 @@ from torch import nn
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
 from fsdp_flat.checkpoint.streaming import Entry, entries_of, shard_axis, whole_on
-from fsdp_flat.comm import UnitGroups
+from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, group_of
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.runtime import agree_on_structure, check_idle, units_of
+from fsdp_flat.runtime import check_idle, units_of
 
 __all__ = ["load_full", "save_full"]
 
@@ -86,11 +86,12 @@ def save_full(
     if not entries:
         raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
     axis = shard_axis(entries)
-    groups = _groups_of(model)
+    together = Together(group_of(model), SAVING)
+    together.meet("save_full")
     files = _planned(entries, dtype, max_file_bytes, axis.size if spread else 1)
     directory = Path(directory)
     # Replicas and ranks that do not write only take part in the gathers.
-    is_replica = groups.replicate.rank != 0
+    is_replica = units_of(model)[0].options.groups.replicate.rank != 0
     bar = progress_bar(
         "Saving the model", _total(entries, dtype), asked=progress, here=axis.rank == 0 and not is_replica
     )
@@ -101,19 +102,8 @@ def save_full(
             error = _write_batch(batch, own, directory, dtype, bar.update, error)
     if error is None and axis.rank == 0 and not is_replica and len(files) > 1:
         error = _caught(lambda: _write_index(directory, files, dtype))
-    agree_on_structure((), error, groups, _device_of(model))
+    together.fail(error)
     return directory
-
-
-def _groups_of(model: nn.Module) -> UnitGroups:
-    units = units_of(model)
-    if not units:
-        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
-    return units[0].options.groups
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return units_of(model)[0].options.device
 
 
 def _total(entries: list[Entry], dtype: torch.dtype | None) -> int:
@@ -235,7 +225,8 @@ def load_full(
     """
     for unit in units_of(model):
         check_idle(unit, "load_full")
-    groups = _groups_of(model)
+    together = Together(group_of(model), LOADING)
+    together.meet("load_full")
     error: Exception | None = None
     missing: list[str] = []
     unexpected: list[str] = []
@@ -251,7 +242,7 @@ def load_full(
                     planned.append((entry, source.piece(name, entry)))
         except Exception as raised:
             error = raised
-        agree_on_structure((), error, groups, _device_of(model))
+        together.fail(error)
     with torch.no_grad():
         for unit in units_of(model):
             unit.reshard()

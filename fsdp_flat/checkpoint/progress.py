@@ -10,18 +10,26 @@ from fsdp_flat.errors import UsageError
 __all__ = ["progress_bar"]
 
 
-class _NoBar:
-    def update(self, num_bytes: int) -> None:
-        pass
+class _Bar:
+    """A bar, or nothing in place of one."""
 
-    def __enter__(self) -> _NoBar:
+    def __init__(self, shown: Any = None) -> None:
+        self._shown = shown
+        self.is_shown = shown is not None
+
+    def update(self, num_bytes: int) -> None:
+        if self._shown is not None:
+            self._shown.update(num_bytes)
+
+    def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        pass
+        if self._shown is not None:
+            self._shown.close()
 
 
-def progress_bar(what: str, num_bytes: int, *, asked: bool, here: bool) -> Any:
+def progress_bar(what: str, num_bytes: int, *, asked: bool, here: bool) -> _Bar:
     """A context manager with ``update(num_bytes)``.
 
     Args:
@@ -34,9 +42,9 @@ def progress_bar(what: str, num_bytes: int, *, asked: bool, here: bool) -> Any:
         UsageError: tqdm is not installed.
     """
     if not asked:
-        return _NoBar()
+        return _Bar()
     try:
         from tqdm import tqdm
     except ImportError as error:
         raise UsageError('progress=True needs tqdm: pip install "fsdp-flat[progress]".') from error
-    return tqdm(desc=what, total=num_bytes, unit="B", unit_scale=True) if here else _NoBar()
+    return _Bar(tqdm(desc=what, total=num_bytes or None, unit="B", unit_scale=True)) if here else _Bar()

@@ -86,6 +86,7 @@ class Unit:
         gathered_version: that of the weights that are gathered, or were last.
         whole: what ``whole_params`` gathered, while it is open.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
+        saver: what saves checkpoints of this unit's tree in the background, once one was saved so.
         optim_state_handlers: by name of an optimizer state, how a caller has it saved and loaded.
     """
 
@@ -125,6 +126,7 @@ class Unit:
         self.last_use: Use | None = None
         self.whole: object | None = None
         self.forward_methods: set[str] = set()
+        self.saver: object | None = None
         self.optim_state_handlers: dict[str, object] = {}
         self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
         for handle in handles:

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.layout import Box, FlatLayout, Interval, boxes
@@ -84,7 +82,12 @@ class BoxedTensor(torch.Tensor):
         # A saver in another process gets its own copies.
         return BoxedTensor, (tuple(self.shape), self.boxes, self.parts, self.dtype, self.device)
 
-    def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+    # torch.distributed.checkpoint takes long to import, and whoever calls these three has it already.
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -95,7 +98,7 @@ class BoxedTensor(torch.Tensor):
             for box in self.boxes
         ]
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+    def __create_chunk_list__(self) -> list[Any]:
         return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
@@ -105,7 +108,9 @@ class BoxedTensor(torch.Tensor):
         raise LoadError(f"{index.fqn!r}: this rank holds no box at {tuple(index.offset)}; it holds {self!r}.")
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _chunk(box: Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 

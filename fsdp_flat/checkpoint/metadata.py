@@ -1,0 +1,50 @@
+"""Reading the metadata of torch.distributed.checkpoint without running what a pickle says."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+from fsdp_flat.errors import LoadError
+
+__all__ = ["SafeReader"]
+
+# What the metadata of tensors are made of (torch 2.8 to 2.13); everything else in such a file is refused.
+_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_ALLOWED = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+}
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and not name.startswith("_") and name.islower()
+        if module in _ALLOWED_MODULES or (module, name) in _ALLOWED or is_dtype:
+            return super().find_class(module, name)
+        raise LoadError(f"The checkpoint's .metadata refers to {module}.{name}, which no metadata of tensors does.")
+
+
+class SafeReader(FileSystemReader):
+    """``FileSystemReader`` that unpickles only what metadata of tensors are made of."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata of the checkpoint.
+
+        Raises:
+            LoadError: it refers to anything else.
+        """
+        path = self.fs.concat_path(self.path, ".metadata")
+        with self.fs.create_stream(path, "rb") as file:
+            metadata = _SafeUnpickler(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata

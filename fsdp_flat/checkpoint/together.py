@@ -1,0 +1,79 @@
+"""What the ranks of a model do in step around files: an exception on one becomes one on all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.comm import Axis, exchange_bytes, meet
+from fsdp_flat.errors import OptionError
+from fsdp_flat.runtime import Words, agree, units_of
+
+__all__ = ["SAVING", "Together", "group_of"]
+
+_CPU = torch.device("cpu")
+SAVING = Words("saving", "Ranks save different things.", "Call it with the same model and arguments on every rank.")
+LOADING = Words("loading", "Ranks load different things.", "Call it with the same model and arguments on every rank.")
+
+
+def group_of(model: nn.Module) -> dist.ProcessGroup:
+    """The group of all ranks that hold a part or a replica of the model.
+
+    Raises:
+        OptionError: it holds no wrapper.
+    """
+    units = units_of(model)
+    if not units:
+        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
+    groups = units[0].options.groups
+    both = groups.shard.size > 1 and groups.replicate.size > 1
+    group = dist.group.WORLD if both else groups.process_group
+    assert group is not None
+    return group
+
+
+class Together:
+    """The ranks of a group.
+
+    Args:
+        group: the group.
+        words: how errors call what the ranks do.
+
+    Attributes:
+        rank: this rank in the group.
+        size: the number of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, words: Words) -> None:
+        self.group = group
+        self._words = words
+        self._axis = Axis.of(group)
+        self.rank, self.size = self._axis.rank, self._axis.size
+
+    def meet(self, what: str) -> None:
+        """Wait for the other ranks; a call on one rank only is found here, within seconds."""
+        meet(what, self._axis)
+
+    @contextmanager
+    def failing(self) -> Iterator[None]:
+        """Every rank must enter the block; if it raises on one it raises on all."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as raised:
+            error = raised
+        self.fail(error)
+
+    def fail(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error. Every rank must call this."""
+        if error is not None and self.size == 1:
+            raise error
+        agree((), error, [self._axis], _CPU, self._words)
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text, by rank. Every rank must call this."""
+        return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, _CPU)]

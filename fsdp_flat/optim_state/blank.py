@@ -1,0 +1,55 @@
+"""Empty states to read a checkpoint into, whatever state the optimizer has so far."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import LoadError
+from fsdp_flat.optim_state.names import names_of
+from fsdp_flat.state_dict import boxed_value, refuse_split
+
+__all__ = ["blank_states"]
+
+Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
+def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.Tensor]]:
+    """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's pieces of parameters that are sharded.
+
+    Args:
+        model: the model that has the parameters.
+        wanted: by parameter name and state name, the whole shape and the dtype.
+
+    Raises:
+        LoadError: names or shapes that are none of the model's.
+    """
+    names = names_of(model)
+    sharded = {fqn: (unit, handle, i) for unit, handle, fqns in names.handles for i, fqn in enumerate(fqns)}
+    others = {name: tuple(param.shape) for param, name in names.others.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for fqn, states in wanted.items():
+        if fqn not in sharded and fqn not in others:
+            raise LoadError(
+                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
+            )
+        for name, (shape, dtype) in states.items():
+            if fqn in others:
+                expected = others[fqn]
+                value = torch.zeros(shape, dtype=dtype)
+            else:
+                unit, handle, index = sharded[fqn]
+                refuse_split(unit, "A checkpoint")
+                expected, run = handle.layout.slots[index].shape, handle.views.pieces[index].in_param
+                value = torch.zeros(0)
+                if shape == expected:
+                    value = boxed_value(shape, run, torch.zeros(run.numel, dtype=dtype))
+            if shape != expected:
+                raise LoadError(
+                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. Nothing "
+                    "was loaded."
+                )
+            found.setdefault(fqn, {})[name] = value
+    return found

@@ -1,0 +1,52 @@
+"""A training run that saves at every step and goes on from the newest checkpoint: what the test of kills runs.
+
+``python -m tests.checkpoint.killed_run RANK STORE DIRECTORY BACKGROUND``; prints a line per step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import load_checkpoint, save_checkpoint
+from fsdp_flat.wrap import ModuleWrapPolicy
+
+NUM_STEPS = 6
+WIDTH = 256
+
+
+def main(rank: int, store: str, directory: str, background: bool) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    model = FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Loading step-.*passed over")
+        found = load_checkpoint(directory, model, optimizer)
+    saving = None
+    for step in range(0 if found is None else found.extra["next"], NUM_STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        print(f"{step} {float(loss.detach())!r}", flush=True)
+        if saving is not None:
+            saving.wait()
+        saving = save_checkpoint(directory, model, optimizer, {"next": step + 1}, step=step, background=background)
+    if saving is not None:
+        saving.wait()
+    dist.barrier()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "background")

@@ -1,0 +1,312 @@
+"""save_checkpoint and load_checkpoint: any number of ranks, and a crash at any moment."""
+
+from __future__ import annotations
+
+import json
+import random
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import load_checkpoint, save_checkpoint
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError
+from tests.support import Ranks, assert_equal, on_ranks
+from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, whole_state
+
+RanksOf = Callable[..., Ranks]
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = square_loss(model, batch(rank, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def run_and_save(path: str, strategy: str, use_orig_params: bool, background: bool) -> list[float]:
+    """Two steps, a checkpoint, two more steps: the losses of those."""
+    rank = dist.get_rank()
+    mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
+    model = shard(seeded(), strategy, use_orig_params=use_orig_params, **mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, rank % 2, range(2))
+    saving = save_checkpoint(path, model, optimizer, {"rank": rank, "steps": 2}, background=background)
+    losses = train(model, optimizer, rank % 2, range(2, 4))
+    assert saving.wait() == Path(path) / "step-00000000"
+    assert saving.done
+    return losses
+
+
+def load_and_run(path: str, strategy: str, use_orig_params: bool, by_blocks: bool) -> tuple[list[float], Any]:
+    """The losses of the same two steps after loading into a model that has other weights."""
+    rank = dist.get_rank()
+    model = shard(seeded(seed=9), strategy, use_orig_params=use_orig_params, by_blocks=by_blocks)
+    optimizer = adamw(model)
+    found = load_checkpoint(path, model, optimizer)
+    return train(model, optimizer, rank % 2, range(2, 4)), (found.step, found.extra, found.skipped)
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize(
+    "saved_by, loaded_by, saved, loaded, by_blocks",
+    [
+        (2, 2, ("FULL_SHARD", True), ("FULL_SHARD", True), True),
+        (2, 2, ("FULL_SHARD", False), ("SHARD_GRAD_OP", True), False),
+        (4, 2, ("HYBRID_SHARD", True), ("FULL_SHARD", False), True),
+        (2, 2, ("NO_SHARD", True), ("FULL_SHARD", True), True),
+        (2, 4, ("FULL_SHARD", True), ("FULL_SHARD", False), False),
+    ],
+)
+def test_training_goes_on_as_if_nothing_had_happened(
+    ranks: RanksOf,
+    tmp_path: Path,
+    saved_by: int,
+    loaded_by: int,
+    saved: tuple[str, bool],
+    loaded: tuple[str, bool],
+    by_blocks: bool,
+    background: bool,
+) -> None:
+    expected = ranks(saved_by).run(run_and_save, str(tmp_path), *saved, background)
+    found = ranks(loaded_by).run(load_and_run, str(tmp_path), *loaded, by_blocks)
+    for rank, (losses, (step, extra, skipped)) in enumerate(found):
+        # Replicas train on the same rows, so that the global batch is the same at 2 and 4 ranks.
+        assert losses == pytest.approx(expected[rank % 2], abs=1e-6)
+        assert (step, skipped) == (0, ())
+        assert extra == {"rank": rank if saved_by == loaded_by else 0, "steps": 2}
+
+
+@on_ranks(2)
+def test_the_same_number_of_ranks_goes_on_bit_for_bit(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = adamw(model)
+    train(model, optimizer, rank, range(2))
+    save_checkpoint(tmp_path, model, optimizer)
+    expected = train(model, optimizer, rank, range(2, 5))
+    load_checkpoint(tmp_path, model, optimizer)
+    assert train(model, optimizer, rank, range(2, 5)) == expected
+
+
+@on_ranks(2)
+def test_checkpoints_are_numbered_and_the_newest_are_kept(tmp_path: Path) -> None:
+    model = shard(seeded())
+    for _ in range(3):
+        save_checkpoint(tmp_path, model, keep_last=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    save_checkpoint(tmp_path, model, step=40, keep_last=2)
+    save_checkpoint(tmp_path, model, step=40, keep_last=2)
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000040"]
+    assert load_checkpoint(tmp_path, model).step == 40
+    assert load_checkpoint(tmp_path, model, step=2).step == 2
+
+
+@on_ranks(2)
+def test_a_save_in_the_background_holds_what_was_there_when_it_was_called(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(Tied), use_orig_params=True)
+    expected = whole_state(model)
+    saving = save_checkpoint(tmp_path, model, background=True)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(1.0)
+    saving.wait()
+    dist.barrier()
+    other = shard(seeded(Tied, seed=1), use_orig_params=True)
+    load_checkpoint(tmp_path, other)
+    assert_equal(whole_state(other), expected)
+
+
+@on_ranks(2)
+def test_torch_reads_the_files_into_a_plain_model(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=False)
+    optimizer = adamw(model)
+    train(model, optimizer, rank, range(1))
+    save_checkpoint(tmp_path, model, optimizer)
+    plain = seeded(seed=1)
+    state = {"model": plain.state_dict(), "optim": {"state": {"last.bias": {"exp_avg": torch.zeros(2)}}}}
+    dcp.load(state, checkpoint_id=tmp_path / "step-00000000")
+    assert_equal(dict(state["model"]), whole_state(model))
+    whole = FSDP.optim_state_dict(model, optimizer)
+    assert torch.equal(state["optim"]["state"]["last.bias"]["exp_avg"], whole["state"]["last.bias"]["exp_avg"])
+
+
+# -- what is not whole ---------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path) -> None:
+    victim = next(iter(sorted(path.glob("__1_*.distcp"))))
+    with open(victim, "r+b") as file:
+        file.truncate(victim.stat().st_size - 1)
+
+
+def alter(path: Path) -> None:
+    victim = next(iter(sorted(path.glob("__0_*.distcp"))))
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": (truncate, "bytes"),
+    "altered": (alter, "was altered"),
+    "missing": (lambda path: (path / "rank-00001.pt").unlink(), "is missing"),
+    "without a record": (lambda path: (path / "commit.json").unlink(), "was never finished"),
+    "record cut off": (lambda path: (path / "commit.json").write_text('{"format": 1, "st'), "cannot be read"),
+    "another format": (lambda path: (path / "commit.json").write_text('{"format": 7}'), "has format 7"),
+    "still being written": (lambda path: path.rename(path.with_suffix(".writing")), "never finished"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+@on_ranks(2)
+def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(
+    how: str, tmp_path: Path, rank: int
+) -> None:
+    damage, text = DAMAGE[how]
+    model = shard(seeded())
+    optimizer = adamw(model)
+    train(model, optimizer, rank, range(1))
+    save_checkpoint(tmp_path, model, optimizer, "first")
+    expected = whole_state(model)
+    train(model, optimizer, rank, range(1, 2))
+    save_checkpoint(tmp_path, model, optimizer, "second")
+    dist.barrier()
+    if rank == 0:
+        damage(tmp_path / "step-00000001")
+    dist.barrier()
+    if rank == 0:
+        with pytest.warns(UserWarning, match=f"passed over: .*{text}"):
+            found = load_checkpoint(tmp_path, model, optimizer)
+    else:
+        found = load_checkpoint(tmp_path, model, optimizer)
+    assert (found.step, found.extra) == (0, "first")
+    assert text in found.skipped[0]
+    assert_equal(whole_state(model), expected)
+
+
+@on_ranks(2)
+def test_without_any_whole_checkpoint_the_error_names_each(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    assert load_checkpoint(tmp_path / "nowhere", model) is None
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    if rank == 0:
+        truncate(tmp_path / "step-00000000")
+    dist.barrier()
+    before = whole_state(model)
+    with pytest.raises(LoadError, match=r"No whole checkpoint in .*__1_0.distcp has"):
+        load_checkpoint(tmp_path, model)
+    with pytest.raises(LoadError, match=r"step-00000007 has no commit\.json"):
+        load_checkpoint(tmp_path, model, step=7)
+    assert_equal(whole_state(model), before)
+
+
+@on_ranks(2)
+def test_metadata_that_would_run_code_are_refused(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    path = tmp_path / "step-00000000"
+    if rank == 0:
+        # A pickle that calls os.system, with a record that says that this is what was written.
+        (path / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+        body = json.loads((path / "commit.json").read_text())
+        data = (path / ".metadata").read_bytes()
+        body["files"][".metadata"] = {"size": len(data), "crc32": zlib.crc32(data)}
+        (path / "commit.json").write_text(json.dumps(body))
+    dist.barrier()
+    with pytest.raises(LoadError, match=r"refers to os\.system"):
+        load_checkpoint(tmp_path, model)
+
+
+# -- what does not fit ---------------------------------------------------------------------------------------------
+
+
+class Wider(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 6)
+        self.other = nn.Linear(6, 2)
+
+
+@KINDS
+@on_ranks(2)
+def test_a_checkpoint_of_another_model_is_refused_and_nothing_changes(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    save_checkpoint(tmp_path, shard(seeded(), use_orig_params=use_orig_params))
+    model = shard(seeded(Wider), use_orig_params=use_orig_params, by_blocks=False)
+    before = whole_state(model)
+    with pytest.raises(LoadError, match=r"'other.weight' is missing there.*Nothing was loaded"):
+        load_checkpoint(tmp_path, model)
+    assert_equal(whole_state(model), before)
+    with pytest.raises(LoadError, match="saved without an optimizer"):
+        load_checkpoint(tmp_path, shard(seeded()), adamw(model))
+
+
+@on_ranks(2)
+def test_bad_arguments_of_a_save_are_named_on_every_rank_and_nothing_is_written(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    for bad, text in (({"step": -1}, "step must be"), ({"keep_last": 0}, "keep_last must be at least 1")):
+        with pytest.raises(OptionError, match=text):
+            save_checkpoint(tmp_path, model, **bad)
+    with pytest.raises(OptionError if rank == 0 else PeerFailureError, match="weights_only=True"):
+        save_checkpoint(tmp_path, model, extra=random.Random() if rank == 0 else None)
+    loss = square_loss(model, batch(rank))
+    with FSDP.summon_full_params(model), pytest.raises(PhaseError):
+        save_checkpoint(tmp_path, model)
+    loss.backward()
+    with pytest.raises(OptionError, match="holds no FullyShardedDataParallel"):
+        save_checkpoint(tmp_path, nn.Linear(2, 2))
+    train(other_model := shard(seeded(seed=2)), other := adamw(other_model), rank, range(1))
+    with pytest.raises(OptionError, match="none of this model's"):
+        save_checkpoint(tmp_path, model, other)
+    assert list(tmp_path.iterdir()) == []
+
+
+@on_ranks(2)
+def test_a_disk_that_fails_is_an_error_on_every_rank_and_leaves_the_last_checkpoint(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "step-00000001.writing").write_text("a file where the directory should be")
+    dist.barrier()
+    for background in (False, True):
+        with pytest.raises(OSError if rank == 0 else PeerFailureError):
+            save_checkpoint(tmp_path, model, background=background).wait()
+    dist.barrier()
+    if rank == 0:
+        (tmp_path / "step-00000001.writing").unlink()
+    dist.barrier()
+    assert load_checkpoint(tmp_path, model).step == 0
+
+
+@on_ranks(2)
+def test_what_a_save_that_was_cut_off_has_left_is_removed_by_the_next(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    if rank == 0:
+        (tmp_path / "step-00000000.writing").mkdir()
+        (tmp_path / "step-00000000.writing" / "__0_0.distcp").write_text("half")
+    dist.barrier()
+    save_checkpoint(tmp_path, model, step=1)
+    dist.barrier()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

@@ -1,0 +1,97 @@
+"""A rank is killed in the middle of a save: training goes on from the last whole checkpoint, as if it had not been."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.killed_run import NUM_STEPS
+
+LIMIT_S = 120.0
+
+
+class Run:
+    """Two ranks of ``killed_run``."""
+
+    def __init__(self, root: Path, name: str, directory: Path, how: str) -> None:
+        environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
+        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        self.logs = [root / f"{name}-{rank}.log" for rank in range(2)]
+        self.ranks = []
+        for rank, log in enumerate(self.logs):
+            arguments = [str(rank), str(root / f"{name}.store"), str(directory), how]
+            with open(log, "wb") as out:
+                self.ranks.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "tests.checkpoint.killed_run", *arguments],
+                        stdout=out,
+                        stderr=out,
+                        env=environ,
+                    )
+                )
+
+    def kill_when(self, moment: Callable[[], bool], victim: int) -> None:
+        """SIGKILL one rank at the moment, and then the other, which may be waiting for it."""
+        stop = time.monotonic() + LIMIT_S
+        while not moment():
+            assert time.monotonic() < stop, self.text()
+            assert all(rank.poll() is None for rank in self.ranks), self.text()
+        self.ranks[victim].kill()
+        time.sleep(0.2)
+        self.ranks[1 - victim].kill()
+        for rank in self.ranks:
+            rank.wait()
+
+    def finish(self) -> None:
+        try:
+            for rank in self.ranks:
+                assert rank.wait(LIMIT_S) == 0, self.text()
+        finally:
+            for rank in self.ranks:
+                rank.kill()
+                rank.wait()
+
+    def text(self) -> str:
+        return "\n".join(log.read_text() for log in self.logs)
+
+    def losses(self) -> dict[int, str]:
+        lines = [line.split() for line in self.logs[0].read_text().splitlines()]
+        return {int(line[0]): line[1] for line in lines if len(line) == 2 and line[0].isdigit()}
+
+
+def writing(directory: Path, pattern: str) -> Callable[[], bool]:
+    """Whether a save has got as far as a file of that name, after at least one whole checkpoint."""
+
+    def reached() -> bool:
+        return any(directory.glob("step-????????")) and any(directory.glob(f"step-*.writing{pattern}"))
+
+    return reached
+
+
+MOMENTS = {"foreground": ["/__?_0.distcp", "/.metadata*"], "background": [""]}
+
+
+@pytest.mark.parametrize("how", MOMENTS)
+def test_training_goes_on_bit_for_bit_after_kills_in_the_middle_of_saves(how: str, tmp_path: Path) -> None:
+    directory, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
+    seen: dict[int, str] = {}
+    for index, moment in enumerate(MOMENTS[how]):
+        run = Run(tmp_path, f"{how}{index}", directory, how)
+        run.kill_when(writing(directory, moment), victim=index % 2)
+        for step, loss in run.losses().items():
+            # A step that is done again after a kill has the same loss.
+            assert seen.setdefault(step, loss) == loss
+    last = Run(tmp_path, f"{how}-last", directory, how)
+    last.finish()
+    seen.update(last.losses())
+    reference = Run(tmp_path, f"{how}-reference", undisturbed, how)
+    reference.finish()
+    assert seen == reference.losses()
+    assert sorted(seen) == list(range(NUM_STEPS))
+    assert not list(directory.glob("*.writing"))
