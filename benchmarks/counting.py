@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -73,8 +74,12 @@ class Counter(TorchDispatchMode):
         self.collectives += 1
         share = (self.ranks - 1) / self.ranks
         first = sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
-        if name in ("_allgather_base_", "allgather_", "alltoall_base_"):
+        if name in ("_allgather_base_", "allgather_"):
             self.sent += share * first
+        elif name == "alltoall_base_":
+            # What a rank sends to itself does not leave it; without splits it is one part of all.
+            splits = args[4] or [1] * self.ranks
+            self.sent += args[1].nbytes * (1 - splits[dist.get_rank()] / max(1, sum(splits)))
         elif name in ("allreduce_",):
             self.sent += 2 * share * first
         elif name in ("_reduce_scatter_base_", "reduce_scatter_"):

@@ -8,17 +8,24 @@ from fsdp_flat.comm.collectives import (
     collectives_for,
     is_simulated,
 )
+from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
 from fsdp_flat.comm.groups import Axis, UnitGroups, resolve_groups
 from fsdp_flat.comm.meeting import meet
+from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, streams_for
 from fsdp_flat.comm.transfers import Transfers
 
 __all__ = [
     "STRATEGIES",
+    "AllGather",
     "Axis",
     "Collectives",
+    "CustomCollectives",
     "Pending",
+    "QuantizedAllGather",
+    "QuantizedReduceScatter",
+    "ReduceScatter",
     "Strategy",
     "Streams",
     "Transfers",

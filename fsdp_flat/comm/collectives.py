@@ -26,16 +26,31 @@ __all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "is_
 
 
 class Pending:
-    """Work that was begun. ``wait`` may be called more than once; only the first call does something."""
+    """Work that was begun. ``wait`` may be called more than once; only the first call does something.
 
-    __slots__ = ("_finish", "_works", "result")
+    Attributes:
+        result: what the work gives, valid after ``wait``.
+        scratch: tensors that served the work alone and whose memory is free after ``wait``.
+    """
+
+    __slots__ = ("_finish", "_works", "result", "scratch")
 
     def __init__(
-        self, works: Iterable[Any], result: torch.Tensor, finish: Callable[[], torch.Tensor] | None = None
+        self,
+        works: Iterable[Any],
+        result: torch.Tensor,
+        finish: Callable[[], torch.Tensor] | None = None,
+        scratch: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self._works: tuple[Any, ...] | None = tuple(works)
         self._finish = finish
         self.result = result
+        self.scratch = scratch
+
+    @property
+    def is_done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return self._works is None or all(work is None or work.is_completed() for work in self._works)
 
     def wait(self) -> torch.Tensor:
         """Block until the result is there (on an accelerator: until the current stream may use it)."""
@@ -50,6 +65,9 @@ class Pending:
         return self.result
 
 
+EmptyLike = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Collectives(Protocol):
     """How one shard axis gathers and reduces flat tensors."""
 
@@ -57,8 +75,13 @@ class Collectives(Protocol):
         """Fill ``full`` (1-D, numel a multiple of the axis size) from every rank's slice; the own one is in place."""
         ...
 
-    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
-        """Sum ``full`` over the axis; the result is this rank's slice, a tensor of its own. ``full`` is used up."""
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        """Sum ``full`` over the axis; the result is this rank's slice, a tensor of its own. ``full`` is used up.
+
+        Args:
+            full: 1-D, its numel a multiple of the axis size.
+            empty_like: gives memory for what the pending result names as scratch.
+        """
         ...
 
 
@@ -78,7 +101,7 @@ class BackendCollectives(_Axial):
         own = full.chunk(self.size)[self.rank]
         return Pending([_torch.all_gather_single(full, own, group=self.group, async_op=True)], full)
 
-    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         out = full.new_empty(full.numel() // self.size)
         work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
         # ``full`` has to outlive the work; the closure is what keeps it.
@@ -95,7 +118,7 @@ class GlooAcceleratorCollectives(_Axial):
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return Pending(_begin_broadcasts(self, full), full)
 
-    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
         return Pending([work], full, lambda: full.chunk(self.size)[self.rank].clone())
 
@@ -106,18 +129,29 @@ class GlooCollectives(_Axial):
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return Pending(_begin_broadcasts(self, full), full)
 
-    def begin_reduce_scatter(self, full: torch.Tensor) -> Pending:
-        received = torch.empty_like(full)
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        if self.size == 2:
+            return self._begin_swap(full)
+        received = empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: self._sum(full, received))
+        return Pending([work], full, lambda: self._sum(full, received), scratch=(received,))
+
+    def _begin_swap(self, full: torch.Tensor) -> Pending:
+        # Of two ranks each sends one half and adds the other to what it receives, which is the result.
+        halves = full.chunk(2)
+        own, sent = halves[self.rank], halves[1 - self.rank]
+        received = torch.empty_like(own)
+        splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
+        work = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
+        return Pending([work], full, lambda: received.add_(own))
 
     def _sum(self, _full: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
         # In rank order on every rank, and in fp32 for the short floats, so that the result neither
         # depends on timing nor loses bits to the number of ranks.
         chunks = received.chunk(self.size)
         dtype = received.dtype
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) and self.size > 2 else dtype
-        total = chunks[0].to(wide) if wide is not dtype else chunks[0].clone()
+        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+        total = chunks[0].to(wide, copy=True)
         for chunk in chunks[1:]:
             total.add_(chunk)
         return total.to(dtype)

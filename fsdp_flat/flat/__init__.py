@@ -5,6 +5,7 @@ from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_if_dtensor, guise_of
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
+from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.flat.untraced import active_compiler, untraced, untraced_here
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam, Site, collect_params, held_locally, named_sites
 
@@ -17,6 +18,7 @@ __all__ = [
     "Guise",
     "HandleSpec",
     "ManagedParam",
+    "MemoryPool",
     "ShardState",
     "ShardedStandIn",
     "Site",

@@ -1,4 +1,4 @@
-"""Private names of torch's autograd that the flat floor needs, each with its reason."""
+"""Private names of torch that the flat floor needs, each with its reason."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["accumulate_grad_node", "in_backward", "num_nodes_that_will_run"]
+__all__ = ["accumulate_grad_node", "in_backward", "num_nodes_that_will_run", "swap_memory"]
+
+# Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
 def accumulate_grad_node(leaf: torch.Tensor) -> Any:

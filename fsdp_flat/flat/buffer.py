@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FlatBuffer"]
+from fsdp_flat.flat.pool import MemoryPool
+
+__all__ = ["AliasBuffer", "FlatBuffer"]
 
 
 class FlatBuffer:
@@ -31,15 +33,15 @@ class FlatBuffer:
         """Bytes held now."""
         return self.tensor.untyped_storage().nbytes()
 
-    def alloc(self) -> None:
-        """Make sure that there is memory; the content is undefined until it is filled."""
+    def alloc(self, pool: MemoryPool) -> None:
+        """Make sure that there is memory, from ``pool``; the content is undefined until it is filled."""
         storage = self.tensor.untyped_storage()
         if storage.nbytes() != self._nbytes:
-            storage.resize_(self._nbytes)
+            pool.fill(storage, self._nbytes)
 
-    def free(self) -> None:
-        """Give the memory back."""
-        self.tensor.untyped_storage().resize_(0)
+    def free(self, pool: MemoryPool) -> None:
+        """Give the memory back to ``pool``."""
+        pool.empty(self.tensor.untyped_storage())
 
 
 class AliasBuffer(FlatBuffer):
@@ -51,8 +53,8 @@ class AliasBuffer(FlatBuffer):
         self.tensor = shard
         self._nbytes = shard.untyped_storage().nbytes()
 
-    def alloc(self) -> None:
+    def alloc(self, pool: MemoryPool) -> None:
         pass
 
-    def free(self) -> None:
+    def free(self, pool: MemoryPool) -> None:
         pass

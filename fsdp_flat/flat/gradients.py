@@ -5,55 +5,84 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from fsdp_flat.flat.buffer import FlatBuffer
+from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.layout import FlatLayout
 
 __all__ = ["GradientWindow", "PartialGrad"]
 
 
 class GradientWindow:
-    """One flat buffer into which gradients are laid as they come: copied (and cast) first, added after.
+    """Where gradients wait as they come, and the flat buffer that they are laid into at once when it is closed.
+
+    Closing comes after the parameters were freed, so that the buffer can have their memory. What comes after
+    that is added to the buffer.
 
     Args:
         layout: the handle's layout.
         dtype: dtype of the buffer.
         device: device of the gradients.
+
+    Attributes:
+        landed: one byte a parameter: 1 where a gradient came.
+        num_landed: how many came.
+        is_shown: somebody outside was given views of the buffer, so its memory is theirs too.
     """
 
-    __slots__ = ("_buffer", "_layout", "landed", "num_landed")
+    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "is_shown", "landed", "num_landed")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
-        self._layout = layout
-        self._buffer = torch.empty(layout.numel, dtype=dtype, device=device)
+        self._buffer = FlatBuffer(layout.numel, dtype, device)
+        flat = self._buffer.tensor
+        self._places = [flat[slot.interval.to_slice()].view(slot.shape) for slot in layout.slots]
+        self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
+        self._waiting: dict[int, torch.Tensor] = {}
         self.landed = bytearray(len(layout.slots))
         self.num_landed = 0
+        self.is_shown = False
+        self._buffer.free(MemoryPool())
+
+    def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
+        """Whether gradients of ``device`` may wait here for ``dtype``."""
+        return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the buffer."""
-        return self._buffer.nbytes
+        """Bytes of what waits and of the buffer."""
+        return self._buffer.nbytes + sum(grad.nbytes for grad in self._waiting.values())
 
     def land(self, index: int, grad: torch.Tensor) -> None:
         """Take the gradient of slot ``index`` (the parameter's shape, any float dtype)."""
-        slot = self._layout.slots[index]
-        place = self._buffer[slot.interval.to_slice()].view(slot.shape)
         if grad.is_sparse:
             grad = grad.to_dense()
-        if self.landed[index]:
-            place.add_(grad)
-        else:
-            place.copy_(grad)
+        if not self.landed[index]:
             self.landed[index] = 1
             self.num_landed += 1
+            self._waiting[index] = grad
+        elif index in self._waiting:
+            self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
+        else:
+            self._places[index].add_(grad)
 
-    def close(self) -> torch.Tensor:
+    def close(self, pool: MemoryPool) -> torch.Tensor:
         """The flat gradient, complete: zero where nothing came and in the padding."""
-        for interval in self._layout.paddings():
-            self._buffer[interval.to_slice()].zero_()
-        if self.num_landed < len(self.landed):
-            for slot, there in zip(self._layout.slots, self.landed, strict=True):
+        if self._buffer.nbytes == 0:
+            self._buffer.alloc(pool)
+            for padding in self._paddings:
+                padding.zero_()
+            for place, there in zip(self._places, self.landed, strict=True):
                 if not there:
-                    self._buffer[slot.interval.to_slice()].zero_()
-        return self._buffer
+                    place.zero_()
+        if self._waiting:
+            torch._foreach_copy_([self._places[index] for index in self._waiting], list(self._waiting.values()))
+            self._waiting.clear()
+        return self._buffer.tensor
+
+    def release(self, pool: MemoryPool) -> None:
+        """Be empty again and give the memory back; nobody may hold a view of it."""
+        self._buffer.free(pool)
+        self.landed = bytearray(len(self._places))
+        self.num_landed = 0
 
 
 class PartialGrad:

@@ -24,6 +24,7 @@ from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.gradients import GradientWindow, PartialGrad
 from fsdp_flat.flat.guise import PLAIN
 from fsdp_flat.flat.orig_views import OrigViews
+from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.flat.untraced import untraced
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
@@ -92,6 +93,7 @@ class FlatParamHandle:
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
         views: what modules point at.
         on_landed: called after each gradient that lands here.
+        pool: where buffers take memory from and give it back to; the units of a tree share one.
         generation: how often the shard was replaced; graphs recorded before that cannot be run backward.
     """
 
@@ -113,8 +115,10 @@ class FlatParamHandle:
         self.on_landed: Callable[[FlatParamHandle], None] = lambda _handle: None
         self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
         self.generation = 0
+        self.pool = MemoryPool()
         self._state = ShardState.SHARDED
         self._window: GradientWindow | None = None
+        self._spare_window: GradientWindow | None = None
         self._partial: list[PartialGrad] = []
         self._hooked: list[Any] = []
         self._synced: list[bool] = [False] * len(params)
@@ -142,7 +146,7 @@ class FlatParamHandle:
             own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
             variant = _Variant(buffer, own, tuple(self._new_leaves(params, buffer)))
             self._variants[self.compute_dtype] = variant
-            buffer.free()
+            buffer.free(MemoryPool())
         self.buffer, self._own_slice = variant.buffer, variant.own_slice
         return variant.leaves
 
@@ -216,7 +220,7 @@ class FlatParamHandle:
     def begin_unshard(self) -> torch.Tensor:
         """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
         self._move(ShardState.UNSHARDING)
-        self.buffer.alloc()
+        self.buffer.alloc(self.pool)
         if not isinstance(self.buffer, AliasBuffer):
             self._own_slice.copy_(self.flat_param.data)
         return self.buffer.tensor
@@ -228,12 +232,12 @@ class FlatParamHandle:
     def reshard(self) -> None:
         """Free the buffer."""
         self._move(ShardState.SHARDED)
-        self.buffer.free()
+        self.buffer.free(self.pool)
 
     def abandon(self) -> None:
         """After an exception: sharded again whatever was going on, and no gradient kept."""
         self._state = ShardState.SHARDED
-        self.buffer.free()
+        self.buffer.free(self.pool)
         self.views.show_shard()
         self.drop_gradient()
 
@@ -288,12 +292,18 @@ class FlatParamHandle:
         if self._partial:
             self._withdraw_partial()
         if self._window is None:
-            self._window = GradientWindow(self.layout, self.window_dtype, grad.device)
+            self._window = self._new_window(grad.device)
         grad = self.views.run_hooks(index, grad.detach())
         if self._guises:
             grad = self._guises.get(index, PLAIN).local(grad)
         self._window.land(index, grad)
         self.on_landed(self)
+
+    def _new_window(self, device: torch.device) -> GradientWindow:
+        window, self._spare_window = self._spare_window, None
+        if window is None or not window.fits(self.window_dtype, device):
+            return GradientWindow(self.layout, self.window_dtype, device)
+        return window
 
     @property
     def num_landed(self) -> int:
@@ -310,13 +320,28 @@ class FlatParamHandle:
         """Parameters that are to get a gradient."""
         return len(self._hooked)
 
-    def take_gradient(self) -> torch.Tensor:
-        """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle."""
+    def take_gradient(self) -> tuple[torch.Tensor, GradientWindow | None]:
+        """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle.
+
+        Returns:
+            The gradient, and what to :meth:`recycle` once nobody needs it any more, if there is anything.
+        """
         self._withdraw_partial()
         window, self._window = self._window, None
         if window is None:
-            return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device)
-        return window.close().to(self.reduce_dtype)
+            return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device), None
+        closed = window.close(self.pool)
+        flat = closed.to(self.reduce_dtype)
+        if flat is not closed:
+            self.recycle(window)
+            return flat, None
+        return flat, window
+
+    def recycle(self, window: GradientWindow) -> None:
+        """Keep an emptied window for the next gradient; its memory is free for others."""
+        if not window.is_shown:
+            window.release(self.pool)
+            self._spare_window = window
 
     @property
     def window_dtype(self) -> torch.dtype:
@@ -338,7 +363,8 @@ class FlatParamHandle:
         It costs no memory, and shows by its absence that the caller has cleared the gradients.
         """
         if self._window is not None:
-            own = self._window.close()[self.layout.shard(self.spec.rank).to_slice()]
+            self._window.is_shown = True
+            own = self._window.close(self.pool)[self.layout.shard(self.spec.rank).to_slice()]
             self._partial = self.views.show_partial(own, self.landed)
 
     def _withdraw_partial(self) -> None:
@@ -419,7 +445,8 @@ class FlatParamHandle:
         twin.flat_param = flat_param
         twin.on_landed = lambda _handle: None
         twin._state = ShardState.SHARDED
-        twin._window, twin._partial = None, []
+        twin._window, twin._spare_window, twin._partial = None, None, []
+        twin.pool = MemoryPool()
         twin._hooked, twin._synced, twin._variants = [], [False] * len(params), {}
         leaves = twin._use_variant(params)
         spec = twin.spec

@@ -50,7 +50,17 @@ class Reduction:
     other dtype is summed as it is and only the shard is scaled, which is one pass over less data.
     """
 
-    __slots__ = ("_groups", "_pending", "_policy", "_postscale", "_replicated", "_streams", "handle")
+    __slots__ = (
+        "_groups",
+        "_pending",
+        "_policy",
+        "_postscale",
+        "_replicated",
+        "_scratch",
+        "_streams",
+        "_used_up",
+        "handle",
+    )
 
     def __init__(
         self,
@@ -65,9 +75,12 @@ class Reduction:
         self._streams = streams
         self._policy = policy
         self._replicated = False
+        self._scratch: tuple[torch.Tensor, ...] = ()
         self._postscale: float = groups.num_ranks
         with torch.no_grad():
-            flat = handle.take_gradient()
+            flat, window = handle.take_gradient()
+            # Hooks may keep what they are given, and without a shard axis the window itself becomes the gradient.
+            self._used_up = None if collectives is None or policy.hook is not None else window
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
             if policy.hook is not None:
@@ -78,9 +91,11 @@ class Reduction:
                 flat.div_(prescale)
                 self._postscale /= prescale
             with streams.reducing():
-                self._pending = Pending((), flat) if collectives is None else collectives.begin_reduce_scatter(flat)
                 if collectives is None:
+                    self._pending = Pending((), flat)
                     self.advance()
+                else:
+                    self._pending = collectives.begin_reduce_scatter(flat, handle.pool.empty_like)
 
     def _call_hook(self, hook: Callable[..., Any], state: Any, flat: torch.Tensor) -> torch.Tensor:
         """Hooks divide by themselves; what is left is the mean over the replicate axis of a hybrid strategy."""
@@ -94,12 +109,27 @@ class Reduction:
         return out
 
     def advance(self) -> None:
-        """Wait for the sum over the shard axis and begin the one over the replicate axis."""
-        if self._replicated:
+        """Wait for the sum over the shard axis and begin the one over the replicate axis, if there is one."""
+        if self._replicated or self._groups.replicate.size == 1:
             return
         self._replicated = True
         with torch.no_grad(), self._streams.reducing():
+            self._scratch = self._pending.scratch
             self._pending = begin_all_reduce(self._pending.wait(), self._groups.replicate)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether :meth:`finish` needs neither waiting nor communication. Ranks may see different answers."""
+        return self._groups.replicate.size == 1 and self._pending.is_done
+
+    def _free(self) -> None:
+        # Memory of compute goes back to compute, which therefore comes after the reduction that read it.
+        self._streams.reduced()
+        for scratch in (*self._scratch, *self._pending.scratch):
+            self.handle.pool.empty(scratch.untyped_storage())
+        window, self._used_up = self._used_up, None
+        if window is not None:
+            self.handle.recycle(window)
 
     def finish(self) -> torch.Tensor:
         """The mean gradient of this rank's shard (1-D, the parameters' dtype)."""
@@ -109,7 +139,9 @@ class Reduction:
             if self._postscale != 1.0:
                 shard.div_(self._postscale)
             dtype = shard.dtype if self.handle.spec.keep_reduce_dtype else self.handle.orig_dtype
-            return shard.to(dtype=dtype, device=self.handle.spec.shard_device)
+            shard = shard.to(dtype=dtype, device=self.handle.spec.shard_device)
+        self._free()
+        return shard
 
     @property
     def rescale(self) -> float | torch.Tensor | None:
@@ -121,10 +153,14 @@ class Reduction:
 class Reductions:
     """The reductions of one backward pass, in the order in which every rank begins them.
 
-    At most two are in flight, so that at most two flat gradients wait for the network.
+    Few are in flight, so that few flat gradients wait for the network.
+
+    Args:
+        most: reductions that may be in flight while backward goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int) -> None:
+        self._most = most
         self._in_flight: list[Reduction] = []
         self._last: dict[FlatParamHandle, Reduction] = {}
         self.results: dict[FlatParamHandle, torch.Tensor] = {}
@@ -134,12 +170,17 @@ class Reductions:
         """Whether nothing was reduced."""
         return not self._in_flight and not self.results
 
-    def add(self, reduction: Reduction) -> None:
-        """Take a reduction that has just begun; older ones are moved on."""
+    def add(self, begin: Callable[[], Reduction]) -> None:
+        """Begin a reduction; older ones are moved on, and finished where there are too many, to have their memory."""
         for earlier in self._in_flight:
             earlier.advance()
-        self._in_flight.append(reduction)
-        while len(self._in_flight) > 2:
+        while len(self._in_flight) >= self._most:
+            self._finish_oldest()
+        self._in_flight.append(begin())
+
+    def finish_done(self) -> None:
+        """Finish what has arrived, so that its memory is free."""
+        while self._in_flight and self._in_flight[0].is_done:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:

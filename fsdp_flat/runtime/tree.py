@@ -15,7 +15,7 @@ from torch.autograd import Variable
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import Streams
 from fsdp_flat.errors import OptionError, UsageError
-from fsdp_flat.flat import FlatParamHandle, in_backward, untraced
+from fsdp_flat.flat import FlatParamHandle, MemoryPool, in_backward, untraced
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.compiled import is_compiled
 from fsdp_flat.runtime.reduction import ReductionPolicy, Reductions
@@ -46,6 +46,7 @@ class Tree:
         units: every unit, parents before children.
         policy: how gradients are combined over ranks.
         reductions: those of the running backward pass.
+        pool: where the units' buffers take memory from while a step runs; between steps it is empty.
         trace: None, or a list to which ``(event, unit name)`` is appended: begin_unshard, finish_unshard,
             reshard, pre_backward, begin_reduce, pre_forward, post_forward, end_of_backward.
     """
@@ -59,8 +60,8 @@ class Tree:
                 self.units.append(unit)
         self.root = self.units[0]
         self.policy = ReductionPolicy()
-        self.reductions = Reductions()
         self.trace: list[tuple[str, str]] | None = None
+        self.pool = MemoryPool()
         self._pass: Pass | None = None
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
@@ -68,6 +69,8 @@ class Tree:
         self._checked_first_backward = False
         self._used = UsedExchange()
         self._streams: Streams = self.root.streams
+        # Without streams one is enough to keep the network busy, and it takes the least memory.
+        self.reductions = Reductions(2 if self._streams.is_accelerator else 1)
         _check_homogeneous(self.units)
         _check_optimizers_in_backward(self.units)
         for unit in self.units:
@@ -75,6 +78,8 @@ class Tree:
                 self.trace = self.trace if self.trace is not None else unit.tree.trace
                 self.policy = unit.tree.policy
             unit.tree = self
+            for handle in unit.handles:
+                handle.pool = self.pool
         self._looked_for_compiled = False
         self._warned_uncompiled = False
         self._buffers_full: bool | None = None
@@ -136,6 +141,7 @@ class Tree:
         self._last_order[self._pass.begun[0]] = self._pass.begun
         self._pass = None
         self._drop_prefetched()
+        self.pool.clear()
 
     def recover(self) -> None:
         """Drop a step whose backward raised, if there is one: a queued end of backward that never ran tells."""
@@ -150,6 +156,7 @@ class Tree:
         self.reductions.finish()
         for unit in self.units:
             unit.abort()
+        self.pool.clear()
 
     @property
     def current_pass(self) -> Pass | None:
@@ -194,11 +201,11 @@ class Tree:
                     return
 
     def prefetch_backward(self, use: Use) -> None:
-        """Begin the gather of the unit whose outputs were hooked before those of ``use``."""
+        """Begin the gather of the unit whose outputs were hooked before those of ``use`` and not yet reached."""
         if use.record is None:
             return
         for earlier in reversed(use.record.hooked[: use.position]):
-            if earlier.unit.gathers and earlier.unit is not use.unit:
+            if earlier.unit.gathers and earlier.unit is not use.unit and earlier.task != use.task:
                 self._begin_early(earlier.unit)
                 return
 
@@ -246,6 +253,7 @@ class Tree:
         if not self.reductions.is_empty:
             self._publish(used)
         self._callback_queued = False
+        self.pool.clear()
         self.note("end_of_backward", self.root)
 
     def _check_first_backward(self) -> None:

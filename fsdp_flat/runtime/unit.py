@@ -9,12 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Collectives, Pending, Streams, collectives_for, streams_for
+from fsdp_flat.comm import (
+    AllGather,
+    Collectives,
+    CustomCollectives,
+    Pending,
+    ReduceScatter,
+    Streams,
+    collectives_for,
+    streams_for,
+)
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward
 from fsdp_flat.runtime.options import Ignored, UnitOptions
@@ -115,6 +125,8 @@ class Unit:
         self.streams: Streams = streams_for(options.device)
         shard = options.groups.shard
         self._collectives: Collectives | None = collectives_for(shard, options.device) if shard.size > 1 else None
+        # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
+        self._step_collectives = self._collectives
         self._gathers: list[Pending] = []
         self._depth = 0
         self.gathered_version = 0
@@ -131,6 +143,23 @@ class Unit:
         self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
         for handle in handles:
             handle.on_landed = self._on_landed
+
+    def use_collectives(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
+        """Gather and reduce by these from the next step on; None is the library's own. See ``fsdp_flat.collectives``.
+
+        Raises:
+            PhaseError: a step is under way.
+        """
+        if self._collectives is None:
+            return
+        if self._gathers or self.phase is not Phase.IDLE:
+            raise PhaseError(
+                f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with a gather or a "
+                "reduction under way. Replace them between steps."
+            )
+        self._step_collectives = CustomCollectives(
+            self.options.groups.shard, self._collectives, all_gather, reduce_scatter
+        )
 
     def rename(self, name: str) -> None:
         """The unit's place in its tree is known."""
@@ -179,8 +208,8 @@ class Unit:
             for handle in self.handles:
                 handle.adopt_changes()
                 full = handle.begin_unshard()
-                if self._collectives is not None:
-                    self._gathers.append(self._collectives.begin_all_gather(full))
+                if self._step_collectives is not None:
+                    self._gathers.append(self._step_collectives.begin_all_gather(full))
 
     def finish_unshard(self) -> None:
         """Wait until what was begun is there."""
@@ -361,6 +390,8 @@ class Unit:
         self._expected[task] -= 1
         if self._expected[task] == 0:
             self._complete_if_done(task)
+        elif not self.streams.is_accelerator:
+            self.tree.reductions.finish_done()
 
     def inputs_complete(self, use: Use) -> None:
         """The gradients of the inputs of ``use`` are there, so its backward is over."""
@@ -383,8 +414,9 @@ class Unit:
         self._expected.clear()
         if watched or all_landed:
             self._active.clear()
-        self._begin_reductions()
+        # In this order the memory of the parameters serves the reduction.
         self._reshard_after_backward()
+        self._begin_reductions()
         assert self.tree is not None
         self.tree.gradients_are_complete(self)
 
@@ -408,7 +440,7 @@ class Unit:
             self._used[handle] = landed if before is None else bytes(map(max, landed, before))
             self._trace("begin_reduce")
             self.tree.reductions.add(
-                Reduction(handle, self.options.groups, self._collectives, self.streams, self.tree.policy)
+                partial(Reduction, handle, self.options.groups, self._step_collectives, self.streams, self.tree.policy)
             )
 
     def take_used(self) -> dict[FlatParamHandle, bytes]:

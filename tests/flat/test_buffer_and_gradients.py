@@ -6,17 +6,20 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_flat.flat._torch import swap_memory
 from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.gradients import GradientWindow
+from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.layout import FlatLayout
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
+POOL = MemoryPool()
 
 
 def filled(values: torch.Tensor) -> FlatBuffer:
     buffer = FlatBuffer(values.numel(), values.dtype, CPU)
-    buffer.alloc()
+    buffer.alloc(POOL)
     buffer.tensor.copy_(values)
     return buffer
 
@@ -25,10 +28,10 @@ def test_a_freed_buffer_holds_no_bytes_and_its_storage_stays() -> None:
     buffer = filled(torch.arange(6.0))
     storage = buffer.tensor.untyped_storage()
     assert buffer.nbytes == 24
-    buffer.free()
+    buffer.free(POOL)
     assert buffer.nbytes == 0
     assert buffer.tensor.numel() == 6
-    buffer.alloc()
+    buffer.alloc(POOL)
     assert buffer.nbytes == 24
     assert buffer.tensor.untyped_storage()._cdata == storage._cdata
 
@@ -36,7 +39,7 @@ def test_a_freed_buffer_holds_no_bytes_and_its_storage_stays() -> None:
 def test_allocating_twice_keeps_the_content() -> None:
     buffer = filled(torch.arange(6.0))
     pointer = buffer.tensor.data_ptr()
-    buffer.alloc()
+    buffer.alloc(POOL)
     assert buffer.tensor.data_ptr() == pointer
     assert_equal(buffer.tensor, torch.arange(6.0))
 
@@ -48,8 +51,8 @@ def test_what_autograd_saved_is_valid_again_after_a_refill() -> None:
     version = leaf._version
     x = torch.ones(2, 2, requires_grad=True)
     loss = (x * leaf).pow(2).sum()
-    buffer.free()
-    buffer.alloc()
+    buffer.free(POOL)
+    buffer.alloc(POOL)
     buffer.tensor.copy_(values)
     assert leaf._version == version, "a refill is no change"
     loss.backward()
@@ -72,8 +75,8 @@ def test_a_change_of_a_leaf_by_the_user_is_still_noticed_by_autograd() -> None:
 def test_the_buffer_of_an_unsharded_unit_is_the_shard_and_is_never_freed() -> None:
     shard = torch.arange(4.0)
     buffer = AliasBuffer(shard)
-    buffer.alloc()
-    buffer.free()
+    buffer.alloc(POOL)
+    buffer.free(POOL)
     assert buffer.tensor is shard
     assert buffer.nbytes == 16
     assert_equal(shard, torch.arange(4.0))
@@ -92,14 +95,16 @@ def test_a_gradient_is_copied_where_its_parameter_lies_and_later_ones_are_added(
     expected = torch.zeros(LAYOUT.numel)
     expected[:4] = 3.0
     expected[LAYOUT.slots[2].offset] = 5.0
-    assert_equal(window.close(), expected)
+    assert_equal(window.close(POOL), expected)
 
 
 def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
     window = GradientWindow(LAYOUT, torch.float32, CPU)
-    window._buffer.fill_(float("nan"))
+    pool = MemoryPool()
+    used = filled(torch.full((LAYOUT.numel,), float("nan")))
+    used.free(pool)
     window.land(1, torch.tensor([1.0, 2.0, 3.0]))
-    flat = window.close()
+    flat = window.close(pool)
     expected = torch.zeros(LAYOUT.numel)
     expected[LAYOUT.slots[1].interval.to_slice()] = torch.tensor([1.0, 2.0, 3.0])
     assert_equal(flat, expected)
@@ -108,10 +113,10 @@ def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
 def test_a_window_goes_on_after_it_was_closed() -> None:
     window = GradientWindow(LAYOUT, torch.float32, CPU)
     window.land(1, torch.ones(3))
-    window.close()
+    window.close(POOL)
     window.land(1, torch.ones(3))
     window.land(0, torch.ones(2, 2))
-    flat = window.close()
+    flat = window.close(POOL)
     assert_equal(flat[LAYOUT.slots[1].interval.to_slice()], torch.full((3,), 2.0))
     assert_equal(flat[:4], torch.ones(4))
 
@@ -120,7 +125,7 @@ def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() ->
     window = GradientWindow(LAYOUT, torch.float64, CPU)
     window.land(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
     window.land(0, torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True))
-    flat = window.close()
+    flat = window.close(POOL)
     assert flat.dtype is torch.float64
     assert_equal(flat[:4], torch.tensor([0.5, 0.5, 2.5, 0.5], dtype=torch.float64))
     assert window.nbytes == 8 * LAYOUT.numel
@@ -130,6 +135,73 @@ def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() 
     window = GradientWindow(LAYOUT, torch.float32, CPU)
     window.land(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
     window.land(1, torch.tensor(7.0).expand(3))
-    flat = window.close()
+    flat = window.close(POOL)
     assert_equal(flat[:4], torch.tensor([1.0, 3.0, 2.0, 4.0]))
     assert_equal(flat[LAYOUT.slots[1].interval.to_slice()], torch.full((3,), 7.0))
+
+
+# -- memory that moves from buffer to buffer -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(swap_memory is None, reason="torch moves no memory between storages before 2.12")
+def test_a_freed_buffers_memory_serves_the_next_one_and_its_views_see_nothing_of_it() -> None:
+    pool = MemoryPool()
+    first, second = (FlatBuffer(6, torch.float32, CPU) for _ in range(2))
+    second.free(MemoryPool())
+    view = first.tensor[2:]
+    place = first.tensor.data_ptr()
+    first.free(pool)
+    assert pool.nbytes == 24
+    second.alloc(pool)
+    assert second.tensor.data_ptr() == place
+    assert pool.nbytes == 0
+    second.tensor.fill_(7)
+    assert view.untyped_storage().nbytes() == 0, "there is nothing to read through a view of a freed buffer"
+    first.alloc(pool)
+    assert first.tensor.data_ptr() != place
+    first.tensor.fill_(1)
+    assert_equal(second.tensor, torch.full((6,), 7.0))
+    assert_equal(view, torch.ones(4))
+
+
+def test_a_pool_keeps_a_few_blocks_of_a_size_and_none_after_it_is_cleared() -> None:
+    pool = MemoryPool()
+    buffers = [FlatBuffer(6, torch.float32, CPU) for _ in range(5)]
+    for buffer in buffers:
+        buffer.free(pool)
+        buffer.free(pool)
+    assert pool.nbytes == (0 if swap_memory is None else 48)
+    assert all(buffer.nbytes == 0 for buffer in buffers)
+    pool.clear()
+    assert pool.nbytes == 0
+    for buffer in buffers:
+        buffer.alloc(pool)
+        buffer.tensor.fill_(3)
+    assert len({buffer.tensor.data_ptr() for buffer in buffers}) == 5
+
+
+def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() -> None:
+    pool = MemoryPool()
+    FlatBuffer(6, torch.float32, CPU).free(pool)
+    kept = pool.nbytes
+    assert pool.empty_like(torch.empty(5)).untyped_storage().nbytes() == 20
+    assert pool.nbytes == kept
+    other = pool.empty_like(torch.empty(3, 2, 2, dtype=torch.bfloat16))
+    assert (other.shape, other.dtype) == ((3, 2, 2), torch.bfloat16)
+    assert other.untyped_storage().nbytes() == 24
+    assert pool.nbytes == 0
+
+
+def test_a_released_window_is_empty_when_it_is_opened_again() -> None:
+    pool = MemoryPool()
+    window = GradientWindow(LAYOUT, torch.float32, CPU)
+    for index, slot in enumerate(LAYOUT.slots):
+        window.land(index, torch.ones(slot.shape))
+    window.close(POOL)
+    window.release(pool)
+    assert window.nbytes == 0
+    assert window.fits(torch.float32, CPU)
+    assert not window.fits(torch.float64, CPU)
+    pool.clear()
+    assert window.num_landed == 0
+    assert_equal(window.close(POOL), torch.zeros(LAYOUT.numel))

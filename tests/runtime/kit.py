@@ -246,7 +246,7 @@ class Call:
         if self.name == "broadcast":
             return self.nbytes * others if self.is_source else 0
         if self.name == "all_to_all_single":
-            return self.nbytes * others / self.size
+            return self.nbytes
         if self.name == "all_reduce":
             return 2 * self.nbytes * others / self.size
         raise AssertionError(f"no formula for {self.name}")
@@ -291,6 +291,11 @@ def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -
     tensor = args[1] if name == "all_to_all_single" else args[0] if args else None
     nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
     group = kwargs.get("group")
+    if name == "all_to_all_single":
+        # What a rank sends to itself does not leave it.
+        size = dist.get_world_size(group)
+        splits = args[3] if len(args) > 3 else [tensor.numel() // size] * size
+        nbytes -= splits[dist.get_group_rank(group or dist.group.WORLD, dist.get_rank())] * tensor.itemsize
     is_source = kwargs.get("src") == dist.get_rank()
     record.calls.append(Call(name, nbytes, dist.get_world_size(group), is_source))
     record.on_call()

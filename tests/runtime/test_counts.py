@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat import ShardingStrategy
+from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import (
@@ -80,6 +80,25 @@ def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_b
             twin.optimizer.step()
             twin.optimizer.zero_grad()
         assert record.calls == []
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("prefetch", [*BackwardPrefetch, None])
+def test_a_step_sends_the_least_bytes_that_full_sharding_can(prefetch: BackwardPrefetch | None, rank: int) -> None:
+    """Each unit is gathered twice and reduced once, (W-1)/W of it each time; the outermost is gathered once."""
+    twin = Twin.of(Stack(4), backward_prefetch=prefetch)
+    root, *blocks = [sum(handle.layout.numel for handle in unit.handles) * ITEMSIZE for unit in units_of(twin.model)]
+    size = dist.get_world_size()
+    bound = (3 * sum(blocks) + 2 * root) * (size - 1) // size
+    flags = ITEMSIZE * len(list(twin.plain.parameters()))
+    for step in range(3):
+        with recorded() as record:
+            square_loss(twin.model, batch(rank, step)).backward()
+        # A broadcast is sent by one rank, and every rank's slice is as long: what one rank sends is what each does.
+        sent = sum(call.sent for call in record.calls if call.name != "all_reduce")
+        assert sent == bound
+        assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [flags]
+        twin.optimizer.zero_grad()
 
 
 @on_ranks(2)

@@ -1,0 +1,125 @@
+"""Writes docs/performance.md from the results: ``python -m benchmarks.report``; ``--measure`` makes them first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks import micro, projection, scale
+from benchmarks.__main__ import main as bench
+from benchmarks.runner import ROOT
+from benchmarks.tables import describe, markdown, states_table, step_table, write_picture
+
+__all__ = ["main"]
+
+# File name, what the command line of ``python -m benchmarks`` adds, and the heading.
+RUNS = {
+    "compute": (["--preset", "compute", "--states"], "Compute-heavy, fp32"),
+    "compute-bf16": (["--preset", "compute", "--bf16"], "Compute-heavy, bf16"),
+    "communication": (["--preset", "communication"], "Communication-heavy, fp32"),
+    "communication-bf16": (["--preset", "communication", "--bf16"], "Communication-heavy, bf16"),
+    "accumulation": (["--preset", "compute", "--accumulate", "4", "--batch", "1"], "Gradient accumulation"),
+    "checkpointing": (["--preset", "compute", "--checkpoint"], "Activations recomputed"),
+    "ranks4": (["--preset", "communication", "--ranks", "4"], "4 ranks on the same cores"),
+}
+
+INTRO = """# Performance
+
+Every table comes from one command, in fresh processes of one thread, the implementations taking turns in each round.
+Times are medians; "x local", "x DDP" and "x peer" are medians over rounds of the ratio within a round, the peer
+being the faster of torch's FSDP1 and `fully_shard` with the same resharding. "CPU ms" is the least CPU time of a
+step over all threads of a rank. "MB sent" leaves a rank in a step. "MB counted" is the peak of all tensor storages
+of a forward and backward of five tokens, so parameters, gradients and their buffers; "MB RSS" is the process's peak.
+
+```
+make bench                                   # the first table, with state dicts
+make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
+make bench-scale                             # host time and memory by units and ranks
+python -m benchmarks.micro                   # collectives alone
+python -m benchmarks.report --measure        # everything, and this page
+```
+"""
+
+
+def page(results: Path, pictures: Path) -> str:
+    """The page in Markdown, from the JSON files in ``results``; pictures go to ``pictures``."""
+    parts = [INTRO]
+    for name, (_, heading) in RUNS.items():
+        found = _read(results / f"{name}.json")
+        if found is not None:
+            write_picture(found, pictures / f"performance-{name}.png")
+            parts += [f"## {heading}\n", describe(found), step_table(found)]
+            parts += [states_table(found)] if found["states"] else []
+            parts.append(f"![step time and memory](performance-{name}.png)\n")
+    found = _read(results / "scale.json")
+    if found is not None:
+        parts += ["## Host time and memory by units and ranks\n", scale.NOTE, scale.scale_table(found)]
+    if (results / "micro.md").exists():
+        parts += ["## Collectives over gloo alone\n", micro.NOTE, (results / "micro.md").read_text()]
+    return "\n".join([*parts, *_projection(results)])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _projection(results: Path) -> list[str]:
+    m = projection.MACHINE
+    parts = [
+        "## 8, 64 and 1024 GPUs, by arithmetic\n",
+        f"No measurement. Assumed: {m.flops / 1e12:.0f} TFLOP/s sustained in bf16, {m.inside / 1e9:.0f} GB/s a GPU for "
+        f"large collectives within a node of {m.node} and {m.across / 1e9:.0f} GB/s across nodes, "
+        f"{1e6 * m.hop:.1f} microseconds a ring step, 8192 tokens a GPU, activations recomputed, bf16 gathers, fp32 "
+        "reductions; memory without activations. Where communication is longer than compute, larger batches, hybrid "
+        "sharding or 8-bit collectives (`fsdp_flat.collectives`) shorten it.\n",
+        markdown(
+            ["model", "compute ms", "GB sent", "network ms", "step ms", "compute share", "GiB held"],
+            projection.projection_rows(),
+        ),
+    ]
+    checked = []
+    for name in ("compute", "communication", "ranks4"):
+        found = _read(results / f"{name}.json")
+        counted = found and found["counts"].get("flat-full-orig")
+        if found and counted:
+            checked.append([name, f"{_lower_bound(found['setting']) / 1e6:.1f}", f"{counted['sent'] / 1e6:.1f}"])
+    if checked:
+        parts += [
+            "The formula for bytes against what was counted (the outermost unit is gathered once, since it stays; the "
+            "rest of the difference is padding and the flags of used parameters):\n",
+            markdown(["setting", "formula MB", "counted MB"], checked),
+        ]
+    return parts
+
+
+def _lower_bound(setting: dict[str, Any]) -> float:
+    width = setting["width"]
+    block = 12 * width * width + 13 * width
+    outside = (2 * setting["vocab"] + setting["seq"] + 2) * width
+    sent = projection.bytes_sent(setting["layers"] * block, setting["ranks"], gather_itemsize=4, reduce_itemsize=4)
+    share = (setting["ranks"] - 1) / setting["ranks"]
+    return sent + outside * 2 * 4 * share
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write the page, after measuring if asked."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "performance.md")
+    parser.add_argument("--measure", action="store_true", help="run every benchmark first")
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args(argv)
+    if args.measure:
+        for name, (flags, _) in RUNS.items():
+            bench([*flags, "--rounds", str(args.rounds), "--name", name, "--out", str(args.results)])
+        scale.main(["--out", str(args.results)])
+        micro.main(["--out", str(args.results)])
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.out.write_text(page(args.results, args.out.parent))
+    print(f"{args.out} written")
+
+
+if __name__ == "__main__":
+    main()

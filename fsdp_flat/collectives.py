@@ -1,0 +1,35 @@
+"""Gathers and reductions of a caller's own in place of the library's, and two in 8-bit integers to choose.
+
+By default each backend and device has the cheapest route there is: broadcasts into place and an exchange of
+slices for gloo on the CPU, the backend's own all_gather and reduce_scatter elsewhere.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from fsdp_flat.comm import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
+from fsdp_flat.runtime import units_of
+
+__all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceScatter", "use_collectives"]
+
+
+def use_collectives(
+    module: nn.Module, *, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None
+) -> None:
+    """Have training steps of the units at and below ``module`` gather and reduce by these from now on.
+
+    State dicts, ``summon_full_params`` and what is not sharded keep the library's own. Objects made for
+    ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` of torch's ``fully_shard`` are called the same
+    way; ``allocate`` is not used, since buffers are the units' own. Every rank must choose the same.
+
+    Args:
+        module: a wrapper, or any module that holds wrappers.
+        all_gather: see :class:`AllGather`; None is the library's own.
+        reduce_scatter: see :class:`ReduceScatter`; None is the library's own.
+
+    Raises:
+        PhaseError: a step is under way.
+    """
+    for unit in units_of(module):
+        unit.use_collectives(all_gather, reduce_scatter)

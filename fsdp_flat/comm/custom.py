@@ -1,0 +1,97 @@
+"""Gathers and reductions that a caller puts in place of the library's own."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending
+from fsdp_flat.comm.groups import Axis
+
+__all__ = ["AllGather", "CustomCollectives", "ReduceScatter"]
+
+
+class AllGather(Protocol):
+    """How shards become whole parameters; the call of torch's ``fully_shard`` interface of this name."""
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """Begin to fill ``output_tensor`` with every rank's ``input_tensor``, in rank order.
+
+        Args:
+            output_tensor: 1-D, the whole buffer, in the compute dtype.
+            input_tensor: 1-D, this rank's slice, which lies in ``output_tensor`` already.
+            group: the shard group.
+            async_op: always True.
+
+        Returns:
+            Something whose ``wait()`` returns once the output is there, or None if it is there already.
+        """
+        ...
+
+
+class ReduceScatter(Protocol):
+    """How gradients become shards of their sum; the call of torch's ``fully_shard`` interface of this name."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Begin to fill ``output_tensor`` with this rank's slice of the sum of every rank's ``input_tensor``.
+
+        Args:
+            output_tensor: 1-D, one slice.
+            input_tensor: 1-D, the whole gradient in the reduction dtype; it may be overwritten.
+            group: the shard group.
+            op: always ``ReduceOp.SUM``; the library divides afterwards.
+            async_op: always True.
+
+        Returns:
+            Something whose ``wait()`` returns once the output is there, or None if it is there already.
+        """
+        ...
+
+
+class CustomCollectives:
+    """A caller's gather, reduction or both, and the library's own for the other.
+
+    Args:
+        axis: the shard axis, of more than one rank.
+        own: the library's collectives for the axis.
+        all_gather: in place of the gather; None keeps the library's.
+        reduce_scatter: in place of the reduction; None keeps the library's.
+    """
+
+    def __init__(
+        self, axis: Axis, own: Collectives, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None
+    ) -> None:
+        self._axis = axis
+        self._own = own
+        self._all_gather = all_gather
+        self._reduce_scatter = reduce_scatter
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        """See :class:`Collectives`."""
+        # Quantised gathers are for floats; integers that a module keeps as parameters go as they are.
+        if self._all_gather is None or not full.is_floating_point():
+            return self._own.begin_all_gather(full)
+        own = full.chunk(self._axis.size)[self._axis.rank]
+        assert self._axis.group is not None
+        return Pending([self._all_gather(full, own, self._axis.group, async_op=True)], full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        """See :class:`Collectives`."""
+        if self._reduce_scatter is None:
+            return self._own.begin_reduce_scatter(full, empty_like)
+        out = full.new_empty(full.numel() // self._axis.size)
+        assert self._axis.group is not None
+        work = self._reduce_scatter(out, full, self._axis.group, dist.ReduceOp.SUM, async_op=True)
+        # ``full`` has to outlive the work; the closure is what keeps it.
+        return Pending([work], out, lambda: (out, full)[0])
