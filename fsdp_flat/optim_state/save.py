@@ -71,15 +71,18 @@ def save_optim_state(
     if not keep:
         return {}
     by_name: dict[str, dict[str, Any]] = {}
-    for unit, handle, fqns in names.handles:
-        there = [index for index, has in enumerate(states[handle].slots_with_state()) if has]
-        # FSDP1's order: that of the flat parameter, or sorted within a unit with original parameters.
-        for index in sorted(there, key=fqns.__getitem__) if unit.options.use_orig_params else there:
-            by_name[fqns[index]] = {**states[handle].plain[index], **values[handle][index]}
+    for _, handle, fqns in names.handles:
+        for index, has in enumerate(states[handle].slots_with_state()):
+            if has:
+                by_name[fqns[index]] = {**states[handle].plain[index], **values[handle][index]}
     for param, name in names.others.items():
         if param in contents.state:
             by_name[name] = {key: _copied(value, offload_to_cpu) for key, value in contents.state[param].items()}
-    return {"state": by_name, "param_groups": groups}
+    # FSDP1's order: sorted where original parameters are used, else that of the optimizer.
+    order = sorted(by_name)
+    if not all(unit.options.use_orig_params for unit, _, _ in names.handles):
+        order = [fqn for param in contents.params for fqn in names.fqns_of(param) if fqn in by_name]
+    return {"state": {name: by_name[name] for name in order}, "param_groups": groups}
 
 
 def _read_alone(

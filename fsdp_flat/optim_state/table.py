@@ -25,13 +25,12 @@ class HandleStates:
     """The optimizer's states of one handle.
 
     Attributes:
-        dtypes: by name, the dtype of a state that is shaped like the parameter.
-        pieces: by name, for each slot this rank's piece (1-D); None where there is no such state.
+        pieces: by name of a state that is shaped like the parameter, for each slot this rank's piece (1-D); None where
+            there is no such state.
         handled: by slot, the states that a handler knows, as this rank has them; None where only others have it.
         plain: by slot, the states that are scalars or no tensors.
     """
 
-    dtypes: dict[str, str] = field(default_factory=dict)
     pieces: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     handled: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     plain: list[dict[str, Any]] = field(default_factory=list)
@@ -90,7 +89,6 @@ def _read(
                 f"(model, {name!r}, merge=..., split=...)."
             )
         else:
-            states.dtypes[name] = str(value.dtype)
             row = states.pieces.setdefault(name, [None] * len(handle.layout.slots))
             flat = value.detach().reshape(-1)
             for index in managed.indices:
@@ -137,8 +135,9 @@ def _by_axis(names: ParamNames) -> dict[Axis, list[FlatParamHandle]]:
 
 def _describe(states: HandleStates) -> dict[str, Any]:
     return {
-        "has": {name: [piece is not None for piece in row] for name, row in states.pieces.items()},
-        "dtypes": {name: states.dtypes[name] for name in states.pieces},
+        "pieces": {
+            name: [None if piece is None else str(piece.dtype) for piece in row] for name, row in states.pieces.items()
+        },
         "handled": [list(row) for row in states.handled],
         "plain": [
             {
@@ -152,18 +151,18 @@ def _describe(states: HandleStates) -> dict[str, Any]:
 
 
 def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParamHandle) -> None:
-    for name, row in described["has"].items():
-        dtype_name = described["dtypes"][name]
-        if states.dtypes.setdefault(name, dtype_name) != dtype_name:
-            raise OptionError(
-                f"State {name!r} of unit {handle.spec.unit_name!r} is {states.dtypes[name]} on rank "
-                f"{handle.spec.rank} of the shard group and {dtype_name} on another."
-            )
+    for name, row in described["pieces"].items():
         own = states.pieces.setdefault(name, [None] * len(row))
-        for index, there in enumerate(row):
-            if there and own[index] is None:
+        for index, dtype_name in enumerate(row):
+            piece = own[index]
+            if dtype_name is not None and piece is None:
                 numel = handle.views.pieces[index].numel
                 own[index] = torch.zeros(numel, dtype=_dtype(dtype_name), device=handle.flat_param.device)
+            elif dtype_name is not None and piece is not None and str(piece.dtype) != dtype_name:
+                raise OptionError(
+                    f"State {name!r} of {handle.layout.slots[index].fqn!r} (unit {handle.spec.unit_name!r}) is "
+                    f"{piece.dtype} on rank {handle.spec.rank} of the shard group and {dtype_name} on another."
+                )
     for mine, others in zip(states.handled, described["handled"], strict=True):
         for name in others:
             mine.setdefault(name, None)

@@ -1,0 +1,281 @@
+"""Optimizer states of all kinds: what is saved, what is refused, and by whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_flat
+from fsdp_flat import FullOptimStateDictConfig
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
+from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, save, train
+from tests.support import assert_equal, on_ranks
+from tests.wrapper.models import batch, seeded, shard, square_loss
+
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+FORMS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
+RANK0 = FullOptimStateDictConfig(rank0_only=True)
+TASK = TASKS["uneven"]
+
+
+class Noting(torch.optim.SGD):
+    """Keeps numbers, None and tuples besides a momentum, and makes them in another order on each rank."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for param in self.param_groups[0]["params"]:
+            extra: list[tuple[str, Any]] = [
+                ("count", 3),
+                ("rate", torch.tensor(0.5)),
+                ("nothing", None),
+                ("pair", (1, 2.5)),
+                ("squares", torch.ones_like(param) * 2),
+            ]
+            order = extra if torch.distributed.get_rank() else extra[::-1]
+            if param.grad is not None:
+                self.state[param].update(order)
+
+
+def pair(use_orig_params: bool, seed: int = 0, optim: Any = None) -> tuple[Any, torch.optim.Optimizer]:
+    model = shard(seeded(seed=seed), use_orig_params=use_orig_params)
+    make = optim or (lambda params: Noting(params, lr=0.05, momentum=0.9))
+    optimizer = make(model.parameters())
+    train(model, optimizer, TASK, range(2))
+    return model, optimizer
+
+
+@KINDS
+@FORMS
+@on_ranks(2)
+def test_scalars_none_and_tuples_ride_along_whatever_order_ranks_made_them_in(kind: Any, use_orig_params: bool) -> None:
+    model, optimizer = pair(use_orig_params)
+    _, states = save(model, optimizer, kind)
+    for row in states["state"].values():
+        assert (row["count"], row["nothing"], row["pair"]) == (3, None, (1, 2.5))
+        assert_equal(row["rate"], torch.tensor(0.5))
+    other, other_optimizer = pair(use_orig_params, seed=1)
+    with FSDP.state_dict_type(other, kind):
+        other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, states))
+    assert_equal(save(other, other_optimizer, FULL)[1], save(model, optimizer, FULL)[1])
+
+
+@KINDS
+@on_ranks(2, 4)
+def test_rank_zero_alone_needs_the_dict_with_rank0_only(use_orig_params: bool, rank: int) -> None:
+    model, optimizer = pair(use_orig_params)
+    expected = save(model, optimizer, FULL)[1]
+    other, other_optimizer = pair(use_orig_params, seed=1)
+    with FSDP.state_dict_type(other, FULL, None, RANK0):
+        given = FSDP.optim_state_dict_to_load(other, other_optimizer, expected if rank == 0 else None)
+    other_optimizer.load_state_dict(given)
+    assert_equal(save(other, other_optimizer, FULL)[1], expected)
+
+
+@on_ranks(2)
+def test_what_rank_zero_cannot_send_is_told_on_every_rank(rank: int) -> None:
+    model, optimizer = pair(True)
+    states = save(model, optimizer, FULL)[1]
+    states["state"]["first.weight"]["strange"] = object()
+    with FSDP.state_dict_type(model, FULL, None, RANK0):
+        for given, kind in ((states, UnsupportedError), (None, UsageError), ({"state": {}}, UsageError)):
+            with pytest.raises(kind if rank == 0 else PeerFailureError):
+                FSDP.optim_state_dict_to_load(model, optimizer, given if rank == 0 else None)
+
+
+@KINDS
+@on_ranks(2)
+def test_parameters_without_state_and_frozen_ones_are_left_out_and_stay_so(use_orig_params: bool) -> None:
+    module = seeded()
+    module.blocks[0].requires_grad_(False)
+    model = shard(module, use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(
+        [param for param in model.parameters() if param.requires_grad], lr=0.1, weight_decay=0.5
+    )
+    fresh = save(model, optimizer, FULL)[1]
+    assert fresh["state"] == {}
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, fresh))
+    train(model, optimizer, TASK, range(1))
+    for kind in (FULL, SHARDED):
+        states = save(model, optimizer, kind)[1]
+        assert not [name for name in states["state"] if name.startswith("blocks.0")]
+        assert "blocks.1.up.weight" in states["state"]
+        optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+    assert_equal(save(model, optimizer, FULL)[1], save(model, optimizer, FULL)[1])
+
+
+@on_ranks(4)
+def test_ranks_without_elements_of_a_parameter_need_no_state_of_it(rank: int) -> None:
+    model, optimizer = pair(True, optim=lambda params: torch.optim.AdamW(params, lr=0.05))
+    expected = save(model, optimizer, FULL)[1]
+    for param in [param for param in optimizer.state if param.numel() == 0]:
+        del optimizer.state[param]
+    for kind in (FULL, SHARDED):
+        save(model, optimizer, kind)
+    assert_equal(save(model, optimizer, FULL)[1], expected)
+
+
+@on_ranks(2)
+def test_a_rank_whose_state_has_another_dtype_is_told(rank: int) -> None:
+    model, optimizer = pair(True)
+    if rank == 0:
+        row = optimizer.state[next(iter(model.parameters()))]
+        row["squares"] = row["squares"].double()
+    with pytest.raises(OptionError, match=r"'squares' of 'first\.weight' .* is torch\.float\d\d on rank"):
+        FSDP.optim_state_dict(model, optimizer)
+
+
+@KINDS
+@FORMS
+@on_ranks(2)
+def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
+    kind: Any, use_orig_params: bool, rank: int
+) -> None:
+    model, optimizer = pair(use_orig_params)
+    states = save(model, optimizer, kind)[1]
+    before = save(model, optimizer, FULL)[1]
+    broken = {**states, "state": {name: dict(row) for name, row in states["state"].items()}}
+    if rank == 1:
+        broken["state"]["blocks.1.up.weight"]["momentum_buffer"] = torch.ones(3)
+    for given, own in ((broken, LoadError), ({"param_groups": []} if rank else states, OptionError)):
+        with FSDP.state_dict_type(model, kind), pytest.raises(own if rank else PeerFailureError) as caught:
+            FSDP.optim_state_dict_to_load(model, optimizer, given, load_directly=True)
+        assert ("'momentum_buffer' of 'blocks.1.up.weight'" in str(caught.value)) == (given is broken)
+    assert_equal(save(model, optimizer, FULL)[1], before)
+
+
+@on_ranks(2)
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, _ = pair(True)
+    other = torch.optim.AdamW(seeded().parameters())
+    with pytest.raises(OptionError, match=r"a parameter of shape .* that is none of this model's"):
+        FSDP.optim_state_dict(model, other)
+    states = {"state": {}, "param_groups": []}
+    with pytest.raises(OptionError, match="none of this model's"):
+        FSDP.optim_state_dict_to_load(model, other, states)
+
+
+@on_ranks(2)
+def test_a_dict_with_too_few_groups_leaves_the_optimizer_as_it_was() -> None:
+    model, optimizer = pair(True)
+    states = save(model, optimizer, FULL)[1]
+    before = save(model, optimizer, FULL)[1]
+    with pytest.raises(ValueError):
+        FSDP.optim_state_dict_to_load(model, optimizer, {**states, "param_groups": []}, load_directly=True)
+    assert_equal(save(model, optimizer, FULL)[1], before)
+
+
+# ------------------------------------------------------------------------------------------- states of other shapes
+
+
+class Factored(torch.optim.Optimizer):
+    """Adafactor-like: of a matrix one mean square a row, of everything else elementwise; for sharded slices.
+
+    A rank has the rows that its slice touches; of a row that two ranks share each has what its own elements give.
+    """
+
+    def __init__(self, params: Any, shapes: dict[nn.Parameter, tuple[torch.Size, int]]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.shapes = shapes
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            if param.grad is None or param not in self.shapes or param.numel() == 0:
+                continue
+            shape, start = self.shapes[param]
+            rows = torch.arange(start, start + param.numel()) // shape[-1]
+            rows = rows - int(rows[0])
+            sums = torch.zeros(int(rows[-1]) + 1).index_add_(0, rows, param.grad.square())
+            state = self.state[param]
+            state["row_sums"] = state.get("row_sums", torch.zeros_like(sums)) + sums
+            param.sub_(param.grad * 0.01)
+
+
+def merge_rows(parts: Any, shape: torch.Size) -> torch.Tensor:
+    whole = torch.zeros(shape[:-1])
+    for part in parts:
+        first = part.start // shape[-1]
+        whole[first : first + part.tensor.numel()] += part.tensor
+    return whole
+
+
+def split_rows(whole: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor:
+    if stop == start:
+        return whole[:0]
+    # A row that ranks share counts where it begins.
+    first, last = start // shape[-1], (stop - 1) // shape[-1]
+    rows = whole[first : last + 1].clone()
+    if start % shape[-1]:
+        rows[0] = 0
+    return rows
+
+
+def factored(model: Any) -> Factored:
+    shapes = {}
+    for module in FSDP.fsdp_modules(model):
+        for handle in module._unit.handles:
+            params, pieces = handle.views.visible_params(), handle.views.pieces
+            for param, slot, piece in zip(params, handle.layout.slots, pieces, strict=True):
+                if len(slot.shape) == 2:
+                    shapes[param] = (torch.Size(slot.shape), piece.in_param.start)
+    optimizer = Factored(model.parameters(), shapes)
+    square_loss(model, batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@FORMS
+@on_ranks(2, 4)
+def test_a_registered_handler_saves_and_loads_factored_states(kind: Any, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = factored(model)
+    fsdp_flat.register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split_rows)
+    states = save(model, optimizer, kind)[1]
+    plain = seeded()
+    square_loss(plain, batch(0)).backward()
+    grads = {name: param.grad for name, param in plain.named_parameters()}
+    assert sorted(states["state"]) == sorted(name for name in grads if name.endswith("weight"))
+    for name, row in states["state"].items():
+        torch.testing.assert_close(row["row_sums"], grads[name].square().sum(1), rtol=1e-4, atol=1e-7)
+    with FSDP.state_dict_type(model, kind):
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, states)
+    held = dict(enumerate(optimizer.param_groups[0]["params"]))
+    for key, row in loaded["state"].items():
+        optimizer.state[held[key]] = row
+    again = save(model, optimizer, kind)[1]
+    assert_equal(again["state"], states["state"])
+    if kind is FULL:
+        with FSDP.state_dict_type(model, FULL, None, RANK0):
+            scattered = FSDP.optim_state_dict_to_load(model, optimizer, states if rank == 0 else None)
+        assert_equal(scattered["state"], loaded["state"])
+
+
+@on_ranks(2)
+def test_a_state_of_another_shape_without_a_handler_is_told_by_name_at_the_first_save() -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = factored(model)
+    for kind in (FULL, SHARDED):
+        with FSDP.state_dict_type(model, kind), pytest.raises((UnsupportedError, PeerFailureError)) as caught:
+            FSDP.optim_state_dict(model, optimizer)
+        assert "State 'row_sums' of '" in str(caught.value)
+        assert "register_optim_state_handler(model, 'row_sums'" in str(caught.value)
+
+
+@on_ranks(2)
+def test_handlers_that_make_no_sense_are_refused() -> None:
+    model = shard(seeded(), use_orig_params=False)
+    for name, merge in ((3, merge_rows), ("row_sums", None)):
+        with pytest.raises(OptionTypeError, match="A handler has a name and two functions"):
+            fsdp_flat.register_optim_state_handler(model, name, merge=merge, split=split_rows)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="nothing at or below this one is wrapped"):
+        fsdp_flat.register_optim_state_handler(seeded(), "row_sums", merge=merge_rows, split=split_rows)
+    fsdp_flat.register_optim_state_handler(model, "momentum_buffer", merge=merge_rows, split=split_rows)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, TASK, range(2))
+    with pytest.raises(UnsupportedError, match=r"belongs to a flat parameter of .* Pass use_orig_params=True"):
+        FSDP.optim_state_dict(model, optimizer)

@@ -1,0 +1,206 @@
+"""Loads that do not fit: told by name on every rank, with nothing changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import OptionTypeError
+from tests.runtime.kit import recorded
+from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, Normed, groups_of, seeded_task
+from tests.support import assert_equal, on_ranks
+from tests.wrapper.models import Block, Model, batch, seeded, shard, whole_state
+from tests.wrapper.test_full_state_dict import Versioned
+
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+FORMS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
+
+
+def saved(model: nn.Module, kind: Any) -> dict[str, Any]:
+    with FSDP.state_dict_type(model, kind):
+        return dict(model.state_dict())
+
+
+def refused(model: nn.Module, kind: Any, state: Any, *, strict: bool = True) -> str:
+    """The error of a load, after which the model is as it was."""
+    before = whole_state(model)
+    with FSDP.state_dict_type(model, kind), pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state, strict=strict)
+    assert_equal(whole_state(model), before)
+    return str(caught.value)
+
+
+@KINDS
+@FORMS
+@on_ranks(2)
+def test_after_a_load_that_does_not_fit_the_model_is_as_it_was(kind: Any, use_orig_params: bool) -> None:
+    model = shard(seeded_task(TASKS["batch norm"], 0), use_orig_params=use_orig_params)
+    other = shard(seeded_task(TASKS["batch norm"], 1), use_orig_params=use_orig_params)
+    state = saved(other, kind)
+    last = "_flat_param" if kind is LOCAL else "last.weight"
+    value = state.pop(last)
+    assert f'Missing key(s) in state_dict: "{last}"' in refused(model, kind, state)
+    state[last] = value
+    state["more"] = torch.ones(1)
+    assert 'Unexpected key(s) in state_dict: "more"' in refused(model, kind, state)
+    del state["more"]
+    state["blocks.1.running_mean"] = torch.ones(7)
+    text = refused(model, kind, state, strict=False)
+    assert "size mismatch for blocks.1.running_mean" in text
+    state["blocks.1.running_mean"] = torch.ones(5)
+    state[last] = torch.ones(3)
+    text = refused(model, kind, state)
+    assert f"size mismatch for {last}" in text or f"{last}: a local state dict fits the wrapping" in text
+    state[last] = value
+    with FSDP.state_dict_type(model, kind):
+        model.load_state_dict(state)
+    expected = whole_state(other)
+    expected["blocks.1.running_mean"] = torch.ones(5)
+    assert_equal(whole_state(model), expected)
+
+
+@KINDS
+@on_ranks(2)
+def test_names_that_are_missing_change_what_is_there_only_if_not_strict(use_orig_params: bool) -> None:
+    model, other = (shard(seeded(seed=seed), use_orig_params=use_orig_params) for seed in (0, 1))
+    state = saved(other, SHARDED)
+    del state["first.weight"]
+    refused(model, SHARDED, state)
+    with FSDP.state_dict_type(model, SHARDED):
+        assert model.load_state_dict(state, strict=False).missing_keys == ["first.weight"]
+    expected = {**whole_state(other), "first.weight": seeded().state_dict()["first.weight"]}
+    assert_equal(whole_state(model), expected)
+
+
+@KINDS
+@pytest.mark.parametrize("how", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_a_sharded_load_that_fails_on_one_rank_fails_on_all(how: str, use_orig_params: bool, rank: int) -> None:
+    groups = groups_of(how)
+    model = shard(seeded(), how, use_orig_params=use_orig_params, **groups)
+    state = saved(shard(seeded(seed=1), how, use_orig_params=use_orig_params, **groups), SHARDED)
+    if rank == 1:
+        state["blocks.0.up.weight"] = torch.ones(2)
+    text = refused(model, SHARDED, state)
+    assert "size mismatch for blocks.0.up.weight" in text
+    assert rank == 1 or "of the group failed while loading a state dict" in text
+
+
+@on_ranks(2)
+def test_ranks_with_different_entries_say_which(rank: int) -> None:
+    model = shard(seeded())
+    state = saved(model, SHARDED)
+    del state["last.bias" if rank else "first.bias"]
+    text = refused(model, SHARDED, state, strict=False)
+    assert "Ranks were given state dicts with different entries" in text
+    assert "first.bias" in text or "last.bias" in text
+
+
+@on_ranks(2)
+def test_a_chunk_of_another_number_of_ranks_is_refused(rank: int) -> None:
+    model = shard(seeded())
+    state = saved(model, SHARDED)
+    value: ShardedTensor = state["blocks.0.up.weight"]
+    for part in value.local_shards():
+        part.tensor = part.tensor[:-1]
+    text = refused(model, SHARDED, state)
+    assert f"blocks.0.up.weight: rank {rank} of the shard group holds a chunk of shape" in text
+    assert "torch.distributed.checkpoint, which reshards" in text
+
+
+@on_ranks(2)
+def test_a_local_state_dict_of_another_wrapping_is_refused_by_its_key() -> None:
+    model, other = shard(seeded()), shard(seeded(lambda: Model(num_blocks=2)), by_blocks=False)
+    state = saved(other, LOCAL)
+    text = refused(model, LOCAL, state)
+    assert "_flat_param: a local state dict fits the wrapping and number of ranks that wrote it only" in text
+    assert '"blocks.0._flat_param"' in text
+
+
+@on_ranks(2)
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(OptionTypeError, match="a mapping of names to tensors; got list"):
+        shard(seeded()).load_state_dict([1])
+
+
+@KINDS
+@FORMS
+@on_ranks(2)
+def test_values_assigned_to_what_the_optimizer_holds_are_saved(kind: Any, use_orig_params: bool) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    for param in model.parameters():
+        param.data = torch.full_like(param, 3.0)
+    other = shard(seeded(seed=1), use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(other, kind):
+        other.load_state_dict(saved(model, kind))
+    names = [name for name, _ in seeded().named_parameters()]
+    assert all(bool((whole_state(other)[name] == 3.0).all()) for name in names)
+
+
+@KINDS
+@on_ranks(2)
+def test_a_save_while_parameters_are_gathered_has_the_shards_and_leaves_them_gathered(
+    use_orig_params: bool, rank: int
+) -> None:
+    for kind in (FULL, SHARDED, LOCAL):
+        model = shard(seeded(), "SHARD_GRAD_OP", use_orig_params=use_orig_params)
+        loss = model(batch(rank)).square().mean()
+        state = saved(model, kind)
+        loss.backward()
+        grads = [param.grad for param in model.parameters()]
+        assert all(grad is not None for grad in grads)
+        other = shard(seeded(seed=1), use_orig_params=use_orig_params)
+        with FSDP.state_dict_type(other, kind):
+            other.load_state_dict(state)
+        assert_equal(whole_state(other), dict(seeded().state_dict()), what=kind.name)
+
+
+class Adapter(nn.Module):
+    """A wrapped part below a plain parent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(3, 3), Versioned(3, 3))
+
+
+@on_ranks(2)
+def test_a_plain_parent_tells_wrapped_modules_the_version_that_they_were_saved_with() -> None:
+    def make() -> nn.Module:
+        return nn.ModuleDict({"net": FSDP(seeded(Adapter))})
+
+    parent, other = make(), make()
+    state = parent.state_dict()
+    other["net"].body[1].loaded_version = None
+    other.load_state_dict(state)
+    assert other["net"].body[1].loaded_version == 3
+
+
+@FORMS
+@on_ranks(2)
+def test_loads_of_full_and_local_dicts_take_no_communication(kind: Any) -> None:
+    model, other = shard(seeded()), shard(seeded(seed=1))
+    state = saved(other, kind)
+    with recorded() as record, FSDP.state_dict_type(model, kind):
+        model.load_state_dict(state)
+    exchanges = set(record.counts()) - {"all_gather"}
+    assert (exchanges == {"isend", "irecv"}) if kind is SHARDED else (record.calls == [])
+
+
+@on_ranks(2)
+def test_buffers_of_a_batch_norm_come_back_after_a_refused_load() -> None:
+    model = FSDP(seeded(Normed))
+    before = whole_state(model)
+    state = {name: value + 1 for name, value in before.items()}
+    state["last.bias"] = torch.ones(9)
+    for assign in (False, True):
+        with pytest.raises(RuntimeError, match=r"size mismatch for last\.bias"):
+            model.load_state_dict(state, assign=assign)
+        assert_equal(whole_state(model), before)
+    assert isinstance(model.module.blocks[0], Block)
+    dist.barrier()

@@ -1,0 +1,245 @@
+"""What a save moves, needs and looks like, and that a save on one rank is found."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as peer_library
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, ShardedStateDictConfig
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.comm import meeting
+from fsdp_flat.errors import UsageError
+from fsdp_flat.runtime import units_of
+from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
+from tests.runtime.test_memory import settled_bytes
+from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
+from tests.support import assert_equal, on_ranks
+from tests.support.peer import PeerFSDP
+from tests.wrapper.models import Block, Tied, batch, seeded, shard, shard_by_peer, whole_state
+
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+ITEMSIZE = 4
+
+
+def shard_bytes(model: nn.Module) -> int:
+    return sum(ITEMSIZE * handle.layout.shard_numel for unit in units_of(model) for handle in unit.handles)
+
+
+def local_bytes(value: Any) -> int:
+    return sum(part.tensor.nbytes for part in value.local_shards()) if isinstance(value, ShardedTensor) else 0
+
+
+@KINDS
+@on_ranks(2, 4)
+def test_no_form_exchanges_objects_and_sharded_moves_at_most_a_shard(use_orig_params: bool, num_ranks: int) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, TASKS["uneven"], range(1))
+    limit = shard_bytes(model)
+    for kind in (FULL, SHARDED, LOCAL):
+        with FSDP.state_dict_type(model, kind), recorded() as record:
+            state = model.state_dict()
+        assert not set(record.counts()) & set(OBJECT_COLLECTIVES)
+        sent = sum(call.nbytes for call in record.calls if call.name == "isend")
+        assert sent <= {FULL: limit * (num_ranks - 1), SHARDED: limit, LOCAL: 0}[kind], kind
+        with FSDP.state_dict_type(model, kind), recorded() as record:
+            states = FSDP.optim_state_dict(model, optimizer)
+        assert not set(record.counts()) & set(OBJECT_COLLECTIVES)
+        sent = sum(call.nbytes for call in record.calls if call.name == "isend")
+        assert sent <= (2 * limit * (num_ranks - 1) if kind is FULL else 2 * limit), kind
+        with FSDP.state_dict_type(model, kind), recorded() as record:
+            model.load_state_dict(state)
+            FSDP.optim_state_dict_to_load(model, optimizer, states)
+        assert not set(record.counts()) & set(OBJECT_COLLECTIVES)
+        # The first chunks of a few rows are larger than a shard's share.
+        own = sum(local_bytes(value) for value in state.values())
+        assert sum(call.nbytes for call in record.calls if call.name == "isend") <= 3 * max(limit, own)
+
+
+@KINDS
+@on_ranks(4)
+def test_rank_zero_alone_receives_with_rank0_only(use_orig_params: bool, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, TASKS["uneven"], range(1))
+    expected = save(model, optimizer, FULL)
+    with (
+        FSDP.state_dict_type(
+            model, FULL, FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
+        ),
+        recorded() as record,
+    ):
+        state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    assert (record.count("isend") == 0) == (rank == 0)
+    assert (record.count("irecv") > 0) == (rank == 0)
+    assert record.count("broadcast") == 0
+    assert sum(call.nbytes for call in record.calls if call.name == "isend") <= 3 * shard_bytes(model)
+    if rank == 0:
+        assert_equal(dict(state), dict(expected[0]))
+        assert_equal(states, expected[1])
+    else:
+        assert list(state) == ["blocks.0.shift", "blocks.1.shift"]
+        assert states == {}
+
+
+@KINDS
+@on_ranks(2)
+def test_every_tensor_of_a_full_save_is_memory_of_its_own(use_orig_params: bool) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, TASKS["uneven"], range(1))
+    state, states = save(model, optimizer, FULL)
+    tensors = [*state.values(), *(value for row in states["state"].values() for value in row.values())]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+
+
+class Wide(nn.Module):
+    """Large enough to be seen in malloc's statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(256) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+@KINDS
+@on_ranks(2)
+def test_a_full_save_needs_the_memory_of_its_result_and_no_more_than_a_unit(use_orig_params: bool) -> None:
+    model = shard(seeded(Wide), use_orig_params=use_orig_params)
+    peaks: list[int] = []
+    before = settled_bytes()
+    with recorded(on_call=lambda: peaks.append(settled_bytes())):
+        state = model.state_dict()
+    result = sum(value.nbytes for value in state.values())
+    unit = max(ITEMSIZE * handle.layout.numel for unit in units_of(model) for handle in unit.handles)
+    assert result > 4 * unit
+    assert max(peaks) - before <= result + unit
+    assert settled_bytes() - before <= result + unit // 4
+
+
+@KINDS
+@on_ranks(2, 4)
+def test_the_chunks_are_those_of_the_peer(use_orig_params: bool) -> None:
+    ours = shard(seeded(), use_orig_params=use_orig_params)
+    theirs = shard_by_peer(seeded(), use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(ours, SHARDED):
+        mine = ours.state_dict()
+    with peer_quiet(), PeerFSDP.state_dict_type(theirs, peer_library.StateDictType.SHARDED_STATE_DICT):
+        others = theirs.state_dict()
+    assert list(mine) == list(others)
+    for name, value in mine.items():
+        other = others[name]
+        if not isinstance(other, ShardedTensor):
+            assert_equal(value, other, what=name)
+            continue
+        assert value.metadata() == other.metadata(), name
+        for part, expected in zip(value.local_shards(), other.local_shards(), strict=True):
+            assert_equal(part.tensor, expected.tensor, what=name)
+
+
+@on_ranks(4)
+def test_a_two_dimensional_mesh_is_used_whole_by_hybrid_and_by_its_first_axis_else() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    expected = dict(seeded().state_dict())
+    for strategy in ("HYBRID_SHARD", "FULL_SHARD"):
+        model = shard(seeded(), strategy, device_mesh=mesh)
+        with FSDP.state_dict_type(model, SHARDED):
+            state = model.state_dict()
+        whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
+        assert_equal(whole, expected, what=strategy)
+
+
+@on_ranks(2)
+def test_offloaded_chunks_are_on_the_cpu_and_tied_names_share_a_value() -> None:
+    model = shard(seeded(Tied))
+    with FSDP.state_dict_type(model, SHARDED, ShardedStateDictConfig(offload_to_cpu=True)):
+        state = model.state_dict()
+    assert list(state) == list(seeded(Tied).state_dict())
+    assert state["embed.weight"] is state["head.weight"]
+    other = shard(seeded(Tied, seed=1))
+    with FSDP.state_dict_type(other, SHARDED):
+        other.load_state_dict(state)
+    assert_equal(whole_state(other), dict(seeded(Tied).state_dict()))
+
+
+# ------------------------------------------------------------------------------------------- on one rank only
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "PATIENCE_S", seconds)
+        yield
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_a_save_on_rank_zero_alone_is_found_and_the_group_goes_on(kind: Any, rank: int) -> None:
+    model = shard(seeded())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, TASKS["uneven"], range(1))
+    if rank == 0:
+        with FSDP.state_dict_type(model, kind), patience(0.3):
+            for what, call in (
+                ("state_dict", model.state_dict),
+                ("optim_state_dict", lambda: FSDP.optim_state_dict(model, optimizer)),
+            ):
+                begun = time.monotonic()
+                with pytest.raises(UsageError, match=rf"^{what} was called on rank 0 .* rank\(s\) \[1\] have not"):
+                    call()
+                assert time.monotonic() - begun < 5
+    dist.barrier()
+    other = shard(seeded(seed=1))
+    other_optimizer = OPTIMIZERS["adamw"](other.parameters())
+    load(other, other_optimizer, kind, save(model, optimizer, kind))
+    assert_equal(whole_state(other), whole_state(model))
+    assert_equal(
+        train(other, other_optimizer, TASKS["uneven"], range(1)), train(model, optimizer, TASKS["uneven"], range(1))
+    )
+
+
+@on_ranks(2)
+def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> None:
+    model = shard(seeded())
+    if rank == 0:
+        time.sleep(2.2)  # a file store measures in whole seconds
+        state = model.state_dict()
+    else:
+        with (
+            patience(0.2),
+            pytest.warns(UserWarning, match=r"state_dict on rank 1 of the group has waited .* for rank\(s\) \[0\]"),
+        ):
+            state = model.state_dict()
+    assert_equal(dict(state), dict(seeded().state_dict()))
+
+
+@on_ranks(2)
+def test_a_save_meets_once_however_many_units_there_are() -> None:
+    met: list[str] = []
+    original = meeting._Meeting.__init__
+
+    def note(self: Any, *args: Any) -> None:
+        met.append("met")
+        original(self, *args)
+
+    model = shard(seeded())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting._Meeting, "__init__", note)
+        model.state_dict()
+        model.blocks[0].state_dict()
+    assert met == ["met", "met"]
+    model(batch(0))
