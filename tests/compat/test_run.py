@@ -206,7 +206,8 @@ def test_a_script_that_spawns_its_ranks_uses_the_library_in_all_of_them(ranks: A
 
 def test_torchrun_runs_a_script_through_it(tmp_path: Path) -> None:
     out = tmp_path / "ours.json"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    # One rank: two are compared with the peer above, and each process takes seconds to start.
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
     command = [*launch, "-m", "fsdp_flat.run", str(SCRIPTS / "manual_wrap.py"), str(out)]
     subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert results(out)["class"] == OUR_CLASS
