@@ -12,7 +12,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -88,19 +87,15 @@ def test_sharded_checkpoints_give_the_losses_of_the_original_and_load_on_either_
     assert_equal_losses(run(original, "resumed", str(tmp_path / "ours"), cpu), expected[3:])
 
 
-@pytest.mark.parametrize("way", ["migrate", "run"])
-def test_a_user_gets_the_same_losses_from_the_command_line(way: str, ranks: Any, tmp_path: Path) -> None:
+def test_a_folder_that_was_migrated_in_place_trains_under_torchrun(ranks: Any, tmp_path: Path) -> None:
     script = Path(shutil.copy(SCRIPTS / "train_manual_wrap.py", tmp_path))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    if way == "migrate":
-        assert migrate(["--write", str(tmp_path)]) == 0
-        output = command(*launch, str(script))
-    else:
-        output = command(*launch, "-m", "fsdp_flat.run", str(script))
-    expected = ranks(2).run(run, SCRIPTS / "train_manual_wrap.py", "train")[0]
+    assert migrate(["--write", str(tmp_path)]) == 0
+    output = command(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)
+    )
     assert "model of fsdp_flat" in output
     found = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
-    assert_equal_losses(found, expected)
+    assert_equal_losses(found, ranks(2).run(run, SCRIPTS / "train_manual_wrap.py", "train")[0])
 
 
 def command(*words: str) -> str:
