@@ -63,6 +63,18 @@ def test_minimal_runs_under_torchrun_and_saves_the_whole_model(tmp_path: Path) -
     assert len(saved) == 16
 
 
+def test_checkpoints_are_saved_and_loaded_in_every_form_and_at_another_number_of_ranks(tmp_path: Path) -> None:
+    losses = []
+    for ranks in ("2", "3"):
+        command = torchrun("--standalone", "--nproc-per-node", ranks, str(EXAMPLES / "checkpoints.py"))
+        output = finish(start([*command, "--out", str(tmp_path)], tmp_path))
+        assert output.count("same weights True") == 2, output
+        losses += [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+    assert "went on from step-00000000 with 3 ranks" in output
+    assert losses[1] < losses[0]
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["step-00000000", "step-00000001"]
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_train_gpt_trains_with_two_ranks_and_resumes_with_three(tmp_path: Path, strategy: str) -> None:
     options = [*TINY, "--strategy", strategy, "--steps", "3"]
