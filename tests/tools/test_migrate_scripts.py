@@ -52,18 +52,21 @@ def assert_equal_losses(found: list[float], expected: list[float]) -> None:
 @on_ranks(2)
 def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_path: Path) -> None:
     mend_peer()
-    scripts = {"original": SCRIPTS / "train_tutorial.py", "rewritten": rewritten("train_tutorial", tmp_path)}
+    original, ours = SCRIPTS / "train_tutorial.py", rewritten("train_tutorial", tmp_path)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    losses = {}
-    for kind, script in scripts.items():
-        options = runpy.run_path(str(script))["parse"](["--save", str(tmp_path / f"{kind}.pt")])
-        losses[kind] = run(script, "train", rank, num_ranks, options)
+    parse = runpy.run_path(str(original))["parse"]
+
+    def train(script: Path, kind: str) -> list[float]:
+        return run(script, "train", rank, num_ranks, parse(["--save", str(tmp_path / f"{kind}.pt")]))
+
+    expected = train(original, "original")
+    assert_equal_losses(train(ours, "rewritten"), expected)
     with fsdp_flat.installed():
-        assert_equal_losses(run(scripts["original"], "train", rank, num_ranks, options), losses["original"])
-    assert_equal_losses(losses["rewritten"], losses["original"])
+        assert_equal_losses(train(original, "installed"), expected)
     if rank == 0:
-        saved, expected = (torch.load(tmp_path / f"{kind}.pt") for kind in ("rewritten", "original"))
-        torch.testing.assert_close(saved, expected, rtol=1e-4, atol=1e-6)
+        saved = {kind: torch.load(tmp_path / f"{kind}.pt") for kind in ("original", "rewritten", "installed")}
+        for kind in ("rewritten", "installed"):
+            torch.testing.assert_close(saved[kind], saved["original"], rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
