@@ -17,10 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
-<<<<<<< HEAD
 from tests.support.peer import peer_warnings_silenced
-=======
->>>>>>> theirs
 from tests.wrapper.models import WIDTH, Block, Model, Tied, batch, shard
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -140,7 +137,6 @@ def group_of(size: int) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-<<<<<<< HEAD
 def peer_quiet() -> Iterator[None]:
     """Ignore what the peer says about itself while it saves and loads chunks."""
     with peer_warnings_silenced():
@@ -150,8 +146,6 @@ def peer_quiet() -> Iterator[None]:
 
 
 @contextmanager
-=======
->>>>>>> theirs
 def single_rank_allowed() -> Iterator[None]:
     """Ignore that one rank has nothing to shard."""
     with warnings.catch_warnings():
