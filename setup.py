@@ -2,7 +2,7 @@
 
 from setuptools import find_packages, setup
 
-TEST = ["pytest", "hypothesis"]
+TEST = ["pytest", "hypothesis", "safetensors"]
 DEMO = ["tqdm", "matplotlib"]
 # What `make test-clients` tests; the versions are in constraints-clients.txt.
 CLIENTS = ["accelerate", "transformers", "lightning", "peft"]
@@ -22,6 +22,7 @@ setup(
     extras_require={
         "test": TEST,
         "demo": DEMO,
+        "progress": ["tqdm"],
         "migrate": MIGRATE,
         "clients": CLIENTS,
         "dev": ["ruff", "mypy", *MIGRATE, *TEST],
