@@ -1,12 +1,13 @@
 """Runs of elements from rank to rank, each straight from where it lies to where it belongs.
 
-State dicts are made of these: nothing is packed, gathered or cut afterwards, so a save needs the memory of its
-result and no more, and moves each element once.
+State dicts are made of these: nothing is gathered or cut afterwards, so a save needs the memory of its result and
+moves each element once. Only short runs, for which the message costs more than the copy, travel packed together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from fsdp_flat.comm.groups import Axis
 from fsdp_flat.layout import Moves
 
 __all__ = ["Transfers"]
+
+# A message over loopback takes about as long as a copy of this many bytes.
+_SHORT_NBYTES = 1 << 16
 
 
 class Transfers:
@@ -40,6 +44,8 @@ class Transfers:
         self._batch: list[dist.P2POp] = []
         self._after: list[Callable[[], object]] = []
         self._alive: list[torch.Tensor] = []
+        self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def add(self, moves: Moves, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         """Begin to move one tensor.
@@ -53,13 +59,19 @@ class Transfers:
             target[moves.kept[1]].copy_(source[moves.kept[0]])
         for rank, run in moves.receives:
             assert target is not None
-            self._receive(target[run], rank)
+            self._enter(target[run], rank, self._short_receives, self._receive)
         for rank, run in moves.sends:
             assert source is not None
-            self._send(source[run].contiguous(), rank)
+            self._enter(source[run], rank, self._short_sends, self._send)
 
     def wait(self) -> None:
         """Return when everything that was added has arrived."""
+        for (rank, _), runs in self._short_receives.items():
+            packed = torch.empty(sum(run.numel() for run in runs), dtype=runs[0].dtype, device=runs[0].device)
+            self._receive(packed, rank)
+            self._after.append(partial(_unpack, packed, runs))
+        for (rank, _), runs in self._short_sends.items():
+            self._send(torch.cat(runs), rank)
         if self._batch:
             self._begun.extend(dist.batch_isend_irecv(self._batch))
         for work in self._begun:
@@ -67,6 +79,20 @@ class Transfers:
         for finish in self._after:
             finish()
         self._begun, self._batch, self._after, self._alive = [], [], [], []
+        self._short_sends, self._short_receives = {}, {}
+
+    def _enter(
+        self,
+        run: torch.Tensor,
+        rank: int,
+        short: dict[tuple[int, torch.dtype], list[torch.Tensor]],
+        begin: Callable[[torch.Tensor, int], None],
+    ) -> None:
+        # Both sides see the same length and dtype, so they decide alike.
+        if run.nbytes < _SHORT_NBYTES:
+            short.setdefault((rank, run.dtype), []).append(run)
+        else:
+            begin(run.contiguous(), rank)
 
     def _send(self, run: torch.Tensor, to: int) -> None:
         run = run.to(self._device)
@@ -89,3 +115,8 @@ class Transfers:
     def _world_rank(self, rank: int) -> int:
         assert self._axis.group is not None
         return dist.get_global_rank(self._axis.group, rank)
+
+
+def _unpack(packed: torch.Tensor, runs: list[torch.Tensor]) -> None:
+    for run, part in zip(runs, packed.split([run.numel() for run in runs]), strict=True):
+        run.copy_(part)
