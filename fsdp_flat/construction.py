@@ -29,6 +29,7 @@ from fsdp_flat.runtime import (
     resolve_ignored,
     structure_lines,
     sync_states_from,
+    true_on_any_rank,
     unit_of,
 )
 from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
@@ -68,11 +69,13 @@ class Inherited:
     Attributes:
         owners: for parameters shared between units, the module whose unit takes them.
         broadcast: units overwrite their tensors with those of rank 0.
+        on_meta: on some rank a part of the model is on the meta device.
         name: the unit's name.
     """
 
     owners: dict[nn.Parameter, nn.Module]
     broadcast: bool
+    on_meta: bool
     name: str
 
 
@@ -189,6 +192,8 @@ def prepare(
     except Exception as raised:
         error = raised
     agree_on_structure(lines, error, options.groups, options.device)
+    tensors = (*module.parameters(), *module.buffers())
+    on_meta = true_on_any_rank(any(t.is_meta for t in tensors), options.groups, options.device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
@@ -203,12 +208,12 @@ def prepare(
     names = {unit.module: unit.fqn for unit in plan.units}
 
     def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        return make_child(child, Arguments(**kwargs), Inherited(owners, broadcast, names[child]))
+        return make_child(child, Arguments(**kwargs), Inherited(owners, broadcast, on_meta, names[child]))
 
     apply_plan(module, plan, wrapper)
     for exempt in plan.full_precision:
         keep_full_precision(exempt)
-    return ignored, Inherited(owners, broadcast, name)
+    return ignored, Inherited(owners, broadcast, on_meta, name)
 
 
 def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:

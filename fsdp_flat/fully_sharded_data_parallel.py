@@ -181,7 +181,15 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
                 "gathered. Wrap its entries, or the module that calls them.",
                 stacklevel=3,
             )
-        unit = build_unit(module, name, options, ignored, owners=inherited.owners, broadcast=inherited.broadcast)
+        unit = build_unit(
+            module,
+            name,
+            options,
+            ignored,
+            owners=inherited.owners,
+            broadcast=inherited.broadcast,
+            on_meta=inherited.on_meta,
+        )
         self._unit = unit
         self._settings = DEFAULT_SETTINGS
         self._given = Given(arguments.mixed_precision or MixedPrecision(), arguments.cpu_offload or CPUOffload())

@@ -1,6 +1,6 @@
 """Floor 2: a unit's step. Building units, forward, backward, order and prefetch, whole parameters."""
 
-from fsdp_flat.runtime.agreement import Words, agree, agree_on_structure, agree_on_weights
+from fsdp_flat.runtime.agreement import Words, agree, agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.duplicate import copy_policy, copy_unit
@@ -51,6 +51,7 @@ __all__ = [
     "summon_full_params",
     "sync_states_from",
     "tree_of",
+    "true_on_any_rank",
     "unit_of",
     "units_of",
     "unshard_for",

@@ -18,7 +18,7 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.flat import guise_of
 from fsdp_flat.runtime.options import SyncStates
 
-__all__ = ["Words", "agree", "agree_on_structure", "agree_on_weights", "fingerprint"]
+__all__ = ["Words", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
 
 _SAMPLES = 4096
 _ADVICE = (
@@ -86,6 +86,14 @@ def agree(
             found = _difference(text, axis, device, words)
     if found is not None:
         raise found
+
+
+def true_on_any_rank(flag: bool, groups: UnitGroups, device: torch.device) -> bool:
+    """Whether any rank of the groups has a true ``flag``. Every rank of the groups must call this."""
+    for axis in groups.axes:
+        if axis.group is not None and axis.size > 1:
+            flag = any(row[0] for row in exchange_ints([int(flag)], axis.group, device))
+    return flag
 
 
 def _hear_of(found: Exception | None, axis: Axis, device: torch.device, words: Words, *, own: bool) -> Exception:

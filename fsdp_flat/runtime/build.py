@@ -34,7 +34,14 @@ Owners = Mapping[nn.Parameter, nn.Module]
 
 
 def build_unit(
-    module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, *, owners: Owners, broadcast: bool
+    module: nn.Module,
+    name: str,
+    options: UnitOptions,
+    ignored: Ignored,
+    *,
+    owners: Owners,
+    broadcast: bool,
+    on_meta: bool,
 ) -> Unit:
     """Make a unit of ``module``: its parameters become shards, in place.
 
@@ -47,6 +54,7 @@ def build_unit(
         ignored: what is left alone.
         owners: for parameters shared between units, the module whose unit takes them.
         broadcast: overwrite this unit's tensors with those of rank 0 first.
+        on_meta: some rank has to initialise something in the model first.
 
     Raises:
         OptionError: parameters that cannot be flattened together.
@@ -66,8 +74,11 @@ def build_unit(
         params = _managed_params(module, name, ignored, owners)
     except Exception as raised:
         error = raised
-    # The caller's own code ran here (param_init_fn, reset_parameters), which may have failed on one rank only.
-    agree_on_structure((), error, options.groups, options.device)
+    if on_meta:
+        # The caller's own code ran here (param_init_fn, reset_parameters), which may have failed on one rank only.
+        agree_on_structure((), error, options.groups, options.device)
+    elif error is not None:
+        raise error
     if was_meta and options.sync_states != "broadcast":
         named = [(entry.fqn, entry.param) for entry in params]
         broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
