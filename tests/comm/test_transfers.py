@@ -1,0 +1,54 @@
+"""Transfers between ranks: long runs, short ones packed together, and several dtypes at once."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.layout import Interval, moves_between
+from tests.runtime.kit import recorded
+from tests.support import assert_equal, on_ranks
+
+
+def even(numel: int, size: int) -> list[Interval]:
+    return [Interval(numel * rank // size, numel * (rank + 1) // size) for rank in range(size)]
+
+
+@on_ranks(2, 4)
+def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(rank: int, num_ranks: int) -> None:
+    axis = Axis.of(dist.group.WORLD)
+    transfers = Transfers(axis, torch.device("cpu"))
+    found = []
+    for numel, dtype in (
+        (5, torch.float32),
+        (200_000, torch.float32),
+        (7, torch.int64),
+        (0, torch.bool),
+        (9, torch.bfloat16),
+    ):
+        whole = torch.arange(numel).to(dtype)
+        held = even(numel, num_ranks)
+        target = torch.empty(numel, dtype=dtype)
+        moves = moves_between(held, [Interval(0, numel)] * num_ranks, rank)
+        transfers.add(moves, whole[held[rank].to_slice()].clone(), target)
+        found.append((target, whole))
+    transfers.wait()
+    for target, whole in found:
+        assert_equal(target, whole)
+    transfers.wait()
+
+
+@on_ranks(2)
+def test_short_runs_of_a_dtype_travel_in_one_message(rank: int) -> None:
+    axis = Axis.of(dist.group.WORLD)
+    with recorded() as record:
+        transfers = Transfers(axis, torch.device("cpu"))
+        targets = [torch.empty(8) for _ in range(20)]
+        for index, target in enumerate(targets):
+            moves = moves_between(even(8, 2), [Interval(0, 8)] * 2, rank)
+            transfers.add(moves, torch.full((4,), 10.0 * index + rank), target)
+        transfers.wait()
+    assert record.counts() == {"irecv": 1, "isend": 1}
+    for index, target in enumerate(targets):
+        assert target.tolist() == [10.0 * index] * 4 + [10.0 * index + 1] * 4
