@@ -20,7 +20,8 @@ from fsdp_flat.runtime.options import SyncStates
 
 __all__ = ["Words", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
 
-_SAMPLES = 4096
+_COLUMNS = 4096
+_WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ADVICE = (
     'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
     "load a checkpoint on every rank."
@@ -130,12 +131,13 @@ def _line(lines: list[str], index: int, end: str) -> str:
 
 
 def fingerprint(param: torch.Tensor) -> int:
-    """A 63-bit hash of up to 4096 evenly spaced elements, bit for bit."""
-    flat = param.detach().reshape(-1)
-    stride = max(1, flat.numel() // _SAMPLES)
-    sample = flat[::stride][:_SAMPLES].contiguous().cpu()
-    digest = hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1
+    """A 63-bit hash of every element's bits: column sums on the parameter's device, hashed on the host."""
+    flat = param.detach().reshape(-1).contiguous()
+    words = flat.view(_WORDS.get(flat.dtype.itemsize, torch.uint8))
+    whole = words.numel() // _COLUMNS * _COLUMNS
+    sums = words[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64)
+    bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in (sums, words[whole:])]
+    return int.from_bytes(hashlib.blake2b(b"".join(bits), digest_size=8).digest(), "big") >> 1
 
 
 def agree_on_weights(

@@ -173,6 +173,18 @@ def test_differing_weights_give_one_warning_on_rank_zero_that_names_the_first_pa
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("where", [0, 4095, 4096, 8191, 8192, 9999])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_differing_element_anywhere_is_seen(where: int, dtype: torch.dtype, rank: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Linear(100, 100, bias=False, dtype=dtype)
+    if rank == 1:
+        module.weight.data.view(-1)[where] += 1
+    with pytest.raises(RankMismatchError, match="'weight' of rank 1 differs"):
+        FSDP(module, sync_module_states="raise")
+
+
+@on_ranks(2)
 def test_equal_weights_give_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
