@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import Strategy, UnitGroups, resolve_groups, strategy_from
-from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
     Ignored,
@@ -89,7 +89,7 @@ def options_from(arguments: Arguments) -> UnitOptions:
     """
     try:
         return _validated(arguments)
-    except FsdpFlatError as error:
+    except Exception as error:
         groups = _groups_in_spite_of_errors(arguments)
         if groups is not None:
             agree_on_structure((), error, groups, compute_device_from(None)[0])
@@ -105,7 +105,7 @@ def _groups_in_spite_of_errors(arguments: Arguments) -> UnitGroups | None:
         strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if needs_two else None)
     try:
         return _groups_of(arguments, strategy, compute_device_from(None)[0])
-    except FsdpFlatError:
+    except Exception:
         return None
 
 
@@ -188,6 +188,7 @@ def prepare(
                 root_kwargs=_child_kwargs(arguments, options, ignored),
                 is_wrapped=lambda child: unit_of(child) is not None,
             )
+            _check_overrides(plan)
         lines = structure_lines(module, [unit.fqn for unit in plan.units], options, ignored)
     except Exception as raised:
         error = raised
@@ -214,6 +215,17 @@ def prepare(
     for exempt in plan.full_precision:
         keep_full_precision(exempt)
     return ignored, Inherited(owners, broadcast, on_meta, name)
+
+
+def _check_overrides(plan: WrapPlan) -> None:
+    known = {field.name for field in fields(Arguments)}
+    for unit in plan.units:
+        unknown = sorted(set(unit.kwargs) - known)
+        if unknown:
+            raise OptionError(
+                f"The policy gave unit {unit.fqn!r} the argument {unknown[0]!r}, which FullyShardedDataParallel does "
+                f"not have. Its arguments are {', '.join(sorted(known))}."
+            )
 
 
 def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:

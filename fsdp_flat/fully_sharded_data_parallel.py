@@ -361,9 +361,22 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             factor: a number, a scalar tensor on the gradients' device, or None for the mean.
 
         Raises:
-            UsageError: not the root.
+            UsageError: not the root, or a communication hook is registered, which divides by itself.
+            OptionTypeError: neither a number nor a scalar tensor.
+            OptionError: zero.
         """
-        self._require_root("set_gradient_divide_factor").policy.divide_factor = factor
+        policy = self._require_root("set_gradient_divide_factor").policy
+        if factor is not None:
+            if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
+                raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
+            if not isinstance(factor, torch.Tensor) and factor == 0:
+                raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
+            if policy.hook is not None:
+                raise UsageError(
+                    "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the "
+                    "hook, or do without it."
+                )
+        policy.divide_factor = factor
 
     # -- whole parameters ----------------------------------------------------------------------------------------
 

@@ -94,7 +94,8 @@ def build_unit(
     stored = StoredTensors(child for _, child in modules)
     unit = Unit(module, name, options, handles, ignored, buffers, stored)
     for child in full_precision:
-        keep_full_precision(child)
+        own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
+        keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
     for _, child in modules:
         # torch.compile and transformers read these two off every managed submodule.
         child._is_fsdp_managed_module = True  # type: ignore[assignment]
@@ -127,8 +128,8 @@ def _spec(
         use_orig_params=options.use_orig_params,
         device=options.device if options.offload_params else device,
         shard_device=torch.device("cpu") if options.offload_params else device,
-        compute_dtype=None if full else precision.param_dtype,
-        reduce_dtype=None if full else precision.reduce_dtype,
+        compute_dtype=precision.master_dtype if full else precision.param_dtype,
+        reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
         master_dtype=precision.master_dtype,
         keep_reduce_dtype=precision.keep_low_precision_grads,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
@@ -90,10 +91,8 @@ def sync_states_from(value: object) -> SyncStates:
     Raises:
         OptionError: it is something else.
     """
-    if value is True:
-        return "broadcast"
-    if value is False or value is None:
-        return "warn"
+    if value is None or isinstance(value, int):
+        return "broadcast" if value else "warn"
     if value == "auto":
         return "auto"
     if value == "raise":
@@ -110,7 +109,7 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
 
     Raises:
         OptionTypeError: it is something else.
-        OptionError: an index on a machine without an accelerator.
+        OptionError: no such device on this machine.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device_id is None:
@@ -126,11 +125,24 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
                 'the CPU, or pass torch.device("cpu").'
             )
         return torch.device(accelerator.type, device_id), True
-    device = torch.device(device_id)
+    try:
+        device = torch.device(device_id)
+    except RuntimeError as error:
+        raise OptionError(f"device_id={device_id!r} names no device: {error}") from error
     if device.type == "cpu":
         return torch.device("cpu"), True
+    if accelerator is None or device.type != accelerator.type:
+        there = "no accelerator" if accelerator is None else f"a {accelerator.type} accelerator"
+        raise OptionError(
+            f"device_id={device_id!r} names a device that cannot compute here; this machine has {there}. Leave "
+            "device_id out to have the best there is."
+        )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
+        warnings.warn(
+            f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index.",
+            stacklevel=6,
+        )
     return device, True
 
 
@@ -142,6 +154,6 @@ def offloads_params(cpu_offload: object) -> bool:
     """
     if cpu_offload is None:
         return False
-    if type(cpu_offload).__name__ != "CPUOffload":
+    if not any(kind.__name__ == "CPUOffload" for kind in type(cpu_offload).__mro__):
         raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(cpu_offload).__name__}.")
     return bool(getattr(cpu_offload, "offload_params", False))

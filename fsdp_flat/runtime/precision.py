@@ -44,7 +44,7 @@ def precision_from(value: Any) -> Precision:
         OptionTypeError: it is something else, or a field is no dtype.
         OptionError: a field is a dtype without fractions.
     """
-    if value is not None and type(value).__name__ != "MixedPrecision":
+    if value is not None and not any(kind.__name__ == "MixedPrecision" for kind in type(value).__mro__):
         raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(value).__name__}.")
     dtypes: dict[str, torch.dtype | None] = {}
     for name in ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype"):
@@ -62,10 +62,27 @@ def precision_from(value: Any) -> Precision:
         cast_forward_inputs=bool(getattr(value, "cast_forward_inputs", False)),
         cast_root_forward_inputs=bool(getattr(value, "cast_root_forward_inputs", True)),
         master_dtype=dtypes["master_dtype"],
-        full_precision_modules=tuple(getattr(value, "full_precision_modules", ())),
-        uncast_inputs=frozenset(getattr(value, "uncast_inputs", ())),
+        full_precision_modules=_classes(getattr(value, "full_precision_modules", ())),
+        uncast_inputs=_names(getattr(value, "uncast_inputs", ())),
         full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
     )
+
+
+def _classes(value: Any) -> tuple[type[nn.Module], ...]:
+    found = (value,) if isinstance(value, type) else tuple(value)
+    for kind in found:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise OptionTypeError(f"MixedPrecision.full_precision_modules must hold module classes; got {kind!r}.")
+    return found
+
+
+def _names(value: Any) -> frozenset[str]:
+    # One name is no set of letters.
+    found = frozenset({value} if isinstance(value, str) else value)
+    for name in found:
+        if not isinstance(name, str):
+            raise OptionTypeError(f"MixedPrecision.uncast_inputs must hold names of arguments; got {name!r}.")
+    return found
 
 
 class InputCast:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp_flat import MixedPrecision
+from fsdp_flat.errors import OptionError, UsageError
 from tests.support import on_ranks
 from tests.surface.models import (
     ALL_STRATEGIES,
@@ -241,6 +242,18 @@ def test_a_divide_factor_is_for_the_root(rank: int, num_ranks: int) -> None:
     model.check_is_root()
     with pytest.raises(RuntimeError, match="outermost"):
         model[1].set_gradient_divide_factor(2.0)
+
+
+@on_ranks(2)
+def test_a_divide_factor_that_cannot_be_used_is_refused_when_it_is_set() -> None:
+    model = sharded(small_model())
+    with pytest.raises(OptionError, match="factor must not be zero"):
+        model.set_gradient_divide_factor(0)
+    with pytest.raises(TypeError, match="factor must be a number"):
+        model.set_gradient_divide_factor("2")
+    model.register_comm_hook(None, lambda _state, full, out: None)
+    with pytest.raises(UsageError, match="communication hook divides gradients by itself"):
+        model.set_gradient_divide_factor(2.0)
 
 
 # --------------------------------------------------------------------------------------------- optimizers in backward

@@ -128,7 +128,7 @@ def test_masters_are_saved_and_loaded_without_losing_bits(use_orig_params: bool,
 
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 @on_ranks(2)
-def test_norms_stay_in_fp32_inside_one_unit_with_one_gather(strategy: str, rank: int, num_ranks: int) -> None:
+def test_norms_stay_in_fp32_and_are_gathered_with_their_unit(strategy: str, rank: int, num_ranks: int) -> None:
     plain = small_model()
     seen: dict[str, set[torch.dtype]] = {}
     for name in ("norm", "up"):
@@ -178,6 +178,51 @@ class AroundNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x.float()).to(x.dtype)
+
+
+@on_ranks(2)
+def test_norms_compute_in_the_masters_dtype_where_the_model_was_loaded_in_bf16(rank: int) -> None:
+    precision = MixedPrecision(param_dtype=BF16, master_dtype=FP32, full_precision_modules=nn.LayerNorm)
+    model = sharded(small_model().to(BF16), use_orig_params=True, mixed_precision=precision)
+    seen: dict[str, torch.dtype] = {}
+    model[1].norm.register_forward_pre_hook(lambda module, args: seen.update(x=args[0].dtype, w=module.weight.dtype))
+    output = model(batches(2)[rank])
+    output.float().pow(2).mean().backward()
+    assert seen == {"x": FP32, "w": FP32}
+    assert output.dtype == BF16
+    assert {param.dtype for param in model.parameters()} == {FP32}
+    assert model[1].norm.weight.grad.dtype == FP32
+
+
+@on_ranks(2)
+def test_full_precision_modules_keep_the_dtype_that_they_were_loaded_in(rank: int) -> None:
+    precision = MixedPrecision(param_dtype=FP32, full_precision_modules=(nn.LayerNorm,))
+    model = sharded(small_model().double(), use_orig_params=True, mixed_precision=precision)
+    model(batches(2)[rank]).pow(2).mean().backward()
+    assert model[1].norm.weight.grad.dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        ({"full_precision_modules": (3,)}, "full_precision_modules must hold module classes; got 3"),
+        ({"uncast_inputs": (3,)}, "uncast_inputs must hold names of arguments; got 3"),
+    ],
+)
+@on_ranks(2)
+def test_what_stays_in_full_precision_is_named_by_classes_and_arguments(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        sharded(small_model(), use_orig_params=True, mixed_precision=MixedPrecision(param_dtype=BF16, **wrong))
+
+
+class OwnPrecision(MixedPrecision):
+    """A caller's own kind of options."""
+
+
+@on_ranks(2)
+def test_a_subclass_of_the_options_is_taken_as_they_are(rank: int) -> None:
+    model = sharded(small_model(), use_orig_params=True, mixed_precision=OwnPrecision(param_dtype=BF16))
+    assert model(batches(2)[rank]).dtype == BF16
 
 
 @on_ranks(2)

@@ -24,6 +24,10 @@ HYBRID = ShardingStrategy.HYBRID_SHARD
 POLICY = ModuleWrapPolicy({Block})
 
 
+def _with_a_typo(module: nn.Module) -> Any:
+    return {"nosuch": 1} if isinstance(module, Block) else False
+
+
 def both_groups(model: Model) -> dict[str, Any]:
     return {"process_group": dist.group.WORLD, "device_mesh": init_device_mesh("cpu", (2,))}
 
@@ -259,6 +263,9 @@ def test_an_error_of_one_rank_reaches_the_others_with_its_number_and_text(rank: 
     [
         ({"sharding_strategy": "full"}, "sharding_strategy must be one of"),
         ({"device_id": 1.5}, "device_id must be an int"),
+        ({"device_id": "nonsense"}, "device_id='nonsense' names no device"),
+        ({"device_id": "meta"}, "device_id='meta' names a device that cannot compute here"),
+        ({"auto_wrap_policy": CustomPolicy(_with_a_typo)}, "The policy gave unit 'blocks.0' the argument 'nosuch'"),
         ({"backward_prefetch": "pre"}, "backward_prefetch must be one of"),
     ],
 )
