@@ -212,11 +212,6 @@ class FlatParamHandle:
             )
         self._state = target
 
-    @property
-    def needs_gather(self) -> bool:
-        """Whether filling the buffer takes communication."""
-        return self.layout.world_size > 1
-
     def begin_unshard(self) -> torch.Tensor:
         """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
         self._move(ShardState.UNSHARDING)
@@ -240,11 +235,6 @@ class FlatParamHandle:
         self.buffer.free(self.pool)
         self.views.show_shard()
         self.drop_gradient()
-
-    def keep_own_slice(self) -> None:
-        """Write this rank's part of the gathered buffer back to the shard."""
-        if not isinstance(self.buffer, AliasBuffer):
-            self.flat_param.data.copy_(self._own_slice)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -311,13 +311,6 @@ class Unit:
         whole[handle.layout.shard(self.options.groups.shard.rank).to_slice()].copy_(shard)
         return self._collectives.begin_all_gather(whole)
 
-    def gather_tensor(self, handle: FlatParamHandle, shard: torch.Tensor) -> torch.Tensor:
-        """As :meth:`gather_whole` for one tensor in the layout of ``handle``."""
-        with torch.no_grad(), self.streams.gathering():
-            whole = self._begin_gather(handle, shard).wait()
-        self.streams.gathered()
-        return whole
-
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
