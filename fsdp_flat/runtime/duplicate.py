@@ -65,6 +65,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     )
     buffers, stored = copy.deepcopy(unit.buffers, memo), copy.deepcopy(unit.stored, memo)
     twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored)
+    twin.optim_state_handlers.update(unit.optim_state_handlers)
     twin.gate_inputs = unit.gate_inputs
     for handle in handles:
         handle.views.show_shard()
