@@ -62,7 +62,7 @@ def _train_beside_replica(rank: int, setting: Setting, device: str, steps: int, 
             optimizer.zero_grad()
     expected = dict(plain.named_parameters())
     with FSDP.summon_full_params(sharded):
-        worst = max(float((p - expected[name]).abs().max()) for name, p in sharded.named_parameters())
+        worst = max(float((p - expected[name]).detach().abs().max()) for name, p in sharded.named_parameters())
     Path(folder, f"{rank}").write_text(str(worst))
     dist.barrier()
     dist.destroy_process_group()

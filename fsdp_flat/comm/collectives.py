@@ -91,15 +91,18 @@ class _Axial:
         self.group = axis.group
         self.rank = axis.rank
         self.size = axis.size
-        self.global_ranks = tuple(dist.get_global_rank(axis.group, rank) for rank in range(axis.size))
+
+    def own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of ``full``, without making those of thousands of others."""
+        numel = full.numel() // self.size
+        return full.narrow(0, self.rank * numel, numel)
 
 
 class BackendCollectives(_Axial):
     """The backend's own all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        own = full.chunk(self.size)[self.rank]
-        return Pending([_torch.all_gather_single(full, own, group=self.group, async_op=True)], full)
+        return Pending([_torch.all_gather_single(full, self.own_slice(full), group=self.group, async_op=True)], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         out = full.new_empty(full.numel() // self.size)
@@ -120,7 +123,7 @@ class GlooAcceleratorCollectives(_Axial):
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: full.chunk(self.size)[self.rank].clone())
+        return Pending([work], full, lambda: self.own_slice(full).clone())
 
 
 class GlooCollectives(_Axial):
@@ -160,7 +163,7 @@ class GlooCollectives(_Axial):
 def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
     return [
         dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
-        for chunk, source in zip(full.chunk(axial.size), axial.global_ranks, strict=True)
+        for chunk, source in zip(full.chunk(axial.size), dist.get_process_group_ranks(axial.group), strict=True)
     ]
 
 

@@ -10,7 +10,19 @@ import torch.distributed as dist
 from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending
 from fsdp_flat.comm.groups import Axis
 
-__all__ = ["AllGather", "CustomCollectives", "ReduceScatter"]
+__all__ = ["AllGather", "CustomCollectives", "ReduceScatter", "Work"]
+
+
+class Work(Protocol):
+    """What a caller's collective returns while it is under way; ``torch.distributed.Work`` is one."""
+
+    def wait(self) -> Any:
+        """Block until the output is there (on an accelerator: until the current stream may use it)."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once; False where that is not known."""
+        ...
 
 
 class AllGather(Protocol):
@@ -18,7 +30,7 @@ class AllGather(Protocol):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
+    ) -> Work | None:
         """Begin to fill ``output_tensor`` with every rank's ``input_tensor``, in rank order.
 
         Args:
@@ -28,7 +40,7 @@ class AllGather(Protocol):
             async_op: always True.
 
         Returns:
-            Something whose ``wait()`` returns once the output is there, or None if it is there already.
+            The work, which torch's own is an example of, or None if the output is there already.
         """
         ...
 
@@ -43,7 +55,7 @@ class ReduceScatter(Protocol):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> Any:
+    ) -> Work | None:
         """Begin to fill ``output_tensor`` with this rank's slice of the sum of every rank's ``input_tensor``.
 
         Args:
@@ -54,7 +66,7 @@ class ReduceScatter(Protocol):
             async_op: always True.
 
         Returns:
-            Something whose ``wait()`` returns once the output is there, or None if it is there already.
+            The work, which torch's own is an example of, or None if the output is there already.
         """
         ...
 
@@ -82,8 +94,9 @@ class CustomCollectives:
         # Quantised gathers are for floats; integers that a module keeps as parameters go as they are.
         if self._all_gather is None or not full.is_floating_point():
             return self._own.begin_all_gather(full)
-        own = full.chunk(self._axis.size)[self._axis.rank]
         assert self._axis.group is not None
+        numel = full.numel() // self._axis.size
+        own = full.narrow(0, self._axis.rank * numel, numel)
         return Pending([self._all_gather(full, own, self._axis.group, async_op=True)], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
