@@ -22,7 +22,7 @@ from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, group_of
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.optim_state import blank_states, contents_of, save_optim_state
+from fsdp_flat.optim_state import blank_states, contents_of, load_optim_state, save_optim_state
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state_dict import BoxedTensor
 
@@ -39,7 +39,8 @@ class LoadedCheckpoint:
         step: the checkpoint's number.
         path: its directory.
         extra: what this rank had saved as ``extra``; rank 0's where the number of ranks is another one.
-        skipped: newer checkpoints that were passed over, and why.
+        skipped: what was passed over in the directory (later saves that are not whole, saves that were cut off), and
+            why.
     """
 
     step: int
@@ -61,6 +62,7 @@ class CheckpointSave:
         self.path = path
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self._is_told = False
 
     def _begin(self, work: Callable[[], object]) -> None:
         def run() -> None:
@@ -89,6 +91,7 @@ class CheckpointSave:
             Exception: what the save failed with, on this rank or on another one (PeerFailureError).
         """
         self._join()
+        self._is_told = True
         if self._error is not None:
             raise self._error
         return self.path
@@ -143,7 +146,9 @@ def save_checkpoint(
         bar = progress_bar("Saving", 0, asked=progress, here=together.rank == 0)
         state, plain = _collected(model, optim, copy=background)
         blob = _packed({"extra": extra, **plain})
-    step = int(together.texts(str(_next_step(directory) if step is None else step))[0])
+    with together.failing():
+        number = _next_step(directory) if step is None and together.rank == 0 else step
+    step = int(together.texts(str(number))[0])
     saving = CheckpointSave(step, disk.path_of(directory, step))
     if not background:
         with bar:
@@ -183,10 +188,16 @@ def _saver_of(model: nn.Module, together: Together) -> _Saver:
 
 
 def _wait_for_the_last(model: nn.Module) -> None:
-    """Saves of one model come one after another. What went wrong with the last one is its caller's to see."""
-    saver = units_of(model)[0].saver
+    """Saves and loads of one model come one after another; that the last save failed is said, if nobody has asked."""
+    units = units_of(model)
+    saver = units[0].saver if units else None
     if isinstance(saver, _Saver) and saver.last is not None:
         saver.last._join()
+        if saver.last._error is not None and not saver.last._is_told:
+            saver.last._is_told = True
+            warnings.warn(
+                f"The save of {saver.last.path} in the background failed: {saver.last._error!r}.", stacklevel=3
+            )
 
 
 def _check_arguments(step: int | None, keep_last: int) -> None:
@@ -250,7 +261,8 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    # Boxes may be of a parameter of shape ().
+    return isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, BoxedTensor))
 
 
 def _boxed_model(model: nn.Module, *, copy: bool) -> dict[str, Any]:
@@ -268,7 +280,7 @@ def _write(
     together: Together,
     bar: Any,
 ) -> None:
-    writing = disk.path_of(directory, step).with_suffix(".writing")
+    writing = disk.writing_path(directory, step)
     with together.failing():
         if together.rank == 0:
             disk.begin(directory, step)
@@ -282,20 +294,20 @@ def _write(
         warnings.filterwarnings("ignore", module="torch")
         dcp.save(state, storage_writer=dcp.FileSystemWriter(writing), process_group=together.group)
     with together.failing():
-        own += [disk.record_of(path) for path in sorted(writing.glob(f"__{together.rank}_*.distcp"))]
+        own += [disk.flush(path) for path in sorted(writing.glob(f"__{together.rank}_*.distcp"))]
         if together.rank == 0:
-            own.append(disk.record_of(writing / ".metadata"))
+            own.append(disk.flush(writing / ".metadata"))
     everyone = together.texts(json.dumps([(record.name, record.size, record.crc) for record in own]))
     with together.failing():
         if together.rank == 0:
             records = [disk.FileRecord(*row) for text in everyone for row in json.loads(text)]
-            disk.commit(writing, step, records)
+            disk.commit(directory, step, records)
             disk.prune(directory, keep_last)
 
 
 def _put(path: Path, data: bytes) -> disk.FileRecord:
     path.write_bytes(data)
-    return disk.record_of(path)
+    return disk.flush(path)
 
 
 @contextmanager
@@ -349,14 +361,21 @@ def load_checkpoint(
         PhaseError: in the middle of a step.
     """
     directory = Path(directory)
+    _wait_for_the_last(model)
     together = Together(group_of(model), LOADING)
     together.meet("load_checkpoint")
+    steps: list[int] = []
+    cut_off: list[str] = []
     with together.failing():
         for unit in units_of(model):
             check_idle(unit, "load_checkpoint")
-    steps = json.loads(together.texts(json.dumps(disk.listed(directory) if step is None else [step]))[0])
-    cut_off = together.texts(json.dumps(disk.unfinished(directory)))[0]
-    skipped = [f"{name}: it was never finished" for name in json.loads(cut_off)]
+        if together.rank == 0 and step is None:
+            disk.recover(directory)
+            steps, cut_off = disk.listed(directory), disk.unfinished(directory)
+        elif step is not None:
+            steps = [step]
+    steps, cut_off = json.loads(together.texts(json.dumps([steps, cut_off]))[0])
+    skipped = [f"{name}: it was never finished" for name in cut_off]
     for candidate in steps:
         found, problem = _whole(directory, candidate, together)
         if not problem:
@@ -374,7 +393,7 @@ def load_checkpoint(
 
 def _whole(directory: Path, step: int, together: Together) -> tuple[disk.Commit, str]:
     """The record of a checkpoint, and what is wrong with it on any rank; each rank reads a share of the files."""
-    found = disk.Commit(disk.path_of(directory, step), step, ())
+    found = disk.Commit(disk.path_of(directory, step), step, 0, ())
     try:
         found = disk.read_commit(directory, step)
         problem = disk.damage(found, together.rank, together.size)
@@ -401,13 +420,13 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
     if optim is not None:
         # Checks all of it, on all ranks, before anything is changed.
-        loaded = FullyShardedDataParallel.optim_state_dict_to_load(
-            model, optim, _optim_state(template["optim"]["state"], plain)
-        )
+        state = _optim_state(template["optim"]["state"], plain)
+        loaded = load_optim_state(model, contents_of(optim).params, state)
+        # First, since it compares groups before it changes anything; that the model fits is known.
+        with together.failing():
+            optim.load_state_dict(loaded)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         model.load_state_dict({**template["model"], **plain.of(0)["model"]})
-    if optim is not None:
-        optim.load_state_dict(loaded)
     return extra
 
 

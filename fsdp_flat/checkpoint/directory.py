@@ -8,6 +8,7 @@ directory gets its name. Each of these steps is flushed to disk before the next.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -19,11 +20,12 @@ from typing import Any
 
 from fsdp_flat.errors import LoadError
 
-__all__ = ["Commit", "FileRecord", "begin", "commit", "damage", "listed", "prune", "record_of", "unfinished"]
+__all__ = ["Commit", "FileRecord", "begin", "commit", "damage", "flush", "listed", "prune", "recover", "unfinished"]
 
 COMMIT_NAME = "commit.json"
 _FORMAT = 1
 _WRITING = ".writing"
+_REPLACED = ".replaced"
 _REMOVING = ".removing"
 _NAME = re.compile(r"step-(\d+)$")
 _CHUNK = 1 << 22
@@ -45,11 +47,13 @@ class Commit:
     Attributes:
         path: its directory.
         step: its number.
+        order: counts the saves into this directory; the newest checkpoint is that of the last save.
         files: every file but the record itself.
     """
 
     path: Path
     step: int
+    order: int
     files: tuple[FileRecord, ...]
 
 
@@ -58,40 +62,65 @@ def path_of(directory: Path, step: int) -> Path:
     return directory / f"step-{step:08d}"
 
 
-def begin(directory: Path, step: int) -> Path:
+def writing_path(directory: Path, step: int) -> Path:
+    """Where checkpoint ``step`` is while it is written."""
+    return path_of(directory, step).with_suffix(_WRITING)
+
+
+def begin(directory: Path, step: int) -> None:
     """Make an empty directory to write checkpoint ``step`` into; what an earlier attempt left there is removed."""
-    writing = path_of(directory, step).with_suffix(_WRITING)
+    recover(directory)
+    writing = writing_path(directory, step)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
-    return writing
+
+
+def recover(directory: Path) -> None:
+    """Put back a checkpoint that was about to be replaced by another of its number when the process was killed."""
+    for away in directory.glob(f"step-*{_REPLACED}"):
+        final = away.with_suffix("")
+        if final.exists():
+            shutil.rmtree(away, ignore_errors=True)
+        else:
+            os.replace(away, final)
+
+
+def flush(path: Path) -> FileRecord:
+    """Have a file on disk, and say what it is."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+    return record_of(path)
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and CRC-32 of a file, after it was flushed to disk."""
+    """Size and CRC-32 of a file."""
     crc = size = 0
     with open(path, "rb") as file:
-        os.fsync(file.fileno())
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
             size += len(chunk)
     return FileRecord(path.name, size, crc)
 
 
-def commit(writing: Path, step: int, files: Iterable[FileRecord]) -> Commit:
-    """Declare what is in ``writing`` a whole checkpoint, in place of an earlier one of this step."""
-    final = path_of(writing.parent, step)
+def commit(directory: Path, step: int, files: Iterable[FileRecord]) -> None:
+    """Declare what was written for ``step`` a whole checkpoint, in place of an earlier one of this number."""
+    final, writing = path_of(directory, step), writing_path(directory, step)
     records = sorted(files, key=lambda record: record.name)
-    body = {"format": _FORMAT, "step": step, "files": {r.name: {"size": r.size, "crc32": r.crc} for r in records}}
+    order = 1 + max((_order(directory, other) for other in listed(directory)), default=0)
+    named = {r.name: {"size": r.size, "crc32": r.crc} for r in records}
+    body = {"format": _FORMAT, "step": step, "order": order, "files": named}
     with open(writing / COMMIT_NAME, "w") as file:
         json.dump(body, file, indent=2)
         file.flush()
         os.fsync(file.fileno())
     _flush_directory(writing)
+    # The old one is out of the way only between two renames, and recover() puts it back after a kill there.
+    away = final.with_suffix(_REPLACED)
     if final.exists():
-        _remove(final)
+        os.replace(final, away)
     os.replace(writing, final)
-    _flush_directory(writing.parent)
-    return Commit(final, step, tuple(records))
+    _flush_directory(directory)
+    shutil.rmtree(away, ignore_errors=True)
 
 
 def _flush_directory(path: Path) -> None:
@@ -111,11 +140,18 @@ def _remove(path: Path) -> None:
 
 
 def listed(directory: Path) -> list[int]:
-    """Numbers of the checkpoints that have their final names, newest first."""
+    """Numbers of the checkpoints that have their final names, the last save first, and before it what has no record."""
     if not directory.is_dir():
         return []
     found = [int(match[1]) for entry in directory.iterdir() if (match := _NAME.match(entry.name))]
-    return sorted(found, reverse=True)
+    return sorted(found, key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
+
+
+def _order(directory: Path, step: int) -> int:
+    try:
+        return read_commit(directory, step).order
+    except (LoadError, OSError):
+        return 0
 
 
 def unfinished(directory: Path) -> list[str]:
@@ -137,11 +173,14 @@ def read_commit(directory: Path, step: int) -> Commit:
         if body["format"] != _FORMAT:
             raise LoadError(f"{path} has format {body['format']}; this version reads format {_FORMAT}.")
         files = tuple(FileRecord(name, entry["size"], entry["crc32"]) for name, entry in body["files"].items())
+        found = Commit(path, int(body["step"]), int(body["order"]), files)
     except FileNotFoundError as error:
         raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}.") from error
-    return Commit(path, int(body["step"]), files)
+    if not files:
+        raise LoadError(f"{path / COMMIT_NAME} names no files.")
+    return found
 
 
 def damage(found: Commit, share: int = 0, num_shares: int = 1) -> str:
@@ -166,19 +205,12 @@ def damage(found: Commit, share: int = 0, num_shares: int = 1) -> str:
     return ""
 
 
-def prune(directory: Path, keep_last: int) -> list[int]:
-    """Remove all but the newest ``keep_last`` checkpoints, and what earlier saves that were cut off have left.
+def prune(directory: Path, keep_last: int) -> None:
+    """Remove all but those of the last ``keep_last`` saves, and what saves that were cut off have left.
 
-    Returns:
-        The numbers of what was removed.
+    No other save may be going on in this directory.
     """
-    old = listed(directory)[keep_last:]
-    for step in old:
+    for step in listed(directory)[keep_last:]:
         _remove(path_of(directory, step))
-    newest = max(listed(directory), default=0)
     for name in unfinished(directory):
-        if name > path_of(directory, newest).name:
-            # A later save, which goes on in the background.
-            continue
         shutil.rmtree(directory / name, ignore_errors=True)
-    return old

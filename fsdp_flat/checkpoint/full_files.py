@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +33,6 @@ class _File:
     writer: int
     entries: tuple[Entry, ...]
 
-    def infos(self, dtype: torch.dtype | None) -> dict[str, TensorInfo]:
-        return {entry.name: _info(entry, dtype) for entry in self.entries}
-
 
 def _info(entry: Entry, dtype: torch.dtype | None) -> TensorInfo:
     cast = dtype is not None and entry.dtype.is_floating_point
@@ -57,7 +54,7 @@ def save_full(
 
     ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``. A
     tied parameter is written under its first name; the others are in the header's metadata, as the safetensors package
-    has it. Files get their names when they are complete, and the index comes last.
+    has it. Files of an earlier save in the directory are replaced once all new ones are complete.
 
     Every rank must call this.
 
@@ -80,30 +77,60 @@ def save_full(
         UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype without a code.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    if max_file_bytes <= 0:
-        raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
-    entries = entries_of(model, keep=keep, trainable_only=trainable_only)
-    if not entries:
-        raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
-    axis = shard_axis(entries)
     together = Together(group_of(model), SAVING)
     together.meet("save_full")
-    files = _planned(entries, dtype, max_file_bytes, axis.size if spread else 1)
+    with together.failing():
+        if max_file_bytes <= 0:
+            raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
+        entries = entries_of(model, keep=keep, trainable_only=trainable_only)
+        if not entries:
+            raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
+        axis = shard_axis(entries)
+        files = _planned(entries, dtype, max_file_bytes, axis.size if spread else 1)
     directory = Path(directory)
     # Replicas and ranks that do not write only take part in the gathers.
-    is_replica = units_of(model)[0].options.groups.replicate.rank != 0
+    is_replica = _is_replica(model)
+    num_writers = axis.size if spread else 1
     bar = progress_bar(
         "Saving the model", _total(entries, dtype), asked=progress, here=axis.rank == 0 and not is_replica
     )
+    written: list[FileWriter] = []
     error: Exception | None = None
     with bar:
-        for batch in _side_by_side(files, axis.size if spread else 1):
+        for start in range(0, len(files), num_writers):
+            batch = files[start : start + num_writers]
             own = next((file for file in batch if file.writer == axis.rank and not is_replica), None)
-            error = _write_batch(batch, own, directory, dtype, bar.update, error)
-    if error is None and axis.rank == 0 and not is_replica and len(files) > 1:
-        error = _caught(lambda: _write_index(directory, files, dtype))
+            error = _write_batch(batch, own, directory, dtype, bar.update, written, error)
     together.fail(error)
+    is_first = axis.rank == 0 and not is_replica
+    with together.failing():
+        if is_first:
+            # From here on, and until all files have their names, a reader finds no index instead of a mixture.
+            (directory / INDEX_NAME).unlink(missing_ok=True)
+    with together.failing():
+        for writer in written:
+            writer.publish()
+    with together.failing():
+        if is_first:
+            _finish(directory, files, dtype)
     return directory
+
+
+def _is_replica(model: nn.Module) -> bool:
+    """Whether other ranks hold what this rank holds, and are to write it."""
+    groups = [unit.options.groups for unit in units_of(model)]
+    sharded = [each for each in groups if each.shard.size > 1]
+    return (sharded or groups)[0].replicate.rank != 0
+
+
+def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
+    """Remove files of an earlier save that this one has not replaced, and write the index."""
+    names = {file.name for file in files}
+    for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    if len(files) > 1:
+        _write_index(directory, files, dtype)
 
 
 def _total(entries: list[Entry], dtype: torch.dtype | None) -> int:
@@ -133,18 +160,13 @@ def _planned(entries: list[Entry], dtype: torch.dtype | None, max_file_bytes: in
     return files
 
 
-def _side_by_side(files: list[_File], num_writers: int) -> Iterator[list[_File]]:
-    """Files that different ranks write at the same time."""
-    for start in range(0, len(files), num_writers):
-        yield files[start : start + num_writers]
-
-
 def _write_batch(
     batch: list[_File],
     own: _File | None,
     directory: Path,
     dtype: torch.dtype | None,
     update: Callable[[int], object],
+    written: list[FileWriter],
     error: Exception | None,
 ) -> Exception | None:
     """Gather the tensors of some files, each to its writer, and write what is this rank's.
@@ -172,7 +194,10 @@ def _write_batch(
             except Exception as raised:
                 writer.discard()
                 writer, error = None, raised
-    return error or (None if writer is None else _caught(writer.close))
+    if writer is not None:
+        written.append(writer)
+        error = error or _caught(writer.close)
+    return error
 
 
 def _opened(file: _File, directory: Path, dtype: torch.dtype | None) -> FileWriter:
@@ -231,6 +256,7 @@ def load_full(
     missing: list[str] = []
     unexpected: list[str] = []
     planned: list[tuple[Entry, torch.Tensor]] = []
+    read: set[str] = set()
     with ExitStack() as stack:
         try:
             source = stack.enter_context(_source(Path(path)))
@@ -238,7 +264,10 @@ def load_full(
             missing, unexpected = _compare(entries, source, strict=strict, path=path)
             for entry in entries:
                 name = source.name_for(entry.name)
-                if name is not None and entry.same_as is None:
+                primary = entry.same_as or entry.name
+                # A tied parameter is read once, under whichever of its names the file has.
+                if name is not None and primary not in read:
+                    read.add(primary)
                     planned.append((entry, source.piece(name, entry)))
         except Exception as raised:
             error = raised
@@ -328,7 +357,7 @@ class _Opened:
 def _source(path: Path) -> _Opened:
     if path.is_dir():
         if (path / INDEX_NAME).exists():
-            names = sorted(set(json.loads((path / INDEX_NAME).read_text())["weight_map"].values()))
+            names = _names_in(path / INDEX_NAME)
             return _from_safetensors([path / name for name in names])
         if (path / SINGLE_NAME).exists():
             return _from_safetensors([path / SINGLE_NAME])
@@ -336,6 +365,13 @@ def _source(path: Path) -> _Opened:
     if not path.exists():
         raise LoadError(f"{path} does not exist.")
     return _from_safetensors([path]) if path.suffix == ".safetensors" else _from_torch_file(path)
+
+
+def _names_in(index: Path) -> list[str]:
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
 
 
 def _from_safetensors(paths: list[Path]) -> _Opened:

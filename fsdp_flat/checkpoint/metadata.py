@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
@@ -13,8 +14,22 @@ from fsdp_flat.errors import LoadError
 __all__ = ["SafeReader"]
 
 # What the metadata of tensors are made of (torch 2.8 to 2.13); everything else in such a file is refused.
-_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
+    *(
+        (_METADATA, name)
+        for name in (
+            "BytesStorageMetadata",
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     ("torch", "Size"),
     ("torch", "device"),
     ("torch.serialization", "_get_layout"),
@@ -26,8 +41,9 @@ _ALLOWED = {
 
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        is_dtype = module == "torch" and not name.startswith("_") and name.islower()
-        if module in _ALLOWED_MODULES or (module, name) in _ALLOWED or is_dtype:
+        # A dotted name would reach through an allowed module to another one, os.system for instance.
+        is_dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in _ALLOWED or is_dtype:
             return super().find_class(module, name)
         raise LoadError(f"The checkpoint's .metadata refers to {module}.{name}, which no metadata of tensors does.")
 

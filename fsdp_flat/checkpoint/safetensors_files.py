@@ -98,11 +98,14 @@ class FileWriter:
             self._file.write(flat.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """All tensors are written: give the file its name."""
+        """All tensors are written: have the file on disk, still under its temporary name."""
         assert not self._expected
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
+
+    def publish(self) -> None:
+        """Give the closed file its name."""
         os.replace(self._partial, self._path)
 
     def discard(self) -> None:

@@ -134,7 +134,7 @@ def whole_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
     Every rank of the shard axis must call this.
     """
     if entry.unit is None or entry.handle is None:
-        return entry.value
+        return None if entry.value is None else entry.value.clone()
     axis, layout = entry.unit.options.groups.shard, entry.handle.layout
     own = entry.piece()
     if axis.size == 1:
@@ -186,8 +186,8 @@ def iter_full_state_dict(
         trainable_only: parameters with ``requires_grad`` only.
 
     Yields:
-        Names in the order of ``state_dict()``; a tensor of its own on the parameters' device, or None elsewhere than
-        on ``dst``. A tied parameter comes once for each of its names.
+        Names in the order of ``state_dict()``; a tensor of its own on the parameters' device, or None for a managed
+        parameter elsewhere than on ``dst``. A tied parameter comes once for each of its names.
 
     Raises:
         OptionError: ``dst`` is no rank of the shard group.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.comm import Axis, exchange_bytes, meet
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import Words, agree, units_of
 
 __all__ = ["SAVING", "Together", "group_of"]
@@ -25,12 +25,18 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
     Raises:
         OptionError: it holds no wrapper.
+        UnsupportedError: a hybrid strategy over some of the ranks.
     """
     units = units_of(model)
     if not units:
         raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
     groups = units[0].options.groups
     both = groups.shard.size > 1 and groups.replicate.size > 1
+    if both and groups.num_ranks != dist.get_world_size():
+        raise UnsupportedError(
+            f"The model is on {groups.num_ranks} of {dist.get_world_size()} ranks, sharded and replicated, and no "
+            "process group joins just these. Save it by state_dict() and torch.distributed.checkpoint."
+        )
     group = dist.group.WORLD if both else groups.process_group
     assert group is not None
     return group

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import Axis, Transfers
-from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
+from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Interval, moves_between
 from fsdp_flat.optim_state.handlers import OptimStateHandler
@@ -73,12 +73,12 @@ def load_optim_state(
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
     plan = _Plan(units[0].options.device if units else torch.device("cpu"))
     result: dict[str, Any] = {}
-    error: FsdpFlatError | None = None
+    error: Exception | None = None
     try:
         shown = current_names(model) if named else {}
         keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
         result = _planned(names, params, given, plan, keys)
-    except FsdpFlatError as found:
+    except Exception as found:
         error = found
     if units and agreed:
         agree(plan.lines, error, axes_of(units), units[0].options.device, LOADING)
@@ -166,12 +166,13 @@ def _planned(
             "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
         )
     ids = names.ids(params)
+    elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
     state: dict[Any, dict[str, Any]] = {}
     seen: set[str] = set()
     for unit, handle, fqns in names.handles:
         seen.update(fqns)
         if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
-            for index, values in _for_handle(unit, handle, fqns, by_name, plan).items():
+            for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan).items():
                 if fqns[index] in ids:
                     state[keys[ids[fqns[index]]]] = values
     for param, name in names.others.items():
@@ -198,8 +199,26 @@ def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -
     return groups
 
 
+def _is_elementwise(key: str, value: Any, shape: tuple[int, ...], elementwise: set[str]) -> bool:
+    """Whether a state has one value for each element of its parameter.
+
+    Of a parameter of shape () the dims do not tell: the states of the other parameters do, or else the name "step",
+    under which torch's optimizers count.
+    """
+    if not is_scalar(value):
+        return True
+    if shape or not isinstance(value, (torch.Tensor, FromRankZero)):
+        return False
+    return key in elementwise if elementwise else key != "step"
+
+
 def _for_handle(
-    unit: Unit, handle: FlatParamHandle, fqns: tuple[str, ...], by_name: dict[str, dict[str, Any]], plan: _Plan
+    unit: Unit,
+    handle: FlatParamHandle,
+    fqns: tuple[str, ...],
+    by_name: dict[str, dict[str, Any]],
+    elementwise: set[str],
+    plan: _Plan,
 ) -> dict[int, dict[str, Any]]:
     """By slot (the first one without original parameters), the states of this rank's visible parameter."""
     rows = [by_name.get(fqn) for fqn in fqns]
@@ -214,7 +233,7 @@ def _for_handle(
             # Sorted: every rank has to exchange in the same order.
             for key in sorted(row):
                 value = row[key]
-                if is_scalar(value):
+                if not _is_elementwise(key, value, handle.layout.slots[index].shape, elementwise):
                     found[index][key] = _plain(value)
                 elif key in unit.optim_state_handlers:
                     _split(unit, handle, index, key, value, found[index], plan)
@@ -227,7 +246,7 @@ def _for_handle(
     first = next(row for row in rows if row is not None)
     result: dict[str, Any] = {}
     for key in sorted(first):
-        if is_scalar(first[key]):
+        if key not in elementwise and is_scalar(first[key]):
             result[key] = _plain(first[key])
         elif key in unit.optim_state_handlers:
             _split(unit, handle, 0, key, first[key], result, plan)

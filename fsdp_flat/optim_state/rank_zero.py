@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.comm import Axis, exchange_bytes
-from fsdp_flat.errors import FsdpFlatError, PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.optim_state.names import ParamNames
 
 __all__ = ["FromRankZero", "shared_from_rank_zero"]
@@ -46,14 +46,14 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
     axis, device = unit.options.groups.primary, unit.options.device
     if axis.group is None or axis.size == 1:
         return dict(given or {})
-    error: FsdpFlatError | None = None
+    error: Exception | None = None
     payload = b""
     if axis.rank == 0:
         try:
             payload = json.dumps({"given": _described(given)}).encode()
-        except FsdpFlatError as found:
+        except Exception as found:
             error = found
-            payload = json.dumps({"error": str(found)}).encode()
+            payload = json.dumps({"error": f"{type(found).__name__}: {found}"}).encode()
     described = json.loads(exchange_bytes(payload, axis.group, device)[0])
     if error is not None:
         raise error

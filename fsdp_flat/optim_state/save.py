@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import Axis, Transfers, exchange_bytes, meet
-from fsdp_flat.errors import FsdpFlatError, UnsupportedError
+from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Interval, moves_between
 from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
@@ -94,8 +94,9 @@ def _read_alone(
         handled = [name for row in states[handle].handled for name in row]
         if handled:
             raise UnsupportedError(
-                f"State {handled[0]!r} of unit {unit.name!r} has a handler, which needs all ranks' parts; leave "
-                "boxes=True out of the optimizer's config."
+                f"State {handled[0]!r} of unit {unit.name!r} has a handler, which needs all ranks' parts at "
+                "once. Boxes and save_checkpoint have only this rank's; save it by FSDP.optim_state_dict in its FULL "
+                "or SHARDED form."
             )
     return _groups(names, contents), states
 
@@ -106,13 +107,13 @@ def _agreed_states(
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
     for axis in dict.fromkeys(unit.options.groups.shard for unit in units):
         meet("optim_state_dict", axis)
-    error: FsdpFlatError | None = None
+    error: Exception | None = None
     groups: list[dict[str, Any]] = []
     states: dict[FlatParamHandle, HandleStates] = {}
     try:
         groups = _groups(names, contents)
         states = read_states(names, contents)
-    except FsdpFlatError as found:
+    except Exception as found:
         error = found
     if units:
         agree([], error, axes_of(units), units[0].options.device, _SAVING)

@@ -162,6 +162,64 @@ def test_a_small_model_is_one_file_with_tied_names_in_its_header(tmp_path: Path)
     assert_equal(whole_state(other), expected)
 
 
+@on_ranks(2)
+def test_a_save_into_a_used_folder_leaves_nothing_of_the_old_model(tmp_path: Path, rank: int) -> None:
+    old, new = shard(seeded()), shard(seeded(seed=1))
+    for first, second in ((250, 10**9), (10**9, 250), (250, 500)):
+        save_full(old, tmp_path, max_file_bytes=first)
+        save_full(new, tmp_path, max_file_bytes=second)
+        dist.barrier()
+        loaded = shard(seeded(seed=2))
+        load_full(loaded, tmp_path)
+        assert_equal(whole_state(loaded), whole_state(new))
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, rank: int) -> None:
+    old, new = shard(seeded()), shard(seeded(seed=1))
+    save_full(old, tmp_path, max_file_bytes=250)
+    written = FileWriter.write
+
+    def fails_late(self: FileWriter, name: str, tensor: torch.Tensor) -> None:
+        if name == "last.bias":
+            raise OSError("no space left")
+        written(self, name, tensor)
+
+    FileWriter.write = fails_late
+    try:
+        with pytest.raises(OSError if rank == 0 else PeerFailureError, match="no space left"):
+            save_full(new, tmp_path, max_file_bytes=250)
+    finally:
+        FileWriter.write = written
+    loaded = shard(seeded(seed=2))
+    load_full(loaded, tmp_path)
+    assert_equal(whole_state(loaded), whole_state(old))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("spread", [False, True])
+def test_units_of_different_strategies_are_written_whole(spread: bool, tmp_path: Path) -> None:
+    model = seeded()
+    model.blocks[0] = shard(model.blocks[0], by_blocks=False)
+    model = shard(model, "NO_SHARD", by_blocks=False)
+    save_full(model, tmp_path, max_file_bytes=250, spread=spread)
+    found = {name: value for path in tmp_path.glob("*.safetensors") for name, value in tensors_in(path).items()}
+    assert_equal({name: found.get(name) for name in whole_state(model)}, whole_state(model))
+
+
+@on_ranks(2)
+def test_a_tied_parameter_is_read_under_whichever_name_the_file_has(tmp_path: Path, rank: int) -> None:
+    if rank == 0:
+        torch.save({"head.weight": torch.ones(7, 5)}, tmp_path / "part.pt")
+    dist.barrier()
+    model = shard(seeded(Tied))
+    missing, unexpected = load_full(model, tmp_path / "part.pt", strict=False)
+    assert unexpected == []
+    assert "block.up.weight" in missing
+    assert torch.equal(whole_state(model)["embed.weight"], torch.ones(7, 5))
+
+
 def save_and_show(path: str, num_files: int) -> dict[str, torch.Tensor]:
     model = shard(seeded())
     save_full(model, path, max_file_bytes=5_000_000_000 if num_files == 1 else 600)
@@ -228,6 +286,7 @@ def broken(path: Path, how: str) -> str:
     for name, value in state.items():
         writer.write(name, value)
     writer.close()
+    writer.publish()
     if how == "truncated":
         with open(path, "r+b") as file:
             file.truncate(path.stat().st_size - 4)
