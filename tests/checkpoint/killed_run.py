@@ -21,9 +21,10 @@ NUM_STEPS = 6
 WIDTH = 256
 
 
-def main(rank: int, store: str, directory: str, background: bool) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    torch.set_num_threads(1)
+def run(directory: str, *, background: bool) -> dict[int, str]:
+    """Train to the end from the newest checkpoint; by step, the loss as it was printed."""
+    rank = dist.get_rank()
+    losses: dict[int, str] = {}
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     model = FSDP(nn.Sequential(*layers), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
@@ -38,15 +39,24 @@ def main(rank: int, store: str, directory: str, background: bool) -> None:
         loss = model(x).square().mean()
         loss.backward()
         optimizer.step()
-        print(f"{step} {float(loss.detach())!r}", flush=True)
+        losses[step] = repr(float(loss.detach()))
+        print(step, losses[step], flush=True)
         if saving is not None:
             saving.wait()
         saving = save_checkpoint(directory, model, optimizer, {"next": step + 1}, step=step, background=background)
     if saving is not None:
         saving.wait()
+    return losses
+
+
+def main(rank: int, store: str, directory: str, how: str) -> None:
+    """One rank of a run of its own."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    torch.set_num_threads(1)
+    run(directory, background=how == "background")
     dist.barrier()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4] == "background")
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4])
