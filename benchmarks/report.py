@@ -43,9 +43,9 @@ python -m benchmarks.report --measure        # everything, and this page
 """
 
 
-def page(results: Path, pictures: Path) -> str:
+def page(results: Path, pictures: Path, *, note: str = "") -> str:
     """The page in Markdown, from the JSON files in ``results``; pictures go to ``pictures``."""
-    parts = [INTRO]
+    parts = [INTRO, f"{note}\n"] if note else [INTRO]
     for name, (_, heading) in RUNS.items():
         found = _read(results / f"{name}.json")
         if found is not None:
@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--measure", action="store_true", help="run every benchmark first")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--note", default="", help="a sentence for the head of the page, about the conditions")
     args = parser.parse_args(argv)
     if args.measure:
         for name, (flags, _) in RUNS.items():
@@ -117,7 +118,7 @@ def main(argv: list[str] | None = None) -> None:
         scale.main(["--out", str(args.results)])
         micro.main(["--out", str(args.results)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    args.out.write_text(page(args.results, args.out.parent))
+    args.out.write_text(page(args.results, args.out.parent, note=args.note))
     print(f"{args.out} written")
 
 
