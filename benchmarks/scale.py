@@ -30,8 +30,8 @@ __all__ = ["NOTE", "main", "measure_here", "scale_table"]
 
 NOTE = (
     "A group that only pretends to communicate, tiny models, one process as rank 0. Host time is the least CPU time of "
-    "a forward and backward over that of the unwrapped model. FSDP1's growth with the ranks is the list of one tensor a "
-    "rank that its gather takes on the CPU; on accelerators it gathers into one tensor.\n"
+    "a forward and backward over that of the unwrapped model. FSDP1's growth with the ranks is the list of one tensor "
+    "a rank that its gather takes on the CPU; on accelerators it gathers into one tensor.\n"
 )
 
 NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig")
