@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 import fsdp_flat
 from fsdp_flat.run import main
-from tests.support import assert_close, on_ranks
 from tests.support.peer import mend_peer
+from tests.support.scripts import SCRIPTS, assert_equal_losses, command, printed_losses, run_script, torchrun
 
-SCRIPTS = Path(__file__).parent / "scripts"
 OUR_CLASS = "fsdp_flat.fully_sharded_data_parallel.FullyShardedDataParallel"
 
 
@@ -159,56 +158,25 @@ def test_verbose_lists_the_names_on_stderr_only(tmp_path: Path, capsys: pytest.C
 # ------------------------------------------------------------------------------- scripts, and the same on the peer
 
 
-def results(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
-
-
-def assert_same_training(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    __tracebackhide__ = True
-    assert ours.pop("class") == OUR_CLASS
-    assert theirs.pop("class") == f"torch.distributed.fsdp.{OUR_CLASS.partition('.')[2]}"
-    assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("script", ["manual_wrap", "sharded_checkpoint"])
-@on_ranks(2)
-def test_a_script_gives_the_losses_it_gives_on_the_peer(script: str, rank: int, tmp_path: Path) -> None:
-    path = SCRIPTS / f"{script}.py"
-    with interpreter_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mend_peer()
-        sys.argv = [str(path), str(tmp_path / "theirs.json")]
-        runpy.run_path(str(path), run_name="__main__")
-    with warnings.catch_warnings():
-        # torch.distributed.checkpoint reads an attribute of ShardedTensor that says so.
-        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-        run(path, tmp_path / "ours.json")
-    if rank == 0:
-        assert_same_training(results(tmp_path / "ours.json"), results(tmp_path / "theirs.json"))
-
-
-@on_ranks(2)
-def train_with_the_tutorial_on_the_peer(rank: int, out: str) -> None:
-    tutorial = runpy.run_path(str(SCRIPTS / "tutorial_trainer.py"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mend_peer()
-        tutorial["train_all"](rank, 2, tutorial["parse"](["--out", out]))
+def train_the_tutorial_on_the_peer(folder: Path) -> list[float]:
+    script = SCRIPTS / "train_tutorial.py"
+    mend_peer()
+    args = runpy.run_path(str(script))["parse"](["--save", str(folder / "theirs.pt")])
+    return run_script(script, "train", dist.get_rank(), dist.get_world_size(), args)
 
 
 def test_a_script_that_spawns_its_ranks_uses_the_library_in_all_of_them(ranks: Any, tmp_path: Path) -> None:
-    script = SCRIPTS / "tutorial_trainer.py"
-    command = [sys.executable, "-m", "fsdp_flat.run", str(script), "--out", str(tmp_path / "ours.json")]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    train_with_the_tutorial_on_the_peer(ranks=ranks, num_ranks=2, out=str(tmp_path / "theirs.json"))
-    assert_same_training(results(tmp_path / "ours.json"), results(tmp_path / "theirs.json"))
+    script = SCRIPTS / "train_tutorial.py"
+    options = ["--save", tmp_path / "ours.pt", "--init-method", f"file://{tmp_path}/store"]
+    output = command("-m", "fsdp_flat.run", script, *options)
+    assert "model of fsdp_flat" in output
+    assert_equal_losses(printed_losses(output), ranks(2).run(train_the_tutorial_on_the_peer, tmp_path)[0])
+    ours, theirs = torch.load(tmp_path / "ours.pt"), torch.load(tmp_path / "theirs.pt")
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_torchrun_runs_a_script_through_it(tmp_path: Path) -> None:
-    out = tmp_path / "ours.json"
-    # One rank: two are compared with the peer above, and each process takes seconds to start.
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    command = [*launch, "-m", "fsdp_flat.run", str(SCRIPTS / "manual_wrap.py"), str(out)]
-    subprocess.run(command, check=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert results(out)["class"] == OUR_CLASS
-    assert len(results(out)["losses"]) == 4
+def test_torchrun_runs_a_script_through_it(ranks: Any) -> None:
+    script = SCRIPTS / "train_manual_wrap.py"
+    output = torchrun(2, "-m", "fsdp_flat.run", script)
+    assert "model of fsdp_flat" in output
+    assert_equal_losses(printed_losses(output), ranks(2).run(run_script, script, "train")[0])

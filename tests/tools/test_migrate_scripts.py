@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import runpy
 import shutil
-import subprocess
-import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +15,7 @@ from fsdp_flat.migrate import main as migrate
 from fsdp_flat.tools.migrate_source import migrate_source
 from tests.support import on_ranks
 from tests.support.peer import mend_peer
-
-SCRIPTS = Path(__file__).parent / "scripts"
+from tests.support.scripts import SCRIPTS, assert_equal_losses, printed_losses, run_script, torchrun
 
 
 def rewritten(name: str, folder: Path) -> Path:
@@ -34,21 +28,6 @@ def rewritten(name: str, folder: Path) -> Path:
     return path
 
 
-def run(script: Path, function: str, *arguments: Any) -> Any:
-    """Call a function of a script on this rank, in the pool's process group."""
-    namespace = runpy.run_path(str(script), run_name="script")
-    with warnings.catch_warnings():
-        # torch's FSDP1 is deprecated, and torch's checkpoints use what is.
-        warnings.filterwarnings("ignore", module="" if script.parent == SCRIPTS else r"torch\.")
-        return namespace[function](*arguments)
-
-
-def assert_equal_losses(found: list[float], expected: list[float]) -> None:
-    assert len(found) >= 3
-    assert len(set(expected)) == len(expected)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
 @on_ranks(2)
 def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_path: Path) -> None:
     mend_peer()
@@ -57,7 +36,7 @@ def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_pa
     parse = runpy.run_path(str(original))["parse"]
 
     def train(script: Path, kind: str) -> list[float]:
-        return run(script, "train", rank, num_ranks, parse(["--save", str(tmp_path / f"{kind}.pt")]))
+        return run_script(script, "train", rank, num_ranks, parse(["--save", str(tmp_path / f"{kind}.pt")]))
 
     expected = train(original, "original")
     assert_equal_losses(train(ours, "rewritten"), expected)
@@ -72,40 +51,28 @@ def test_the_tutorial_gives_the_losses_and_the_checkpoint_of_the_original(tmp_pa
 @on_ranks(2)
 def test_manual_wrapping_gives_the_losses_of_the_original(tmp_path: Path) -> None:
     original = SCRIPTS / "train_manual_wrap.py"
-    expected = run(original, "train")
+    expected = run_script(original, "train")
     with fsdp_flat.installed():
-        assert_equal_losses(run(original, "train"), expected)
-    assert_equal_losses(run(rewritten("train_manual_wrap", tmp_path), "train"), expected)
+        assert_equal_losses(run_script(original, "train"), expected)
+    assert_equal_losses(run_script(rewritten("train_manual_wrap", tmp_path), "train"), expected)
 
 
 @on_ranks(2)
 def test_sharded_checkpoints_give_the_losses_of_the_original_and_load_on_either_side(tmp_path: Path) -> None:
     original, ours = SCRIPTS / "train_sharded_checkpoint.py", rewritten("train_sharded_checkpoint", tmp_path)
-    expected = run(original, "train", str(tmp_path / "original"))
-    assert_equal_losses(run(ours, "train", str(tmp_path / "ours")), expected)
+    expected = run_script(original, "train", str(tmp_path / "original"))
+    assert_equal_losses(run_script(ours, "train", str(tmp_path / "ours")), expected)
     with fsdp_flat.installed():
-        assert_equal_losses(run(original, "train", str(tmp_path / "installed")), expected)
+        assert_equal_losses(run_script(original, "train", str(tmp_path / "installed")), expected)
     cpu = torch.device("cpu")
-    assert_equal_losses(run(ours, "resumed", str(tmp_path / "original"), cpu), expected[3:])
-    assert_equal_losses(run(original, "resumed", str(tmp_path / "ours"), cpu), expected[3:])
+    assert_equal_losses(run_script(ours, "resumed", str(tmp_path / "original"), cpu), expected[3:])
+    assert_equal_losses(run_script(original, "resumed", str(tmp_path / "ours"), cpu), expected[3:])
 
 
 def test_a_folder_that_was_migrated_in_place_trains_under_torchrun(ranks: Any, tmp_path: Path) -> None:
     script = Path(shutil.copy(SCRIPTS / "train_manual_wrap.py", tmp_path))
     assert migrate(["--write", str(tmp_path)]) == 0
-    output = command(
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)
-    )
+    output = torchrun(2, script)
     assert "model of fsdp_flat" in output
-    found = [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
-    assert_equal_losses(found, ranks(2).run(run, SCRIPTS / "train_manual_wrap.py", "train")[0])
-
-
-def command(*words: str) -> str:
-    """What a command prints; it has to end well."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        words, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=240
-    )
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    expected = ranks(2).run(run_script, SCRIPTS / "train_manual_wrap.py", "train")[0]
+    assert_equal_losses(printed_losses(output), expected)

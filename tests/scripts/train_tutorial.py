@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import os
 
 import torch
 import torch.distributed as dist
@@ -55,10 +54,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def setup(rank, world_size):
-    os.environ.setdefault("MASTER_ADDR", "localhost")
-    os.environ.setdefault("MASTER_PORT", "12355")
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", rank=rank, world_size=world_size)
+def setup(rank, world_size, init_method):
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=world_size)
 
 
 def train_epoch(args, model, device, loader, optimizer, epoch, sampler):
@@ -116,7 +114,7 @@ def train(rank, world_size, args):
 
 
 def fsdp_main(rank, world_size, args):
-    setup(rank, world_size)
+    setup(rank, world_size, args.init_method)
     train(rank, world_size, args)
     dist.barrier()
     dist.destroy_process_group()
@@ -130,6 +128,7 @@ def parse(arguments=None):
     parser.add_argument("--max-norm", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--save", default="model.pt")
+    parser.add_argument("--init-method", default="tcp://localhost:12355")
     return parser.parse_args(arguments)
 
 

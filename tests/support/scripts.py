@@ -1,0 +1,59 @@
+"""The FSDP1 scripts of ``tests/scripts``, run on a rank of the pool or as commands of their own."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["SCRIPTS", "assert_equal_losses", "command", "printed_losses", "run_script", "torchrun"]
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+
+
+def run_script(script: Path, function: str, *arguments: Any) -> Any:
+    """Call a function of a script on this rank, in the pool's process group."""
+    namespace = runpy.run_path(str(script), run_name="script")
+    with warnings.catch_warnings():
+        # torch's FSDP1 is deprecated, and torch's checkpoints use what is.
+        warnings.filterwarnings("ignore", module="" if script.parent == SCRIPTS else r"torch\.")
+        return namespace[function](*arguments)
+
+
+def command(*words: object) -> str:
+    """What a command of this Python prints; it has to end well."""
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def torchrun(num_ranks: int, *words: object) -> str:
+    """What torchrun and its ranks print."""
+    return command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, *words)
+
+
+def printed_losses(output: str) -> list[float]:
+    """The losses that a script has printed."""
+    return [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+def assert_equal_losses(found: list[float], expected: list[float]) -> None:
+    """Assert that the losses are the same, and that they are some to compare."""
+    __tracebackhide__ = True
+    assert len(found) >= 3
+    assert len(set(expected)) == len(expected)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
