@@ -10,23 +10,29 @@ import pickle
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from . import worker as worker_module
 from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
 
 START_TIMEOUT_S = 240.0
 TASK_TIMEOUT_S = 60.0
+# Ranks share what they import: a pool is there in a moment, also after a failure has closed the one before.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["tests.support.worker", "fsdp_flat", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
+)
 # How long the other ranks may still take once one has failed: they are often stuck in a collective.
 GRACE_S = 2.0
 
@@ -55,7 +61,7 @@ class Worker:
     """One rank's process, the pipe to it, and what it printed."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     pipe: connection.Connection
     log_path: Path
     stack_path: Path
@@ -97,7 +103,7 @@ class WorkerPool:
     @property
     def pids(self) -> list[int]:
         """The workers' process ids, by rank."""
-        return [worker.process.pid for worker in self._workers]
+        return [pid_of(worker) for worker in self._workers]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
         """Run ``function`` on every rank and return the results by rank.
@@ -131,31 +137,18 @@ class WorkerPool:
         for worker in self._workers:
             # Nothing to wait for: an idle worker has no state that has to be saved.
             worker.process.kill()
-            worker.process.wait()
+            worker.process.join()
         self._print_output()
         self._workers = []
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _start(self, rank: int) -> Worker:
         here, there = multiprocessing.Pipe()
-        environ = dict(os.environ, OMP_NUM_THREADS="1", MKL_NUM_THREADS="1", PYTHONUNBUFFERED="1")
-        environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-        if sys.platform == "linux":
-            # Else gloo looks the host's name up, which some machines cannot.
-            environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        arguments = [str(rank), str(self.num_ranks), str(there.fileno()), str(self._directory)]
         log_path = self._directory / f"log{rank}"
-        with open(log_path, "wb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-c", "from tests.support.worker import main; main()", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=environ,
-                pass_fds=(there.fileno(),),
-                # Ctrl-C is for the test session, which then ends its workers.
-                start_new_session=True,
-            )
+        log_path.touch()
+        start_server()
+        process = SERVER.Process(target=worker_module.main, args=(rank, self.num_ranks, there, str(self._directory)))
+        process.start()
         there.close()
         return Worker(rank, process, here, log_path, self._directory / f"stack{rank}")
 
@@ -169,7 +162,7 @@ class WorkerPool:
             # Woken up now and then, since a dead rank's own children can keep its pipe open.
             readable = connection.wait([worker.pipe for worker in waiting], min(remaining, 0.5))
             for worker in waiting:
-                if worker.pipe not in readable and worker.process.poll() is None:
+                if worker.pipe not in readable and worker.process.exitcode is None:
                     continue
                 outcome = self._receive(worker)
                 outcomes[worker.rank] = outcome
@@ -187,7 +180,9 @@ class WorkerPool:
                 return receive(worker.pipe)
         except (EOFError, OSError):
             pass
-        return Died(worker.process.wait(), time.monotonic())
+        worker.process.join()
+        assert worker.process.exitcode is not None
+        return Died(worker.process.exitcode, time.monotonic())
 
     def _reset(self, function: Callable[..., Any]) -> None:
         """Have every rank restored, only now that no rank is inside the task and its groups any more."""
@@ -224,6 +219,28 @@ class WorkerPool:
                 lines += ["", f"--- the last output of rank {rank} ---"]
                 lines += tail(self._workers[rank].log_path)
         return "\n".join(lines)
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; what takes long to import it has imported."""
+    environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    if sys.platform == "linux":
+        # Else gloo looks the host's name up, which some machines cannot.
+        environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
+    before = dict(os.environ)
+    try:
+        os.environ.update(environ)
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def pid_of(worker: Worker) -> int:
+    """A worker's process id."""
+    assert worker.process.pid is not None
+    return worker.process.pid
 
 
 def pickled_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -284,7 +301,7 @@ def details_of(outcome: Any) -> str:
 def stack_of(worker: Worker) -> str:
     """Every Python thread's stack of a running worker, innermost frame first, with source lines."""
     try:
-        worker.process.send_signal(signal.SIGUSR1)
+        os.kill(pid_of(worker), signal.SIGUSR1)
         text = ""
         for _ in range(40):
             time.sleep(0.05)

@@ -35,10 +35,15 @@ GROUP_TIMEOUT = timedelta(seconds=60)
 FOLLOW_UPS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
 
 
-def main() -> None:
-    """Entry point of the process: ``rank num_ranks pipe_fd directory``."""
-    rank, num_ranks, pipe_fd = (int(argument) for argument in sys.argv[1:4])
-    directory = Path(sys.argv[4])
+def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
+    """What the process of a rank does; what it prints goes to a file in the directory ``path``."""
+    # Ctrl-C is for the test session, which then ends its workers.
+    os.setsid()
+    directory = Path(path)
+    log = os.open(directory / f"log{rank}", os.O_WRONLY | os.O_APPEND)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
     stacks = open(directory / f"stack{rank}", "w")  # noqa: SIM115  stays open for the signal handler
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -49,7 +54,7 @@ def main() -> None:
     base_store = dist.FileStore(str(directory / "store"), num_ranks)
     dist.init_process_group("gloo", store=base_store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
     dist.barrier()
-    serve(Connection(pipe_fd), FirstState(base_store))
+    serve(pipe, FirstState(base_store))
     # The groups' threads need not be joined: nothing that they could still do is wanted.
     os._exit(0)
 
