@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
-from fsdp_flat.errors import PhaseError
 from fsdp_flat.optim_state import contents_of, load_optim_state, ordered_params, rekey, save_optim_state
 from fsdp_flat.state_dict import DEFAULT_SETTINGS
+from fsdp_flat.state_methods import StateDictMethods
 
 __all__ = ["OptimStateMethods"]
 
@@ -32,8 +32,8 @@ class OptimStateMethods(nn.Module):
     ) -> dict[str, Any]:
         """The optimizer's state under parameter names, in the form that is set for state dicts.
 
-        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``. FULL gives whole tensors; SHARDED
-        and LOCAL give torch's types with dim-0 chunks. Scalars are on the CPU. Every rank must call this.
+        FULL gives whole tensors; SHARDED and LOCAL give torch's types with dim-0 chunks. Scalars are on the CPU. Every
+        rank must call this.
 
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
@@ -41,6 +41,9 @@ class OptimStateMethods(nn.Module):
             optim_state_dict: taken instead of ``optim.state_dict()``, keyed by position (or by name, as torch's named
                 optimizer does).
             group: accepted for FSDP1's sake; each unit's own groups are used.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
@@ -80,6 +83,9 @@ class OptimStateMethods(nn.Module):
             load_directly: also load the result into ``optim``.
             group: accepted for FSDP1's sake; each unit's own groups are used.
 
+        Returns:
+            What ``optim.load_state_dict`` takes on this rank.
+
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
             LoadError: (a RuntimeError) a value that does not fit its parameter.
@@ -107,7 +113,22 @@ class OptimStateMethods(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict` for whole tensors on the CPU, on rank 0 unless told otherwise."""
+        """The older form of :meth:`optim_state_dict` for whole tensors on the CPU. Every rank must call this.
+
+        Args:
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim: its optimizer, built after wrapping.
+            optim_input: accepted for FSDP1's sake; ``optim`` says the order of parameters.
+            rank0_only: ranks other than 0 of their shard group send what they have and return an empty dict.
+            group: accepted for FSDP1's sake; each unit's own groups are used.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
+
+        Raises:
+            OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
+            UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+        """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
         return save_optim_state(model, contents_of(optim), whole=True, rank0_only=rank0_only, offload_to_cpu=True)
 
@@ -115,7 +136,20 @@ class OptimStateMethods(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict` for dim-0 chunks."""
+        """The older form of :meth:`optim_state_dict` for dim-0 chunks. Every rank must call this.
+
+        Args:
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim: its optimizer, built after wrapping.
+            group: accepted for FSDP1's sake; each unit's own groups are used.
+
+        Returns:
+            ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
+
+        Raises:
+            OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
+            UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+        """
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
         return save_optim_state(model, contents_of(optim), whole=False, rank0_only=False, offload_to_cpu=False)
 
@@ -128,7 +162,18 @@ class OptimStateMethods(nn.Module):
     ) -> dict[str, Any]:
         """The older form of :meth:`optim_state_dict_to_load` for whole tensors that every rank has.
 
-        Without ``optim`` the order of parameters is that of ``optim_input``, or of ``model.parameters()``.
+        Args:
+            full_optim_state_dict: whole tensors under names.
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim_input: what the optimizer was built from, where there is no ``optim``.
+            optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
+
+        Returns:
+            What ``optim.load_state_dict`` takes on this rank.
+
+        Raises:
+            OptionError: (a ValueError) not an optimizer state dict.
+            LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
         params = ordered_params(model, optim, optim_input)
@@ -138,7 +183,20 @@ class OptimStateMethods(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict_to_load` for dim-0 chunks."""
+        """The older form of :meth:`optim_state_dict_to_load` for dim-0 chunks. Every rank must call this.
+
+        Args:
+            sharded_optim_state_dict: from :meth:`sharded_optim_state_dict` at the same number of ranks.
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim: its optimizer, built after wrapping.
+
+        Returns:
+            What ``optim.load_state_dict`` takes on this rank.
+
+        Raises:
+            OptionError: (a ValueError) not an optimizer state dict.
+            LoadError: (a RuntimeError) a value that does not fit its parameter.
+        """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         return load_optim_state(model, contents_of(optim).params, sharded_optim_state_dict)
 
@@ -150,7 +208,24 @@ class OptimStateMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict_to_load` for whole tensors that rank 0 alone has."""
+        """The older form of :meth:`optim_state_dict_to_load` for whole tensors that rank 0 alone has.
+
+        Every rank must call this.
+
+        Args:
+            full_optim_state_dict: whole tensors under names on rank 0; what other ranks pass is not looked at.
+            model: the wrapped model, or a module that holds wrapped ones.
+            optim_input: what the optimizer was built from, where there is no ``optim``.
+            optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
+            group: accepted for FSDP1's sake; each unit's own groups are used.
+
+        Returns:
+            What ``optim.load_state_dict`` takes on this rank.
+
+        Raises:
+            OptionError: (a ValueError) not an optimizer state dict.
+            LoadError: (a RuntimeError) a value that does not fit its parameter.
+        """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         params = ordered_params(model, optim, optim_input)
         return load_optim_state(model, params, full_optim_state_dict, from_rank_zero=True)
@@ -172,6 +247,9 @@ class OptimStateMethods(nn.Module):
             optim_input: what the optimizer was built from, where there is no ``optim``.
             optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
 
+        Returns:
+            A state dict of the same values under the other keys.
+
         Raises:
             OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
             PhaseError: (an AssertionError) no such key type.
@@ -180,10 +258,8 @@ class OptimStateMethods(nn.Module):
 
 
 def _settings(model: nn.Module) -> StateDictSettings:
-    found = [child._settings for child in model.modules() if isinstance(child, OptimStateMethods)]
-    if any(settings != found[0] for settings in found):
-        raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
-    return found[0] if found else DEFAULT_SETTINGS  # type: ignore[return-value]
+    # A module without wrappers has a state dict too.
+    return StateDictMethods.get_state_dict_type(model) or DEFAULT_SETTINGS
 
 
 def _warn_if_empty(optim: Any, given: Any) -> None:

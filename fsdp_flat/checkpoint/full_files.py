@@ -279,7 +279,7 @@ def load_full(
                 handle.adopt_changes()
                 handle.views.rewritten()
         for entry, piece in planned:
-            target = entry.value if entry.value is not None else entry.piece()
+            target = entry.held()
             target.copy_(piece.view(target.shape))
     return missing, unexpected
 

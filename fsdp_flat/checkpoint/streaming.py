@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
-from fsdp_flat.comm import Axis
+from fsdp_flat.comm import Axis, Transfers
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state_dict import refuse_split
+from fsdp_flat.state_dict import own_piece, refuse_split, whole_moves
 
 __all__ = ["Entry", "entries_of", "iter_full_state_dict", "shard_axis"]
 
@@ -46,11 +45,12 @@ class Entry:
     index: int = 0
     same_as: str | None = None
 
-    def piece(self) -> torch.Tensor:
-        """What this rank holds of a managed parameter, 1-D, a view of the shard."""
+    def held(self) -> torch.Tensor:
+        """What this rank holds: the tensor, or of a managed parameter its piece (1-D), a view of the shard."""
+        if self.value is not None:
+            return self.value
         assert self.handle is not None
-        piece = self.handle.views.pieces[self.index]
-        return self.handle.flat_param.data[piece.in_shard.to_slice()]
+        return own_piece(self.handle, self.index)
 
 
 def entries_of(
@@ -135,33 +135,16 @@ def whole_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
     """
     if entry.unit is None or entry.handle is None:
         return None if entry.value is None else entry.value.clone()
-    axis, layout = entry.unit.options.groups.shard, entry.handle.layout
-    own = entry.piece()
-    if axis.size == 1:
-        return own.view(entry.shape).clone()
-    assert axis.group is not None
-    intervals = [layout.piece(entry.index, rank).in_param for rank in range(axis.size)]
-    receives = dst is None or dst == axis.rank
-    whole = own.new_empty(layout.slots[entry.index].numel) if receives else None
-    if whole is not None:
-        whole[intervals[axis.rank].to_slice()].copy_(own)
-    works = []
-    for rank, interval in enumerate(intervals):
-        peer = dist.get_global_rank(axis.group, rank)
-        if interval.is_empty:
-            continue
-        if dst is None:
-            assert whole is not None
-            works.append(dist.broadcast(whole[interval.to_slice()], src=peer, group=axis.group, async_op=True))
-        elif whole is not None and rank != axis.rank:
-            works.append(dist.irecv(whole[interval.to_slice()], src=peer, group=axis.group))
-        elif whole is None and rank == axis.rank:
-            receiver = dist.get_global_rank(axis.group, dst)
-            works.append(dist.isend(own.contiguous(), dst=receiver, group=axis.group))
-    for work in works:
-        if work is not None:
-            work.wait()
-    return None if whole is None else whole.view(entry.shape)
+    axis = entry.unit.options.groups.shard
+    # What is not sharded is whole on every rank already.
+    dst = dst if axis.size > 1 else None
+    own = entry.held()
+    whole = own.new_empty(entry.shape) if dst in (None, axis.rank) else None
+    lane = Transfers(axis, entry.unit.options.device)
+    moves = whole_moves(entry.handle, entry.index, axis.rank, dst)
+    lane.add(moves, own, None if whole is None else whole.view(-1))
+    lane.wait()
+    return whole
 
 
 def iter_full_state_dict(

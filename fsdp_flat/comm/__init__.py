@@ -1,6 +1,6 @@
 """Floor 1: process groups, streams and collectives on 1-D tensors."""
 
-from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
+from fsdp_flat.comm.agreement import digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.comm.collectives import (
     Collectives,
     Pending,
@@ -32,6 +32,7 @@ __all__ = [
     "UnitGroups",
     "begin_all_reduce",
     "collectives_for",
+    "digest_of",
     "exchange_bytes",
     "exchange_ints",
     "is_simulated",

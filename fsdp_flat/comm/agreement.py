@@ -5,12 +5,14 @@ Each function is a collective: every rank of the group must call it at the same 
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.collectives import is_simulated
 
-__all__ = ["control_device", "exchange_bytes", "exchange_ints"]
+__all__ = ["control_device", "digest_of", "exchange_bytes", "exchange_ints"]
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -20,6 +22,11 @@ def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
     except RuntimeError:
         return device
     return torch.device("cpu")
+
+
+def digest_of(data: bytes) -> int:
+    """A hash that fits a signed 64-bit integer, to be exchanged in place of ``data``."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
 def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

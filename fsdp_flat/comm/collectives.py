@@ -22,18 +22,34 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.groups import Axis
 
-__all__ = ["Collectives", "Pending", "begin_all_reduce", "collectives_for", "is_simulated", "moves_by_gloo"]
+__all__ = [
+    "Collectives",
+    "EmptyLike",
+    "Pending",
+    "begin_all_reduce",
+    "collectives_for",
+    "is_simulated",
+    "moves_by_gloo",
+    "own_slice",
+]
 
 
 class Pending:
     """Work that was begun. ``wait`` may be called more than once; only the first call does something.
+
+    Args:
+        works: what is under way; None for work that is over.
+        result: what the work gives.
+        finish: makes the result of it, once the work is over.
+        scratch: as below.
+        alive: tensors that have to outlive the work, which need not hold them itself.
 
     Attributes:
         result: what the work gives, valid after ``wait``.
         scratch: tensors that served the work alone and whose memory is free after ``wait``.
     """
 
-    __slots__ = ("_finish", "_works", "result", "scratch")
+    __slots__ = ("_alive", "_finish", "_works", "result", "scratch")
 
     def __init__(
         self,
@@ -41,9 +57,11 @@ class Pending:
         result: torch.Tensor,
         finish: Callable[[], torch.Tensor] | None = None,
         scratch: tuple[torch.Tensor, ...] = (),
+        alive: tuple[torch.Tensor, ...] = (),
     ) -> None:
         self._works: tuple[Any, ...] | None = tuple(works)
         self._finish = finish
+        self._alive = alive
         self.result = result
         self.scratch = scratch
 
@@ -62,6 +80,7 @@ class Pending:
             if self._finish is not None:
                 self.result = self._finish()
                 self._finish = None
+            self._alive = ()
         return self.result
 
 
@@ -85,34 +104,33 @@ class Collectives(Protocol):
         ...
 
 
+def own_slice(full: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """This rank's slice of ``full``, without making those of thousands of others."""
+    numel = full.numel() // axis.size
+    return full.narrow(0, axis.rank * numel, numel)
+
+
 class _Axial:
     def __init__(self, axis: Axis) -> None:
         assert axis.group is not None
+        self.axis = axis
         self.group = axis.group
         self.rank = axis.rank
         self.size = axis.size
-
-    def own_slice(self, full: torch.Tensor) -> torch.Tensor:
-        """This rank's slice of ``full``, without making those of thousands of others."""
-        numel = full.numel() // self.size
-        return full.narrow(0, self.rank * numel, numel)
 
 
 class BackendCollectives(_Axial):
     """The backend's own all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending([_torch.all_gather_single(full, self.own_slice(full), group=self.group, async_op=True)], full)
+        return Pending(
+            [_torch.all_gather_single(full, own_slice(full, self.axis), group=self.group, async_op=True)], full
+        )
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         out = full.new_empty(full.numel() // self.size)
         work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
-        # ``full`` has to outlive the work; the closure is what keeps it.
-        return Pending([work], out, lambda: _keep(out, full))
-
-
-def _keep(result: torch.Tensor, *_alive: torch.Tensor) -> torch.Tensor:
-    return result
+        return Pending([work], out, alive=(full,))
 
 
 class GlooAcceleratorCollectives(_Axial):
@@ -123,7 +141,7 @@ class GlooAcceleratorCollectives(_Axial):
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: self.own_slice(full).clone())
+        return Pending([work], full, lambda: own_slice(full, self.axis).clone())
 
 
 class GlooCollectives(_Axial):
@@ -137,7 +155,7 @@ class GlooCollectives(_Axial):
             return self._begin_swap(full)
         received = empty_like(full)
         work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: self._sum(full, received), scratch=(received,))
+        return Pending([work], full, lambda: self._sum(received), scratch=(received,), alive=(full,))
 
     def _begin_swap(self, full: torch.Tensor) -> Pending:
         # Of two ranks each sends one half and adds the other to what it receives, which is the result.
@@ -148,7 +166,7 @@ class GlooCollectives(_Axial):
         work = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
         return Pending([work], full, lambda: received.add_(own))
 
-    def _sum(self, _full: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    def _sum(self, received: torch.Tensor) -> torch.Tensor:
         # In rank order on every rank, and in fp32 for the short floats, so that the result neither
         # depends on timing nor loses bits to the number of ranks.
         chunks = received.chunk(self.size)

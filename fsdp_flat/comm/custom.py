@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending
+from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending, own_slice
 from fsdp_flat.comm.groups import Axis
 
 __all__ = ["AllGather", "CustomCollectives", "ReduceScatter", "Work"]
@@ -95,9 +95,8 @@ class CustomCollectives:
         if self._all_gather is None or not full.is_floating_point():
             return self._own.begin_all_gather(full)
         assert self._axis.group is not None
-        numel = full.numel() // self._axis.size
-        own = full.narrow(0, self._axis.rank * numel, numel)
-        return Pending([self._all_gather(full, own, self._axis.group, async_op=True)], full)
+        work = self._all_gather(full, own_slice(full, self._axis), self._axis.group, async_op=True)
+        return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         """See :class:`Collectives`."""
@@ -106,5 +105,4 @@ class CustomCollectives:
         out = full.new_empty(full.numel() // self._axis.size)
         assert self._axis.group is not None
         work = self._reduce_scatter(out, full, self._axis.group, dist.ReduceOp.SUM, async_op=True)
-        # ``full`` has to outlive the work; the closure is what keeps it.
-        return Pending([work], out, lambda: (out, full)[0])
+        return Pending([work], out, alive=(full,))

@@ -86,8 +86,8 @@ class _Then:
             self._finish = None
 
 
-class QuantizedAllGather:
-    """An :class:`AllGather` in 8-bit integers. Every rank computes with the same rounded values, its own included.
+class _Quantized:
+    """A collective whose values travel in blocks of 8-bit integers.
 
     Args:
         block: elements that share a scale.
@@ -98,6 +98,10 @@ class QuantizedAllGather:
 
     def __init__(self, block: int = 256) -> None:
         self._blocks = _Blocks(block)
+
+
+class QuantizedAllGather(_Quantized):
+    """An :class:`AllGather` in 8-bit integers. Every rank computes with the same rounded values, its own included."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -115,18 +119,8 @@ class QuantizedAllGather:
         return _started(_Then(work, finish), async_op)
 
 
-class QuantizedReduceScatter:
-    """A :class:`ReduceScatter` in 8-bit integers, summed in fp32.
-
-    Args:
-        block: elements that share a scale.
-
-    Raises:
-        OptionError: ``block`` is below 1.
-    """
-
-    def __init__(self, block: int = 256) -> None:
-        self._blocks = _Blocks(block)
+class QuantizedReduceScatter(_Quantized):
+    """A :class:`ReduceScatter` in 8-bit integers, summed in fp32."""
 
     def __call__(
         self,

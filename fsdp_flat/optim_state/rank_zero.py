@@ -10,7 +10,7 @@ import torch
 
 from fsdp_flat.comm import Axis, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
-from fsdp_flat.optim_state.names import ParamNames
+from fsdp_flat.optim_state.names import ParamNames, dtype_named
 
 __all__ = ["FromRankZero", "shared_from_rank_zero"]
 
@@ -111,7 +111,7 @@ def _decoded(encoded: list[Any], own: torch.Tensor | None, axis: Axis) -> Any:
     if kind in ("list", "tuple"):
         values = [_decoded(entry, None, axis) for entry in rest[0]]
         return values if kind == "list" else tuple(values)
-    dtype = getattr(torch, rest[0].removeprefix("torch."))
+    dtype = dtype_named(rest[0])
     if kind == "scalar":
         return torch.tensor(rest[1], dtype=dtype)
     return FromRankZero(own, tuple(rest[1]), dtype, axis)

@@ -14,10 +14,10 @@ from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Interval, moves_between
 from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
+from fsdp_flat.optim_state.names import OptimContents, ParamNames, dtype_named, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
 from fsdp_flat.runtime import Unit, Words, agree
-from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, pieces_of, refuse_split
+from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, pieces_of, refuse_split, whole_moves
 
 __all__ = ["save_optim_state"]
 
@@ -153,9 +153,7 @@ def _whole_values(
         axis = unit.options.groups.shard
         lane = lanes.setdefault(axis, Transfers(axis, unit.options.device))
         for index, slot in enumerate(handle.layout.slots):
-            everything, nothing = Interval(0, slot.numel), Interval(0, 0)
-            wanted = [nothing if to_zero and rank else everything for rank in range(axis.size)]
-            moves = moves_between(pieces_of(handle, index), wanted, axis.rank)
+            moves = whole_moves(handle, index, axis.rank, 0 if to_zero else None)
             for name, row in states[handle].pieces.items():
                 piece = row[index]
                 if piece is not None:
@@ -231,7 +229,7 @@ def _gathered(unit: Unit, handle: FlatParamHandle, index: int, tensor: torch.Ten
     for rank, header in enumerate(headers):
         if header is None:
             continue
-        dtype, shape = getattr(torch, header[0].removeprefix("torch.")), torch.Size(header[1])
+        dtype, shape = dtype_named(header[0]), torch.Size(header[1])
         part = own if rank == axis.rank and own is not None else torch.empty(shape, dtype=dtype, device=device)
         # Everything of it is on one rank and wanted on all.
         whole = Interval(0, part.numel())

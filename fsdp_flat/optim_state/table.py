@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Axis, exchange_bytes, exchange_ints
+from fsdp_flat.comm import Axis, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_scalar
+from fsdp_flat.optim_state.names import OptimContents, ParamNames, dtype_named, is_scalar
 from fsdp_flat.runtime import Unit
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]
@@ -111,8 +110,7 @@ def agree_on_states(names: ParamNames, states: dict[FlatParamHandle, HandleState
             continue
         device = members[0].spec.device
         text = json.dumps([_describe(states[handle]) for handle in members])
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-        if len({row[0] for row in exchange_ints([digest], axis.group, device)}) == 1:
+        if len({row[0] for row in exchange_ints([digest_of(text.encode())], axis.group, device)}) == 1:
             continue
         for payload in exchange_bytes(text.encode(), axis.group, device):
             for handle, described in zip(members, json.loads(payload), strict=True):
@@ -157,7 +155,7 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
             piece = own[index]
             if dtype_name is not None and piece is None:
                 numel = handle.views.pieces[index].numel
-                own[index] = torch.zeros(numel, dtype=_dtype(dtype_name), device=handle.flat_param.device)
+                own[index] = torch.zeros(numel, dtype=dtype_named(dtype_name), device=handle.flat_param.device)
             elif dtype_name is not None and piece is not None and str(piece.dtype) != dtype_name:
                 raise OptionError(
                     f"State {name!r} of {handle.layout.slots[index].fqn!r} (unit {handle.spec.unit_name!r}) is "
@@ -169,10 +167,4 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
     for own_row, other in zip(states.plain, described["plain"], strict=True):
         for name, (dtype_name, value) in other.items():
             if name not in own_row:
-                own_row[name] = torch.tensor(value, dtype=_dtype(dtype_name)) if dtype_name else value
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
+                own_row[name] = torch.tensor(value, dtype=dtype_named(dtype_name)) if dtype_name else value

@@ -6,14 +6,13 @@ and one whose weights differ would train on a mixture of them.
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm import Axis, UnitGroups, exchange_bytes, exchange_ints
+from fsdp_flat.comm import Axis, UnitGroups, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.flat import guise_of
 from fsdp_flat.runtime.options import SyncStates
@@ -25,10 +24,6 @@ _ADVICE = (
     'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
     "load a checkpoint on every rank."
 )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
 def agree_on_structure(lines: Sequence[str], error: Exception | None, groups: UnitGroups, device: torch.device) -> None:
@@ -78,7 +73,7 @@ def agree(
     for axis in axes:
         if axis.group is None or axis.size == 1:
             continue
-        rows = exchange_ints([int(found is None), _digest(text) if found is None else 0], axis.group, device)
+        rows = exchange_ints([int(found is None), digest_of(text.encode()) if found is None else 0], axis.group, device)
         if not all(ok for ok, _ in rows):
             heard = _hear_of(found, axis, device, words, own=found is error)
             found = found or heard
@@ -130,15 +125,15 @@ def _line(lines: list[str], index: int, end: str) -> str:
 
 
 def fingerprint(param: torch.Tensor) -> int:
-    """A 63-bit hash of every element's bits: column sums on the parameter's device, hashed on the host."""
+    """A 64-bit hash of every element's bits: column sums on the parameter's device, hashed on the host."""
     data = param.detach().reshape(-1).contiguous().view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
-    # Sums of 64-bit words take the time of reading them; of shorter ones they take twenty times as long.
+    # In 64-bit words, since torch widens shorter ones before it adds, which takes many times as long.
     row = 8 * _COLUMNS
     whole = data.numel() // row * row
     sums = data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
     bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in (sums, data[whole:])]
-    return int.from_bytes(hashlib.blake2b(b"".join(bits), digest_size=8).digest(), "big") >> 1
+    return digest_of(b"".join(bits))
 
 
 def agree_on_weights(
@@ -155,7 +150,7 @@ def agree_on_weights(
         return True
     found = ""
     prints = [fingerprint(guise_of(param, name).local(param.detach())) for name, param in named]
-    total = _digest(repr(prints))
+    total = digest_of(repr(prints).encode())
     for axis in groups.axes:
         if axis.group is None or axis.size == 1 or not prints:
             continue

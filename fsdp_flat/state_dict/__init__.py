@@ -1,8 +1,17 @@
 """Floor 3: model state dicts, made of layout and shard."""
 
 from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
-from fsdp_flat.state_dict.chunks import ChunkForm, Row, chunk_form, chunks_of, fitting_chunk, pieces_of, write_chunks
-from fsdp_flat.state_dict.common import LOADING, LoadReport, axes_of, refuse_split
+from fsdp_flat.state_dict.chunks import (
+    ChunkForm,
+    Row,
+    chunk_form,
+    chunks_of,
+    fitting_chunk,
+    pieces_of,
+    whole_moves,
+    write_chunks,
+)
+from fsdp_flat.state_dict.common import LOADING, LoadReport, axes_of, own_piece, refuse_split
 from fsdp_flat.state_dict.forms import FORMS, Form
 from fsdp_flat.state_dict.settings import DEFAULT_SETTINGS, settings_for
 from fsdp_flat.state_dict.torch_types import dtype_of, is_chunked, shape_of
@@ -25,9 +34,11 @@ __all__ = [
     "dtype_of",
     "fitting_chunk",
     "is_chunked",
+    "own_piece",
     "pieces_of",
     "refuse_split",
     "settings_for",
     "shape_of",
+    "whole_moves",
     "write_chunks",
 ]

@@ -25,7 +25,7 @@ from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict._torch import root_mesh
 from fsdp_flat.state_dict.torch_types import describe, dtensor, local_chunk, sharded_tensor
 
-__all__ = ["ChunkForm", "Row", "chunk_form", "chunks_of", "fitting_chunk", "pieces_of", "write_chunks"]
+__all__ = ["ChunkForm", "Row", "chunk_form", "chunks_of", "fitting_chunk", "pieces_of", "whole_moves", "write_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +89,14 @@ def pieces_of(handle: FlatParamHandle, index: int) -> tuple[Interval, ...]:
     """By rank of the shard axis, its piece of a slot."""
     layout = handle.layout
     return tuple(layout.piece(index, rank).in_param for rank in range(layout.world_size))
+
+
+def whole_moves(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> Moves:
+    """How rank ``rank`` of the shard axis takes part in making a slot whole on rank ``dst``, or for None on all."""
+    everything = Interval(0, handle.layout.slots[index].numel)
+    held = pieces_of(handle, index)
+    wanted = [everything if dst in (None, each) else Interval(0, 0) for each in range(len(held))]
+    return moves_between(held, wanted, rank)
 
 
 def chunk_form(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkForm:

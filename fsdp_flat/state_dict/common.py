@@ -24,6 +24,7 @@ __all__ = [
     "axes_of",
     "copy_whole",
     "finish_load",
+    "own_piece",
     "own_pieces",
     "prepare_load",
     "put",
@@ -120,8 +121,12 @@ def own_pieces(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor]:
     if unit.is_sharded:
         # While parameters are gathered the modules show those, and nothing can be assigned to the shard.
         handle.adopt_changes()
-    shard = handle.flat_param.data
-    return [shard[piece.in_shard.to_slice()] for piece in handle.views.pieces]
+    return [own_piece(handle, index) for index in range(len(handle.layout.slots))]
+
+
+def own_piece(handle: FlatParamHandle, index: int) -> torch.Tensor:
+    """This rank's piece of one slot (1-D), a view of the shard, into which assigned parameters were adopted."""
+    return handle.flat_param.data[handle.views.pieces[index].in_shard.to_slice()]
 
 
 def refuse_split(unit: Unit, what: str) -> None:

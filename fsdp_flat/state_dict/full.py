@@ -14,9 +14,9 @@ import torch
 
 from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import Transfers
-from fsdp_flat.layout import FSDP_PREFIX, Interval, moves_between
+from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle, whole_params
-from fsdp_flat.state_dict.chunks import pieces_of
+from fsdp_flat.state_dict.chunks import whole_moves
 from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, own_pieces, prepare_load, restore_buffers
 
 __all__ = ["load_full", "save_full"]
@@ -90,16 +90,17 @@ def whole_tensors(unit: Unit, *, to_zero: bool) -> list[list[torch.Tensor]]:
     Every rank of the shard group must call this.
     """
     axis, device = unit.options.groups.shard, unit.options.device
+    dst = 0 if to_zero else None
     lane = Transfers(axis, device)
     wholes: list[list[torch.Tensor]] = []
     with torch.no_grad():
         for handle in unit.handles:
             wholes.append([])
             for index, (slot, piece) in enumerate(zip(handle.layout.slots, own_pieces(unit, handle), strict=True)):
-                wanted = [Interval(0, 0 if to_zero and rank else slot.numel) for rank in range(axis.size)]
-                target = torch.empty(wanted[axis.rank].numel, dtype=piece.dtype, device=device)
-                lane.add(moves_between(pieces_of(handle, index), wanted, axis.rank), piece, target)
-                wholes[-1].append(target.view(slot.shape) if target.numel() == slot.numel else target)
+                shape = slot.shape if dst in (None, axis.rank) else (0,)
+                target = torch.empty(shape, dtype=piece.dtype, device=device)
+                lane.add(whole_moves(handle, index, axis.rank, dst), piece, target.view(-1))
+                wholes[-1].append(target)
         lane.wait()
     return wholes
 

@@ -14,7 +14,7 @@ from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
 
 __all__ = ["Migrated", "migrate_source"]
 
-# Parsing takes about a second for each thousand lines, so most files are told to be of no interest by their words.
+# Parsing takes far longer than reading, so most files are told to be of no interest by their words.
 _REACHES_FSDP = re.compile(rb"\bdistributed\b.*\bfsdp\b|\bfsdp\b.*\bdistributed\b", re.DOTALL)
 _NAMES_FSDP = re.compile(
     "|".join(
