@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.views import Views, accumulate_grad
+from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
@@ -137,7 +137,8 @@ class FlatViews(Views):
         for hook in (self.flat_param._backward_hooks or {}).values():
             result = hook(shard_grad)
             shard_grad = shard_grad if result is None else result
-        accumulate_grad(self.flat_param, shard_grad)
+        if accumulate_grad(self.flat_param, shard_grad):
+            run_grad_hooks(self.flat_param)
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
         return [PartialGrad(self.flat_param, own)] if any(landed) else []

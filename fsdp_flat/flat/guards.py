@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
+from fsdp_flat.flat import _torch
 
-__all__ = ["ModuleGuard", "ShardedStandIn"]
+__all__ = ["ModuleGuard", "ShardedParameter", "ShardedStandIn", "unguarded"]
 
 _WAYS_OUT = (
     "Call the wrapped model (its forward gathers the parameters); for another method use "
@@ -84,8 +85,7 @@ class ShardedStandIn(torch.Tensor):
                     result = result.as_subclass(cls)
                     result._explain = args[0]._explain
                 return result
-        flat = [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-        found = next((item for item in flat if isinstance(item, ShardedStandIn)), None)
+        found = _first(ShardedStandIn, args, kwargs)
         raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_WAYS_OUT}")
 
     def __deepcopy__(self, _memo: Any) -> ShardedStandIn:
@@ -95,4 +95,71 @@ class ShardedStandIn(torch.Tensor):
 _METADATA = frozenset(
     {"__get__", "size", "dim", "numel", "nelement", "ndimension", "element_size", "is_floating_point", "is_complex"}
     | {"stride", "__repr__", "__hash__", "__format__", "__len__", "as_subclass", "type", "is_contiguous"}
+)
+
+
+class ShardedParameter(nn.Parameter):
+    """The class of an original parameter while its data is a slice (``use_orig_params=True``).
+
+    What works element by element (optimizers, averages, norms) is as with any Parameter. An operation that needs the
+    parameter in its shape raises, where it would end in a shape mismatch or, worse, in a wrong number. Only a
+    Parameter's class changes, never the object. Inside an optimizer's step nothing is looked at, so it costs the same.
+    """
+
+    @staticmethod
+    def guard(param: nn.Parameter) -> None:
+        """``param`` holds a slice from now on. A caller's own subclass is left as it is."""
+        if type(param) is nn.Parameter and _torch.take_as_parameter(ShardedParameter):
+            param.__class__ = ShardedParameter
+
+    @staticmethod
+    def unguard(param: nn.Parameter) -> None:
+        """``param`` is whole from now on."""
+        if type(param) is ShardedParameter:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            name = func.__self__.__name__
+        if name in _NEEDS_THE_SHAPE:
+            param = _first(ShardedParameter, args, kwargs)
+            raise UsageError(_explain(param, name))
+        with unguarded():
+            return func(*args, **(kwargs or {}))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # A copy is nobody's slice: it stays the tensor that it is.
+        if id(self) not in memo:
+            with unguarded():
+                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo[id(self)]
+
+
+def _explain(param: nn.Parameter, used_by: str) -> str:
+    owner = getattr(param, "_fsdp_flattened", None)
+    what = f"Parameter {owner.describe()}" if owner else "A parameter"
+    shape = f" {owner.shape}" if owner else ""
+    with unguarded():
+        held = f"this rank holds {param.numel()} of its elements"
+    return f"{what}{shape} was used by {used_by} while it is sharded: {held}. {_WAYS_OUT}"
+
+
+def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    given = [*args, *(kwargs or {}).values()]
+    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return next((item for item in flat if isinstance(item, kind)), None)
+
+
+unguarded = torch._C.DisableTorchFunctionSubclass
+"""Context in which sharded parameters are looked at without a detour, for the library's own work on them."""
+
+_NEEDS_THE_SHAPE = frozenset(
+    {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm"}
+    | {"baddbmm", "einsum", "tensordot", "inner", "kron", "chain_matmul", "multi_dot", "cdist"}
+    | {f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)}
+    | {"embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"}
+    | {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+    | {"t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
 )

@@ -100,12 +100,8 @@ class FlatParamHandle:
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
         self.spec = spec
         first = params[0].param
-        floating = first.dtype.is_floating_point
-        trainable = floating and first.requires_grad
-        self.orig_dtype = (spec.master_dtype if trainable else None) or first.dtype
-        self._low_dtype = (spec.compute_dtype if floating else None) or first.dtype
-        self.compute_dtype = self._low_dtype
-        self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
+        trainable = first.dtype.is_floating_point and first.requires_grad
+        self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
         self.layout = FlatLayout.build(
             [(entry.fqn, tuple(entry.shape)) for entry in params],
             world_size=spec.world_size,
@@ -127,9 +123,17 @@ class FlatParamHandle:
         leaves = self._use_variant(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
         self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
-        for entry in params:
-            entry.mark(FlattenedBy(entry.fqn, spec.unit_name))
+        for entry, slot in zip(params, self.layout.slots, strict=True):
+            entry.mark(FlattenedBy(entry.fqn, spec.unit_name, slot.shape))
         self._sync_requires_grad()
+
+    def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
+        """The shard is of dtype ``stored``; compute is in the spec's (for floats), else as the model was given."""
+        spec, floating = self.spec, given.is_floating_point
+        self.orig_dtype = stored
+        self._low_dtype = (spec.compute_dtype if floating else None) or given
+        self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
+        self.compute_dtype = self._low_dtype
 
     def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
         shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.shard_device)
@@ -196,6 +200,8 @@ class FlatParamHandle:
         """The unit is called something else in the tree that it turned out to belong to."""
         self.spec = replace(self.spec, unit_name=unit_name)
         self.views.unit_name = unit_name
+        for entry, slot in zip(self.views.params, self.layout.slots, strict=True):
+            entry.mark(FlattenedBy(entry.fqn, unit_name, slot.shape))
 
     # -- where the data is ---------------------------------------------------------------------------------------
 
@@ -396,11 +402,7 @@ class FlatParamHandle:
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.generation += 1
-        floating = converted.is_floating_point()
-        self.orig_dtype = converted.dtype
-        self._low_dtype = (self.spec.compute_dtype if floating else None) or converted.dtype
-        self._reduce_dtype = (self.spec.reduce_dtype if floating else None) or self._low_dtype
-        self.compute_dtype = self._low_dtype
+        self._use_dtypes(converted.dtype, converted.dtype)
         moved = converted.device != self.spec.shard_device
         self.spec = replace(
             self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device

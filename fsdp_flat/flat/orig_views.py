@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.gradients import PartialGrad
+from fsdp_flat.flat.guards import ShardedParameter, unguarded
 from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.views import Views, accumulate_grad
+from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
 
 __all__ = ["OrigViews"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _unguarded(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unguarded():
+            return method(*args, **kwargs)
+
+    return cast(_Method, run)
 
 
 class OrigViews(Views):
@@ -61,11 +75,13 @@ class OrigViews(Views):
         for parameters, name, _, sharded in self._bindings:
             parameters[name] = sharded
 
+    @_unguarded
     def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self._stash = [sharded.grad for sharded in self.sharded]
         for sharded, tensor in zip(self.sharded, tensors, strict=True):
             sharded.grad = None
             sharded.data = tensor
+            ShardedParameter.unguard(sharded)
         self.show_shard()
         self.unguard()
         self._show_guises()
@@ -78,6 +94,7 @@ class OrigViews(Views):
                 for site in entry.sites:
                     site.module._parameters[site.name] = shown
 
+    @_unguarded
     def hide_whole(self) -> None:
         if self._stash is None:
             return
@@ -92,6 +109,7 @@ class OrigViews(Views):
     def _grads(self) -> list[torch.Tensor | None]:
         return [sharded.grad for sharded in self.sharded] if self._stash is None else self._stash
 
+    @_unguarded
     def shard_grad(self) -> torch.Tensor:
         whole = torch.zeros_like(self.flat_param.data)
         for grad, piece in zip(self._grads(), self.pieces, strict=True):
@@ -99,11 +117,13 @@ class OrigViews(Views):
                 whole[piece.in_shard.to_slice()].copy_(grad.reshape(-1))
         return whole
 
+    @_unguarded
     def show_whole_grads(self, whole: torch.Tensor) -> None:
         for index, (grad, slot) in enumerate(zip(self._grads(), self.layout.slots, strict=True)):
             if grad is not None:
                 self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
 
+    @_unguarded
     def hide_whole_grads(self, own: torch.Tensor) -> None:
         for sharded, grad, piece in zip(self.sharded, self._grads(), self.pieces, strict=True):
             sharded.grad = None
@@ -115,6 +135,7 @@ class OrigViews(Views):
         for parameters, name, _, _ in self._bindings:
             parameters[name] = None
 
+    @_unguarded
     def dissolve(self, whole: torch.Tensor) -> None:
         self.show_shard()
         self.unguard()
@@ -122,8 +143,10 @@ class OrigViews(Views):
             sharded.grad = None
             sharded.data = whole[slot.interval.to_slice()].view(slot.shape).clone()
             sharded.__dict__.pop("_fsdp_flattened", None)
+            ShardedParameter.unguard(sharded)
         self._show_guises()
 
+    @_unguarded
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
         for sharded, piece, slot in zip(self.sharded, self.pieces, self.layout.slots, strict=True):
@@ -134,34 +157,45 @@ class OrigViews(Views):
             # Only Module._apply changes dtype or device under a gradient; torch converts the gradient with it.
             if grad is not None and grad.shape == data.shape:
                 sharded.grad = grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad
+            if not self._is_whole:
+                ShardedParameter.guard(sharded)
         self._pointers = tuple(sharded.data_ptr() for sharded in self.sharded)
 
     def visible_params(self) -> list[nn.Parameter]:
         return list(self.sharded)
 
+    @_unguarded
     def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
         return [(entry.guise, sharded.grad) for entry, sharded in zip(self.params, self.sharded, strict=True)]
 
     def kept(self) -> dict[nn.Parameter, nn.Parameter]:
         return dict(zip(self.leaves, self.sharded, strict=True))
 
+    @_unguarded
     def requires_grad(self) -> list[bool]:
         return [sharded.requires_grad for sharded in self.sharded]
 
+    @_unguarded
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         for sharded, now, was in zip(self.sharded, shown, before, strict=True):
             if now != was:
                 sharded.requires_grad_(now)
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
-        for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):
-            if not was_used:
-                continue
-            local = shard_grad[piece.in_shard.to_slice()]
-            if self._is_whole:
-                local = local.view(slot.shape)
-            accumulate_grad(sharded, local)
+        hooked = []
+        with unguarded():
+            for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):
+                if not was_used:
+                    continue
+                local = shard_grad[piece.in_shard.to_slice()]
+                if self._is_whole:
+                    local = local.view(slot.shape)
+                if accumulate_grad(sharded, local):
+                    hooked.append(sharded)
+        for sharded in hooked:
+            run_grad_hooks(sharded)
 
+    @_unguarded
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
         return [
             PartialGrad(sharded, own[piece.in_shard.to_slice()].view(sharded.shape))
@@ -169,10 +203,12 @@ class OrigViews(Views):
             if there
         ]
 
+    @_unguarded
     def version(self) -> int:
         versions = [sharded._version for sharded in self.sharded]
         return self.flat_param._version + self._num_rewrites + sum(versions)
 
+    @_unguarded
     def adopt_changes(self) -> None:
         shown = [parameters.get(name) for parameters, name, _, _ in self._bindings]
         expected = [sharded for _, _, _, sharded in self._bindings]

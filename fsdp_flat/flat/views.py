@@ -26,7 +26,7 @@ from fsdp_flat.flat.guise import Guise
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
-__all__ = ["Views", "accumulate_grad"]
+__all__ = ["Views", "accumulate_grad", "run_grad_hooks"]
 
 
 class Views:
@@ -233,8 +233,8 @@ def _is_in_an_optimizer(param: nn.Parameter) -> bool:
     )
 
 
-def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
-    """Add a reduced gradient to what the optimizer holds, then run what the user hung on its gradient."""
+def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
+    """Add a reduced gradient to what the optimizer holds. Returns whether :func:`run_grad_hooks` has to follow."""
     if param.grad is not None:
         param.grad.add_(grad)
     elif grad.dtype == param.dtype:
@@ -243,7 +243,11 @@ def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> None:
         # keep_low_precision_grads: torch refuses a gradient of another dtype unless it comes in through ``.data``.
         param.grad = torch.empty_like(param)
         param.grad.data = grad
-    # A flat or sharded parameter is no leaf of the graph, so torch never runs these two by itself.
+    return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
+
+
+def run_grad_hooks(param: nn.Parameter) -> None:
+    """Run what the user hung on a gradient: the parameter is no leaf of the graph, so torch never does."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
     for optimizer in getattr(param, "_in_backward_optimizers", ()):

@@ -123,6 +123,7 @@ class FlattenedBy:
 
     fqn: str
     unit_name: str
+    shape: tuple[int, ...]
 
     def __bool__(self) -> bool:
         return True

@@ -289,7 +289,7 @@ def test_modules_see_dtensors_in_forward_and_plain_slices_outside(use_orig_param
     assert weight.shape == (HIDDEN, WIDTH)
     assert bias.to_local().shape == (HIDDEN // 2,)
     outside = list(model.parameters())
-    assert all(type(param) is nn.Parameter and param.dim() == 1 for param in outside)
+    assert not any(isinstance(param, DTensor) or param.dim() != 1 for param in outside)
     split = HIDDEN * (2 * WIDTH + 1) // 2
     held = sum(param.numel() for param in model.module.layers[0].parameters())
     assert held <= math.ceil((split + 3 * WIDTH) / 2) + 16
@@ -477,15 +477,20 @@ def test_a_sharded_state_dict_needs_a_mesh_that_joins_both_axes() -> None:
         sharded.state_dict()
 
 
-@pytest.mark.parametrize("out_features", [1, 3, 5])
-@on_ranks(4)
-def test_sharded_chunks_of_uneven_parts_round_trip(out_features: int) -> None:
+def of_uneven_parts(out_features: int, use_orig_params: bool) -> tuple[nn.Module, Any]:
+    """A model, and the same one split unevenly by tensor parallelism and wrapped."""
     mesh = grid()
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, out_features, bias=False), nn.Linear(out_features, 3))
     split = copy.deepcopy(plain)
     parallelize_module(split, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    model = wrapped(split, device_mesh=mesh["dp"], use_orig_params=True)
+    return plain, wrapped(split, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+
+
+@pytest.mark.parametrize("out_features", [1, 3, 5])
+@on_ranks(4)
+def test_sharded_chunks_of_uneven_parts_round_trip(out_features: int) -> None:
+    plain, model = of_uneven_parts(out_features, use_orig_params=True)
     with FSDP.state_dict_type(model, SHARDED):
         state = model.state_dict()
         assert_equal({name: value.full_tensor() for name, value in state.items()}, dict(plain.state_dict()))
@@ -513,12 +518,7 @@ def test_full_optimizer_state_from_rank_zero_of_each_column_loads_back() -> None
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @on_ranks(4)
 def test_parts_of_uneven_size_round_trip(use_orig_params: bool, out_features: int) -> None:
-    mesh = grid()
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(4, out_features, bias=False), nn.Linear(out_features, 3))
-    split = copy.deepcopy(plain)
-    parallelize_module(split, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
-    model = wrapped(split, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
+    plain, model = of_uneven_parts(out_features, use_orig_params=use_orig_params)
     assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
     doubled = {name: 2 * value for name, value in plain.state_dict().items()}
     model.load_state_dict(doubled)

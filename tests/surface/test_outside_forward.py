@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -96,6 +99,86 @@ def test_a_flat_units_parameter_used_by_an_operation_names_itself(operation: str
     assert "'3.weight' (3, 7)" in text
     assert "unit 'Sequential'" in text
     assert all(way in text for way in WAYS_OUT)
+
+
+SHAPED_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "linear": lambda weight: F.linear(torch.ones(2, 7), weight=weight),
+    "matmul": lambda weight: torch.ones(2, 7) @ weight.t(),
+    "of two slices": lambda weight: weight @ weight.T,
+    "in a list": lambda weight: torch.einsum("ij,kj->ik", torch.ones(2, 7), weight),
+    "embedding": lambda weight: F.embedding(torch.tensor([1]), weight),
+    "layer_norm": lambda weight: F.layer_norm(torch.ones(2, 7), (7,), weight),
+    "transposed": lambda weight: weight.mT,
+}
+
+
+@pytest.mark.parametrize("operation", SHAPED_OPERATIONS)
+@on_ranks(2)
+def test_an_original_parameter_used_in_its_shape_while_sharded_names_itself(
+    operation: str, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), use_orig_params=True)
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            SHAPED_OPERATIONS[operation](model[3].weight)
+        text = str(caught.value)
+        assert "'3.weight' of unit 'Sequential' (3, 7)" in text
+        assert f"holds {model[3].weight.numel()} of its elements" in text
+        assert all(way in text for way in WAYS_OUT)
+        mean_loss(model, batches(num_ranks)[rank]).backward()
+    for way_out in (unshard_for(model), FSDP.summon_full_params(model)):
+        with way_out:
+            assert (torch.ones(2, 7) @ model[3].weight.t()).shape == (2, 3)
+
+
+@on_ranks(2)
+def test_a_loss_on_the_weight_of_another_unit_names_the_weight(rank: int) -> None:
+    model = sharded(small_model(), use_orig_params=True)
+    hidden = model(torch.ones(2, 5))
+    with pytest.raises(RuntimeError, match=r"'up.weight' of unit '1' \(15, 7\) was used by linear while it is sharded"):
+        F.linear(hidden.new_ones(2, 7), model[1].up.weight)
+
+
+@on_ranks(2)
+def test_a_sharded_original_parameter_is_to_optimizers_and_copies_what_any_is(rank: int, num_ranks: int) -> None:
+    model = sharded(small_model(), use_orig_params=True)
+    params = list(model.parameters())
+    assert all(isinstance(param, nn.Parameter) for param in params)
+    assert model[3].weight is params[-2]
+    listed = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
+    assert {type(param) for param in params} <= set(listed)
+    looked_at: list[bool] = []
+
+    class Watching(torch.optim.SGD):
+        def step(self) -> None:
+            looked_at.append(any(torch.overrides.has_torch_function_unary(param) for param in params))
+            super().step()
+
+    assert any(torch.overrides.has_torch_function_unary(param) for param in params)
+    optimizer = Watching(params, lr=0.1)
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+    optimizer.step()
+    assert looked_at == [False]
+    assert any(torch.overrides.has_torch_function_unary(param) for param in params)
+    copied, read_again = copy.deepcopy(params[-2]), pickle.loads(pickle.dumps(params[-2]))
+    for twin in (copied, read_again):
+        assert type(twin) is nn.Parameter
+        assert torch.equal(twin, params[-2])
+        assert twin.requires_grad
+    assert "Parameter containing" in repr(params[-2])
+
+
+class Marked(nn.Parameter):
+    """A class of parameters that some other library puts in a model."""
+
+
+@on_ranks(2)
+def test_a_parameter_of_a_class_of_its_own_keeps_it(rank: int, num_ranks: int) -> None:
+    plain = small_model()
+    plain[3].weight = Marked(plain[3].weight.data)
+    model = sharded(plain, use_orig_params=True)
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+    assert type(model[3].weight) is Marked
 
 
 @on_ranks(2)
