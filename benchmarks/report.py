@@ -87,8 +87,8 @@ def _projection(results: Path) -> list[str]:
             checked.append([name, f"{_lower_bound(found['setting']) / 1e6:.1f}", f"{counted['sent'] / 1e6:.1f}"])
     if checked:
         parts += [
-            "The formula for bytes against what was counted (the outermost unit is gathered once, since it stays; the "
-            "rest of the difference is padding and the flags of used parameters):\n",
+            "The formula for bytes against what was counted (the outermost unit and the last of the forward stay, so "
+            "are gathered once; the rest of the difference is padding and the flags of used parameters):\n",
             markdown(["setting", "formula MB", "counted MB"], checked),
         ]
     return parts
@@ -98,9 +98,10 @@ def _lower_bound(setting: dict[str, Any]) -> float:
     width = setting["width"]
     block = 12 * width * width + 13 * width
     outside = (2 * setting["vocab"] + setting["seq"] + 2) * width
-    sent = projection.bytes_sent(setting["layers"] * block, setting["ranks"], gather_itemsize=4, reduce_itemsize=4)
+    inside = (setting["layers"] - 1) * block
+    sent = projection.bytes_sent(inside, setting["ranks"], gather_itemsize=4, reduce_itemsize=4)
     share = (setting["ranks"] - 1) / setting["ranks"]
-    return sent + outside * 2 * 4 * share
+    return sent + (outside + block) * 2 * 4 * share
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -18,8 +18,9 @@ from fsdp_flat.runtime.options import (
 from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
 from fsdp_flat.runtime.tree import Tree, reset_tree, tree_of
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unwrap import unwrap
+from fsdp_flat.runtime.use import Phase
 
 __all__ = [
     "LOW_PRECISION_HOOKS",

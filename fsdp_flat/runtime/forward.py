@@ -14,7 +14,8 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import active_compiler, in_backward, untraced, untraced_here
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.tree import Tree, tree_of
-from fsdp_flat.runtime.unit import Unit, Use, unit_of
+from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.use import Use
 
 __all__ = ["register_forward_method", "run_forward", "unshard_for"]
 
@@ -150,21 +151,29 @@ class _Forward:
     @untraced
     def leave(self, output: Any) -> None:
         """Hook the outputs and free the parameters, or keep them for backward."""
-        self._close(_hook_outputs(self._tree, self._use, output, recomputing=self._recomputing))
+        self._close(_hook_outputs(self._tree, self._use, output))
 
     def leave_open(self) -> None:
         """There is no output to hook: keep the parameters for whatever backward follows."""
-        self._close(torch.is_grad_enabled())
+        self._close(torch.is_grad_enabled(), open_ended=True)
 
-    def _close(self, keep: bool) -> None:
-        self._tree.note("post_forward", self._unit)
-        self._unit.exit_forward(keep=keep)
+    def _close(self, expects_backward: bool, *, open_ended: bool = False) -> None:
+        unit, tree = self._unit, self._tree
+        tree.note("post_forward", unit)
+        reshards = unit.options.strategy.reshard_after_forward and unit is not tree.root
+        # A re-entrant checkpoint runs its units without gradients, so the pass says whether a backward will come.
+        expects_backward = expects_backward or tree.pass_trains
+        stays = expects_backward and (open_ended or self._recomputing or not reshards)
+        lingers = expects_backward and not stays and bool(unit.handles)
+        unit.exit_forward(keep=stays or lingers)
+        if lingers:
+            tree.linger(unit)
         if self._outermost:
             self._tree.end_forward()
 
 
-def _hook_outputs(tree: Tree, use: Use, output: Any, *, recomputing: bool) -> bool:
-    """Have backward announce itself; returns whether the parameters are to stay gathered until then."""
+def _hook_outputs(tree: Tree, use: Use, output: Any) -> bool:
+    """Have backward announce itself; returns whether there may be one."""
     if not torch.is_grad_enabled():
         return False
     unit = use.unit
@@ -178,7 +187,7 @@ def _hook_outputs(tree: Tree, use: Use, output: Any, *, recomputing: bool) -> bo
         hook = functools.partial(_reached, use)
         for tensor in outputs:
             tensor.register_hook(hook)
-    return recomputing or unit is tree.root or not unit.options.strategy.reshard_after_forward
+    return True
 
 
 @untraced

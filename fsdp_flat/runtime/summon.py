@@ -12,7 +12,8 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.use import Phase
 
 __all__ = ["WholeParams", "check_idle", "summon_full_params", "whole_params"]
 

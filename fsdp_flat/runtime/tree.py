@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 from torch.autograd import Variable
 
@@ -19,20 +20,26 @@ from fsdp_flat.flat import FlatParamHandle, MemoryPool, in_backward, untraced
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.compiled import is_compiled
 from fsdp_flat.runtime.reduction import ReductionPolicy, Reductions
-from fsdp_flat.runtime.unit import Unit, Use, unit_of
+from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.use import Use
 from fsdp_flat.runtime.used import UsedExchange
 
 __all__ = ["Pass", "Tree", "reset_tree", "tree_of"]
 
 
 class Pass:
-    """One forward of an outermost unit: the order in which units began, and in which their outputs were hooked."""
+    """One forward of an outermost unit: the order in which units began, and in which their outputs were hooked.
 
-    __slots__ = ("begun", "hooked")
+    Attributes:
+        trains: gradients were enabled where it began, so a backward will come.
+    """
+
+    __slots__ = ("begun", "hooked", "trains")
 
     def __init__(self) -> None:
         self.begun: list[Unit] = []
         self.hooked: list[Use] = []
+        self.trains = torch.is_grad_enabled()
 
 
 class Tree:
@@ -65,6 +72,7 @@ class Tree:
         self._pass: Pass | None = None
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
+        self._lingering: Unit | None = None
         self._callback_queued = False
         self._checked_first_backward = False
         self._used = UsedExchange()
@@ -133,7 +141,22 @@ class Tree:
             self._streams.optimizer_ran()
             self._cast_buffers()
         self._pass.begun.append(unit)
+        if unit.handles:
+            self._end_lingering(but=unit)
         return outermost
+
+    def linger(self, unit: Unit) -> None:
+        """A unit's forward is over and its backward will come: it is freed when another unit runs.
+
+        The last unit of a forward is the first of its backward, so it is not gathered anew in between.
+        """
+        self._end_lingering(but=unit)
+        self._lingering = unit
+
+    def _end_lingering(self, but: Unit) -> None:
+        unit, self._lingering = self._lingering, None
+        if unit is not None and unit is not but:
+            unit.reshard_if_unused()
 
     def end_forward(self) -> None:
         """The outermost forward is over."""
@@ -152,6 +175,7 @@ class Tree:
         """An exception ended a step: every unit back to sharded and idle, gradients of that step dropped."""
         self._pass = None
         self._prefetched = None
+        self._lingering = None
         self._callback_queued = False
         self.reductions.finish()
         for unit in self.units:
@@ -162,6 +186,11 @@ class Tree:
     def current_pass(self) -> Pass | None:
         """The pass that is running, if a forward is running."""
         return self._pass
+
+    @property
+    def pass_trains(self) -> bool:
+        """Whether a forward is running that a backward will follow."""
+        return self._pass is not None and self._pass.trains
 
     def record(self, use: Use) -> None:
         """The outputs of ``use`` were hooked."""
@@ -219,6 +248,8 @@ class Tree:
         use.task = task
         self.queue_end_of_backward()
         unit = use.unit
+        if unit is self._lingering or unit.is_sharded:
+            self._end_lingering(but=unit)
         unit.activate(use)
         unit.last_use = use
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -239,6 +270,7 @@ class Tree:
     @untraced
     def end_of_backward(self) -> None:
         """Close what is open, wait for the reductions, publish the sharded gradients, free everything."""
+        self._lingering = None
         self._prefetched, prefetched = None, self._prefetched
         if prefetched is not None:
             prefetched.reshard()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,47 +30,12 @@ from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction
 from fsdp_flat.runtime.tensors import StoredTensors
+from fsdp_flat.runtime.use import Phase, Use
 
 if TYPE_CHECKING:
-    from fsdp_flat.runtime.tree import Pass, Tree
+    from fsdp_flat.runtime.tree import Tree
 
-__all__ = ["Phase", "Unit", "Use", "unit_of", "units_of"]
-
-
-class Phase(Enum):
-    """What the step is doing with a unit."""
-
-    IDLE = "idle"
-    FORWARD = "in forward"
-    BACKWARD = "in backward"
-    SUMMONED = "inside summon_full_params"
-
-
-class Use:
-    """One forward of a unit whose outputs may come back in backward.
-
-    Attributes:
-        unit: the unit.
-        record: the pass of the tree in which it happened; None when recomputed inside backward.
-        position: index of this use among the uses of that pass.
-        waits_for_inputs: the use ends when the gradients of its inputs are there, not with its parameters'.
-        task: id of the backward pass in which it became active, -1 before.
-        full_precision: it ran in full precision, so its backward does.
-        generation: that of the unit at that time.
-        version: that of the weights that it ran with.
-    """
-
-    __slots__ = ("full_precision", "generation", "position", "record", "task", "unit", "version", "waits_for_inputs")
-
-    def __init__(self, unit: Unit, record: Pass | None) -> None:
-        self.unit = unit
-        self.record = record
-        self.position = -1
-        self.waits_for_inputs = False
-        self.task = -1
-        self.full_precision = unit.wants_full_precision
-        self.generation = unit.generation
-        self.version = 0
+__all__ = ["Unit", "unit_of", "units_of"]
 
 
 class Unit:
@@ -332,7 +296,12 @@ class Unit:
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-        if self._depth == 0 and not keep and not self._active:
+        if not keep:
+            self.reshard_if_unused()
+
+    def reshard_if_unused(self) -> None:
+        """Free the gathered parameters unless a forward or a backward is using them."""
+        if self._depth == 0 and not self._active:
             self.reshard()
 
     # -- backward ------------------------------------------------------------------------------------------------

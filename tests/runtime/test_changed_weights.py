@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy
+from fsdp_flat import ShardingStrategy, StateDictType
 from fsdp_flat.errors import PhaseError
 from tests.runtime.kit import STRATEGIES, Stack, Twin, batch, mesh_for, square_loss
 from tests.support import on_ranks
@@ -61,6 +61,18 @@ def test_a_backward_through_weights_that_changed_raises_and_the_next_step_is_rig
         loss.backward()
     twin.optimizer.zero_grad()
     twin.step()
+
+
+@KINDS
+@on_ranks(2)
+def test_a_backward_after_a_load_of_local_shards_raises(use_orig_params: bool, rank: int) -> None:
+    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
+    with FSDP.state_dict_type(twin.model, StateDictType.LOCAL_STATE_DICT):
+        state = twin.model.state_dict()
+        loss = square_loss(twin.model, batch(rank))
+        twin.model.load_state_dict(state)
+    with pytest.raises(PhaseError, match="were changed after the forward of this backward"):
+        loss.backward()
 
 
 @KINDS

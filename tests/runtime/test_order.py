@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
+import torch
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
+from fsdp_flat.runtime import units_of
 from tests.runtime.kit import BLOCKS, SHARDED, Stack, Twin, batch, square_loss, traced
 from tests.support import on_ranks
 
@@ -56,7 +58,7 @@ def test_backward_post_begins_the_previous_gather_after_the_current_gradients(ra
 def test_without_backward_prefetch_each_gather_begins_when_it_is_needed(rank: int) -> None:
     twin = Twin.of(Stack(4), backward_prefetch=None)
     trace = step_trace(twin, rank)
-    for index in range(4):
+    for index in range(3):
         unit = f"blocks.{index}"
         assert at(trace, "begin_unshard", unit, 1) == at(trace, "pre_backward", unit) + 1
         assert at(trace, "finish_unshard", unit, 1) == at(trace, "pre_backward", unit) + 2
@@ -115,6 +117,33 @@ def test_full_shard_frees_after_forward_and_shard_grad_op_after_backward(rank: i
         assert sum(entry == ("reshard", "blocks.0") for entry in trace) == number
         first = at(trace, "reshard", "blocks.0")
         assert (first < at(trace, "pre_backward", "blocks.0")) == (number == 2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_unit_is_freed_when_the_next_one_runs_so_the_last_stays_for_backward(
+    use_orig_params: bool, rank: int
+) -> None:
+    twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
+    for num_before in (0, 1):
+        trace = step_trace(twin, rank, num_before)
+        for index in range(2):
+            own, following = f"blocks.{index}", f"blocks.{index + 1}"
+            assert at(trace, "post_forward", own) < at(trace, "reshard", own) < at(trace, "pre_forward", following)
+        assert trace.count(("begin_unshard", "blocks.2")) == 1
+        assert at(trace, "reshard", "blocks.2") > at(trace, "pre_backward", "blocks.2")
+
+
+@on_ranks(2)
+def test_a_last_unit_that_backward_does_not_need_first_is_freed_before_another_is_gathered(rank: int) -> None:
+    twin = Twin.of(Stack(3))
+    trace = traced(twin.model)
+    kept: list[torch.Tensor] = []
+    twin.model.module.blocks[1].register_forward_hook(lambda _module, _args, output: kept.append(output))
+    twin.model(batch(rank))
+    kept[0].sum().backward()
+    assert at(list(trace), "reshard", "blocks.2") < at(list(trace), "pre_backward", "blocks.1")
+    assert all(unit.is_sharded for unit in units_of(twin.model))
 
 
 @on_ranks(2)

@@ -7,17 +7,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat import ShardingStrategy
-from tests.runtime.kit import STRATEGIES, Stack, Twin, mesh, mesh_for, whole
+from tests.runtime.kit import Stack, Twin, mesh, whole
 from tests.support import on_ranks
-
-
-@on_ranks(2, 4)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_trains_as_the_reference(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
-    for _ in range(3):
-        twin.step()
 
 
 def train_on_mesh(shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool) -> None:
