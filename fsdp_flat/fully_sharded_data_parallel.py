@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -237,11 +237,19 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
 
     @untraced_here
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered."""
+        """Run the wrapped module with its parameters gathered. Every rank of the unit's groups must call this.
+
+        Returns:
+            What the wrapped module returns.
+        """
         return run_forward(self, self._unit, args, kwargs, self._unit.module)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also between forward and backward and those that wait inside ``no_sync``."""
+        """Clear gradients, also between forward and backward and those that wait inside ``no_sync``.
+
+        Args:
+            set_to_none: ``.grad`` becomes None; else it is filled with zeros.
+        """
         super().zero_grad(set_to_none)
         for unit in units_of(self):
             for handle in unit.handles:
@@ -276,6 +284,9 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Args:
             module: any module.
             root_only: leave nested wrappers out.
+
+        Returns:
+            The wrappers, in the order of ``module.modules()``.
         """
         found = [child for child in module.modules() if isinstance(child, FullyShardedDataParallel)]
         if not root_only:
@@ -284,20 +295,26 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         return [wrapper for wrapper in found if wrapper not in nested and wrapper.check_is_root()]
 
     @contextmanager
-    def no_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients on each rank without reducing them; only on the root.
+    def no_sync(self, mode: Literal["local", "sharded"] = "local") -> Generator[None, None, None]:
+        """Accumulate gradients over several backwards; only on the root. Backward must be inside too.
 
-        They are kept whole, so memory for one full gradient is needed. Backward must be inside too.
+        Args:
+            mode: ``"local"`` reduces nothing and keeps each rank's gradient whole, which takes the memory of all
+                trainable parameters. ``"sharded"`` reduces after each backward, as outside of ``no_sync``, and keeps
+                a shard: more communication in place of that memory.
 
         Raises:
+            OptionError: (a ValueError) another mode.
             UsageError: not the root.
             PhaseError: nested.
         """
+        if mode not in ("local", "sharded"):
+            raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
         tree = self._require_root("no_sync")
         if not all(unit.sync_gradients for unit in tree.units):
             raise PhaseError("no_sync was entered inside no_sync; one level is enough.")
         for unit in tree.units:
-            unit.sync_gradients = False
+            unit.sync_gradients = mode == "sharded"
         try:
             yield
         finally:
@@ -421,6 +438,12 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
 
         Every rank must call this.
 
+        Args:
+            fn: takes a module and may write to its parameters in place, as an initialisation does.
+
+        Returns:
+            This wrapper.
+
         Raises:
             OptionError: inside ``summon_full_params``, forward or backward.
         """
@@ -447,6 +470,11 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         """As :meth:`nn.Module.named_modules`; inside ``summon_full_params`` without wrapper words in the names.
 
         Then the wrapper and the wrapped module have the same name, also where a plain module around them is asked.
+
+        Args:
+            memo: modules that are left out, and to which those found are added.
+            prefix: what the names begin with.
+            remove_duplicate: each module once, under its first name.
         """
         if self._unit.phase is not Phase.SUMMONED:
             yield from super().named_modules(memo, prefix, remove_duplicate)

@@ -14,6 +14,7 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.runtime import units_of
 from tests.support import on_ranks
 from tests.surface.models import (
     ALL_STRATEGIES,
@@ -41,7 +42,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 
 @KINDS
 @STRATEGIES
-@on_ranks(2, 4)
+@on_ranks(2)
 def test_accumulation_under_no_sync_equals_one_large_batch(
     strategy: str, use_orig_params: bool, rank: int, num_ranks: int
 ) -> None:
@@ -63,6 +64,36 @@ def test_accumulation_under_no_sync_equals_one_large_batch(
         for batch in batches(num_ranks, step=step):
             (mean_loss(plain, batch) / num_ranks).backward()
     assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_batch(
+    strategy: str, use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    """Pain 10."""
+    model = sharded(small_model(), strategy, use_orig_params=use_orig_params)
+    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    with model.no_sync(mode="sharded"):
+        for step in range(2):
+            mean_loss(model, batches(num_ranks, step=step)[rank]).backward()
+            assert not any(handle.num_landed for handle in handles), "no whole gradient waits"
+            held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
+            assert held <= sum(handle.layout.shard_numel for handle in handles)
+    mean_loss(model, batches(num_ranks, step=2)[rank]).backward()
+    plain = small_model()
+    for step in range(3):
+        for batch in batches(num_ranks, step=step):
+            (mean_loss(plain, batch) / num_ranks).backward()
+    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+
+
+@on_ranks(2)
+def test_another_mode_of_no_sync_says_which_there_are(rank: int) -> None:
+    model = sharded(small_model())
+    with pytest.raises(ValueError, match='mode="local" or mode="sharded"; got \'cpu\''), model.no_sync(mode="cpu"):
+        pass
 
 
 @KINDS

@@ -26,6 +26,7 @@ from fsdp_flat import CPUOffload, MixedPrecision, clean_named_parameters, clean_
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
+from fsdp_flat.tools.migrate_names import FSDP2_NAMES
 from tests.support import assert_close, on_ranks
 from tests.wrapper.models import Model, Tied, batch, message, seeded, shard, shard_by_peer, square_loss
 
@@ -36,20 +37,8 @@ PEER = "torch.distributed.fsdp"
 FSDP2 = "FSDP2's interface, another library that lives in the same namespace; fsdp_flat is FSDP1-style"
 NOISE = "not FSDP1's own: what its source file happens to import"
 NO_COUNTERPART = {
-    **dict.fromkeys(
-        [
-            "CPUOffloadPolicy",
-            "DataParallelMeshDims",
-            "FSDPModule",
-            "MixedPrecisionPolicy",
-            "OffloadPolicy",
-            "UnshardHandle",
-            "fully_shard",
-            "register_fsdp_forward_method",
-            "share_comm_ctx",
-        ],
-        FSDP2,
-    ),
+    # The list is that of torch's newest release.
+    **dict.fromkeys(FSDP2_NAMES - {"GradientReductionHandle"}, FSDP2),
     **dict.fromkeys(
         [
             *("ABC", "ActivationWrapper", "Any", "Callable", "DeviceMesh", "Enum", "Generator", "Iterable", "Iterator"),
@@ -66,7 +55,7 @@ ADDED_FIELDS = {
     "ShardedStateDictConfig": ["boxes"],
     "ShardedOptimStateDictConfig": ["boxes"],
 }
-ADDED_PARAMETERS: dict[str, list[str]] = {}
+ADDED_PARAMETERS = {"FullyShardedDataParallel.no_sync": ["mode"]}
 
 
 def ours(module: str) -> Any:
