@@ -1,7 +1,7 @@
 """Every way to save and load a sharded model, each checked as it goes.
 
 Run it with `torchrun --nproc-per-node 2 examples/checkpoints.py`, then again with another number of ranks: the second
-run goes on from the checkpoint of the first.
+run goes on from the checkpoint of the first. torch's own FSDP1 and FSDP2 appear in it to exchange checkpoints with.
 """
 
 import argparse
@@ -12,9 +12,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import fully_shard
 
 from fsdp_flat import (
     FullStateDictConfig,
+    LocalStateDictConfig,
     ShardedStateDictConfig,
     StateDictType,
     iter_full_state_dict,
@@ -65,64 +70,127 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def same(model: nn.Module, other: nn.Module) -> bool:
-    """Whether two wrapped models have the same weights. Every rank must call this."""
-    mine, others = model.state_dict(), other.state_dict()
-    return all(torch.equal(mine[name], others[name]) for name in mine)
+def check(what: str, mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
+    """Say, and require, that two state dicts of whole tensors are the same on this rank."""
+    if sorted(mine) != sorted(others) or not all(torch.equal(mine[name], others[name]) for name in mine):
+        raise SystemExit(f"{what}: other weights on rank {dist.get_rank()}")
+    say(f"{what}: same weights")
 
 
-def run(folder: Path) -> None:
-    """Train a little, and save and load in every form."""
-    model, optimizer = sharded_model()
-
-    # 1. A training run that may be killed at any moment, and started again with any number of ranks.
-    found = load_checkpoint(folder / "run", model, optimizer)
+def train_and_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A training run that may be killed at any moment, and started again with any number of ranks."""
+    found = load_checkpoint(folder, model, optimizer)
     first = 0 if found is None else found.extra["next step"]
     if found is not None:
         say(f"went on from {found.path.name} with {dist.get_world_size()} ranks")
     for number in range(first, first + 10):
         loss = step(model, optimizer, number)
-    saving = save_checkpoint(folder / "run", model, optimizer, {"next step": first + 10}, background=True)
+    saving = save_checkpoint(folder, model, optimizer, {"next step": first + 10}, background=True)
     say(f"step {first + 9}: loss {loss:.4f}")  # training may go on while the files are written
     saving.wait()
 
-    # 2. The whole model in one file, for inference or another library: safetensors, one parameter in memory at a time.
-    save_full(model, folder / "hub", dtype=torch.float32)
-    other, _ = sharded_model(seed=1)
-    load_full(other, folder / "hub")
-    say(f"safetensors: same weights {same(model, other)}")
 
-    # 3. The whole model as a state dict on rank 0, as FSDP1 gives it; a plain model loads it.
+def whole_in_files(folder: Path, model: nn.Module) -> None:
+    """The whole model for inference or another library: safetensors, one parameter in memory at a time."""
+    save_full(model, folder, dtype=torch.float32)
+    other, _ = sharded_model(seed=1)
+    load_full(other, folder)
+    check("safetensors", model.state_dict(), other.state_dict())
+
+
+def whole_on_one_rank(model: nn.Module) -> None:
+    """The whole model as a state dict on rank 0, as FSDP1 gives it; a plain model loads it."""
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         full = model.state_dict()
     if dist.get_rank() == 0:
-        plain_model().load_state_dict(full)
+        plain = plain_model(seed=1)
+        plain.load_state_dict(full)
+        check("full, in a plain model", plain.state_dict(), full)
 
-    # 4. Sharded, for torch.distributed.checkpoint: boxes of the shards as they are, without communication. FSDP2, a
-    #    plain model and any other sharding read these files too.
+
+def sharded_in_files(folder: Path, model: nn.Module) -> None:
+    """For torch.distributed.checkpoint: boxes of the shards as they are, made without communication.
+
+    Files of another number of ranks or another wrapping load the same way.
+    """
     boxes = ShardedStateDictConfig(boxes=True)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, boxes):
-        dcp.save({"model": model.state_dict()}, checkpoint_id=folder / "sharded")
-    other, _ = sharded_model(seed=2)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    other = FSDP(plain_model(seed=2), use_orig_params=False)  # one unit for everything
     with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT, boxes):
         state = {"model": other.state_dict()}
-        dcp.load(state, checkpoint_id=folder / "sharded")
+        dcp.load(state, checkpoint_id=folder)
         other.load_state_dict(state["model"])
-    say(f"sharded: same weights {same(model, other)}")
+    check("sharded, with another wrapping", model.state_dict(), other.state_dict())
 
-    # 5. The optimizer under parameter names, whole; it fits any wrapping, and torch FSDP1.
+
+def to_and_from_torch(folder: Path, model: nn.Module) -> None:
+    """torch's own FSDPs read the files that were written above, and what they write is read here."""
+    full = model.state_dict()
+    theirs = plain_model(seed=3)
+    for block in theirs:
+        fully_shard(block, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    state = {"model": get_model_state_dict(theirs)}
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(theirs, state["model"])
+    check("read by torch's fully_shard", full, {name: value.full_tensor() for name, value in state["model"].items()})
+
+    dcp.save({"model": get_model_state_dict(theirs)}, checkpoint_id=folder.with_name("from_fsdp2"))
+    ours, _ = sharded_model(seed=4)
+    with FSDP.state_dict_type(ours, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)):
+        state = {"model": ours.state_dict()}
+        dcp.load(state, checkpoint_id=folder.with_name("from_fsdp2"))
+        ours.load_state_dict(state["model"])
+    check("written by torch's fully_shard", full, ours.state_dict())
+
+    fsdp1 = FSDP1(plain_model(seed=5), device_id=torch.device("cpu"), use_orig_params=True)
+    fsdp1.load_state_dict(full)
+    ours.load_state_dict(fsdp1.state_dict())
+    check("to torch's FSDP1 and back", full, ours.state_dict())
+
+
+def optimizer_by_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The optimizer under parameter names, whole; it fits any wrapping, and torch's FSDP1."""
     states = FSDP.optim_state_dict(model, optimizer)
-    other, its_optimizer = sharded_model(seed=3)
+    other = FSDP(plain_model(seed=6), use_orig_params=False)
+    other.load_state_dict(model.state_dict())
+    its_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3)
     its_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, its_optimizer, states))
+    mine, others = (
+        {f"{name}.{key}": value for name, row in found["state"].items() for key, value in row.items()}
+        for found in (states, FSDP.optim_state_dict(other, its_optimizer))
+    )
+    check("optimizer, with another wrapping", mine, others)
 
-    # 6. Local: this rank's flat shards, for the same wrapping and number of ranks only. Nothing is faster.
+
+def local(model: nn.Module) -> None:
+    """This rank's flat shards, for the same wrapping and number of ranks only. Nothing is faster."""
+    before = model.state_dict()
+    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)):
+        shards = model.state_dict()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        model.load_state_dict(shards)
+    check("local", before, model.state_dict())
+
+
+def one_by_one(model: nn.Module) -> None:
+    """One parameter after another, for whatever else there is to do with them."""
+    check("one by one", model.state_dict(), dict(iter_full_state_dict(model, dst=None)))
+
+
+def run(folder: Path) -> None:
+    """Train a little, and save and load in every form."""
     model, optimizer = sharded_model()
-    with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
-        model.load_state_dict(model.state_dict())
-
-    # 7. One parameter after another, for whatever else there is to do with them.
-    largest = max(value.abs().max().item() for _, value in iter_full_state_dict(model, dst=None))
-    say(f"largest weight {largest:.3f}")
+    train_and_resume(folder / "run", model, optimizer)
+    whole_in_files(folder / "hub", model)
+    whole_on_one_rank(model)
+    sharded_in_files(folder / "sharded", model)
+    to_and_from_torch(folder / "sharded", model)
+    optimizer_by_names(model, optimizer)
+    local(model)
+    one_by_one(model)
 
 
 def main() -> None:

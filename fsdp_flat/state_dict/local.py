@@ -33,7 +33,7 @@ def _valid_numel(handle: FlatParamHandle, rank: int) -> int:
 
 
 def save_local(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Add one unit's flat shards, which share memory with the live ones unless ``offload_to_cpu`` copies them."""
+    """Add one unit's flat shards: the live ones' memory, or with ``offload_to_cpu`` a copy, also of what is there."""
     check_idle(unit, "state_dict")
     groups = unit.options.groups
     if groups.mesh is not None:
@@ -51,9 +51,9 @@ def save_local(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable
         if unit.is_sharded:
             handle.adopt_changes()
         local = handle.flat_param.detach()[: _valid_numel(handle, groups.shard.rank)]
+        local = local.to("cpu", copy=True) if config.offload_to_cpu else local
         value = flat_sharded(local, handle.layout.shard_numel, handle.layout.unpadded_numel, groups.shard)
-        key = prefix + flat_key(unit, handle)
-        destination[key] = value.cpu() if config.offload_to_cpu else value
+        destination[prefix + flat_key(unit, handle)] = value
     restore_buffers(unit, destination, prefix)
     return destination
 
@@ -73,6 +73,8 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
     }
     quiet = LoadReport(strict=False)
     given = prepare_load(unit, state_dict, prefix, quiet)
+    # The parameters' own names are not there to be missed, but what has to be done before any write is the same.
+    report.writes.extend(quiet.writes)
     rank = unit.options.groups.shard.rank
     for handle, value in flats.items():
         name = prefix + flat_key(unit, handle)

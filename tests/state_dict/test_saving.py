@@ -16,7 +16,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, ShardedStateDictConfig
+from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, LocalStateDictConfig, ShardedStateDictConfig
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import meeting
 from fsdp_flat.errors import UsageError
@@ -161,6 +161,27 @@ def test_a_two_dimensional_mesh_is_used_whole_by_hybrid_and_by_its_first_axis_el
             state = model.state_dict()
         whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
         assert_equal(whole, expected, what=strategy)
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@on_ranks(2)
+def test_local_shards_are_the_live_ones_unless_they_are_offloaded(use_orig_params: bool) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    for offload in (False, True):
+        with FSDP.state_dict_type(model, LOCAL, LocalStateDictConfig(offload_to_cpu=offload)):
+            state = model.state_dict()
+        shards = [
+            shard.tensor
+            for value in state.values()
+            if isinstance(value, ShardedTensor)
+            for shard in value.local_shards()
+        ]
+        before = [tensor.clone() for tensor in shards]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        assert shards
+        assert all(torch.equal(a, b) == offload for a, b in zip(shards, before, strict=True))
 
 
 @on_ranks(2)
