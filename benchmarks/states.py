@@ -59,29 +59,17 @@ def _fsdp1_kinds(name: str, model: Any, optimizer: torch.optim.Optimizer) -> Ite
     else:
         import fsdp_flat as library
     FSDP, types = library.FullyShardedDataParallel, library.StateDictType
-    settings = {
-        "full": (
-            types.FULL_STATE_DICT,
-            library.FullStateDictConfig(offload_to_cpu=False),
-            library.FullOptimStateDictConfig(offload_to_cpu=False),
-        ),
-        "full, rank 0": (
-            types.FULL_STATE_DICT,
-            library.FullStateDictConfig(offload_to_cpu=False, rank0_only=True),
-            library.FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=True),
-        ),
-        "sharded": (
-            types.SHARDED_STATE_DICT,
-            library.ShardedStateDictConfig(offload_to_cpu=False),
-            library.ShardedOptimStateDictConfig(offload_to_cpu=False),
-        ),
-        "local": (
-            types.LOCAL_STATE_DICT,
-            library.LocalStateDictConfig(offload_to_cpu=False),
-            library.LocalOptimStateDictConfig(offload_to_cpu=False),
-        ),
-    }
 
+    def of(form: str, **flags: bool) -> tuple[Any, ...]:
+        configs = (getattr(library, f"{form}{part}StateDictConfig") for part in ("", "Optim"))
+        return types[f"{form.upper()}_STATE_DICT"], *(config(offload_to_cpu=False, **flags) for config in configs)
+
+    settings = {
+        "full": of("Full"),
+        "full, rank 0": of("Full", rank0_only=True),
+        "sharded": of("Sharded"),
+        "local": of("Local"),
+    }
     for kind, setting in settings.items():
 
         def typed(setting: Any = setting) -> Any:

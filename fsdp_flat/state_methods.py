@@ -32,7 +32,16 @@ class StateDictMethods(SemiPrivateNames):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts for every wrapper at and below ``module``; returns the previous settings.
+        """Choose the form of state dicts for every wrapper at and below ``module``.
+
+        Args:
+            module: a wrapper, or any module that holds wrappers.
+            state_dict_type: the form.
+            state_dict_config: of the class that belongs to the form; None is its default.
+            optim_state_dict_config: likewise for optimizer state dicts.
+
+        Returns:
+            The settings before.
 
         Raises:
             UsageError: a config that does not belong to the type.
@@ -50,7 +59,13 @@ class StateDictMethods(SemiPrivateNames):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings in force below ``module``; None if nothing there is wrapped.
+        """The settings in force below ``module``.
+
+        Args:
+            module: a wrapper, or any module that holds wrappers.
+
+        Returns:
+            The settings; None if nothing there is wrapped.
 
         Raises:
             PhaseError: wrappers below ``module`` have different settings.
@@ -68,7 +83,14 @@ class StateDictMethods(SemiPrivateNames):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None, None, None]:
-        """:meth:`set_state_dict_type` inside the block; the previous settings come back also after an exception."""
+        """:meth:`set_state_dict_type` inside the block; the previous settings come back also after an exception.
+
+        Args:
+            module: a wrapper, or any module that holds wrappers.
+            state_dict_type: the form.
+            state_dict_config: of the class that belongs to the form; None is its default.
+            optim_state_dict_config: likewise for optimizer state dicts.
+        """
         previous = StateDictMethods.set_state_dict_type(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -82,6 +104,13 @@ class StateDictMethods(SemiPrivateNames):
         """The state dict in the form that is set, under the names of the unwrapped model.
 
         Every rank must call this.
+
+        Args:
+            args: ``destination``, ``prefix`` and ``keep_vars`` by position, which torch deprecates.
+            kwargs: the same by keyword, as in :meth:`nn.Module.state_dict`.
+
+        Returns:
+            Names and tensors; with ``rank0_only`` of the FULL form, on other ranks what is not managed.
 
         Raises:
             PhaseError: (an AssertionError) called inside a step or with parameters summoned for another form.
@@ -152,6 +181,9 @@ class StateDictMethods(SemiPrivateNames):
             state_dict: in the form that is set; SHARDED takes whole tensors as well.
             strict: names that are missing or unexpected are an error.
             assign: as in torch, for what is not sharded.
+
+        Returns:
+            The missing and the unexpected names, as torch's.
 
         Raises:
             RuntimeError: names or shapes that do not fit, on this rank, or for SHARDED on any rank.

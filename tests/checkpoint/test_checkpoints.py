@@ -20,7 +20,7 @@ from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, StateDictTy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError
 from tests.support import Ranks, assert_equal, on_ranks
-from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, whole_state
+from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, train, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -28,17 +28,6 @@ KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = square_loss(model, batch(rank, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def run_and_save(path: str, strategy: str, use_orig_params: bool, background: bool) -> list[float]:

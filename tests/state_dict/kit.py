@@ -18,6 +18,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.api import FullOptimStateDictConfig, LocalOptimStateDictConfig, OptimStateDictConfig
 from tests.support.peer import peer_warnings_silenced
+from tests.wrapper import models
 from tests.wrapper.models import WIDTH, Block, Model, Tied, batch, shard
 
 FULL, LOCAL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -66,14 +67,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range) -> list[float]:
     """Steps on this rank's data; the losses."""
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = model(task.data(dist.get_rank(), step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return models.train(model, optimizer, dist.get_rank(), steps, task.data)
 
 
 @contextmanager

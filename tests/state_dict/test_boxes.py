@@ -21,7 +21,7 @@ from fsdp_flat.state_dict import BoxedTensor
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import Tied, batch, seeded, shard, shard_by_peer, square_loss, whole_state
+from tests.wrapper.models import Tied, seeded, shard, shard_by_peer, train, whole_state
 
 RanksOf = Callable[..., Ranks]
 
@@ -49,17 +49,6 @@ def trained(model: nn.Module, rank: int, steps: range = range(2)) -> torch.optim
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, rank, steps)
     return optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = square_loss(model, batch(rank, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 @KINDS

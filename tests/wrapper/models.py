@@ -110,6 +110,24 @@ def square_loss(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
     return model(data).square().mean()
 
 
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: range,
+    data: Callable[[int, int], torch.Tensor] = batch,
+) -> list[float]:
+    """Steps on one rank's data; the losses."""
+    losses = []
+    for step in steps:
+        optimizer.zero_grad()
+        loss = square_loss(model, data(rank, step))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """The full state dict as plain tensors with no tie to the model. Every rank must call this."""
     with peer_warnings_silenced():

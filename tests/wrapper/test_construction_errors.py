@@ -214,7 +214,7 @@ def test_the_error_has_the_type_that_the_peer_raises(case: str) -> None:
 @on_ranks(2)
 def test_an_index_without_an_accelerator_is_an_error_that_says_how_to_use_the_cpu() -> None:
     if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
+        pytest.skip("this machine has an accelerator, so that the index is right")
     text = message(OptionError, ValueError, lambda: FSDP(nn.Linear(2, 2), device_id=0))
     assert "device_id=0" in text
     assert 'torch.device("cpu")' in text

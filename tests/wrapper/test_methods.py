@@ -190,7 +190,7 @@ def test_apply_inside_summon_full_params_is_an_error_and_the_context_goes_on() -
 
 
 @BOTH
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
 @on_ranks(4)
 def test_no_sync_accumulates_to_the_reference_and_to_the_peer(
     strategy: str, use_orig_params: bool, rank: int, num_ranks: int

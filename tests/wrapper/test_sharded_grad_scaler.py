@@ -582,7 +582,7 @@ def test_names_arguments_and_defaults_are_the_peers() -> None:
             assert ours[key].kind == theirs[key].kind, (name, key)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at what happens without CUDA")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without CUDA; this one has it")
 def test_the_default_device_without_cuda_warns_and_disables_as_the_peers() -> None:
     for kind in (PeerScaler, ShardedGradScaler):
         with pytest.warns(UserWarning, match="CUDA is not available"):
