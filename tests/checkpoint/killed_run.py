@@ -1,12 +1,8 @@
-"""A training run that saves at every step and goes on from the newest checkpoint: what the test of kills runs.
-
-``python -m tests.checkpoint.killed_run RANK STORE DIRECTORY BACKGROUND``; prints a line per step.
-"""
+"""A training run that saves at every step and goes on from the newest checkpoint: what the test of kills runs."""
 
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 
 import torch
@@ -16,6 +12,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support.worker import print_to
 
 NUM_STEPS = 6
 WIDTH = 256
@@ -49,14 +46,11 @@ def run(directory: str, *, background: bool) -> dict[int, str]:
     return losses
 
 
-def main(rank: int, store: str, directory: str, how: str) -> None:
-    """One rank of a run of its own."""
+def main(rank: int, store: str, directory: str, how: str, log: str) -> None:
+    """One rank of a run of its own; it prints a line per step to the file ``log``."""
+    print_to(log)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     run(directory, background=how == "background")
     dist.barrier()
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3], sys.argv[4])

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.killed_run import NUM_STEPS, run
+from tests.checkpoint.killed_run import NUM_STEPS, main, run
 from tests.support import Ranks
+from tests.support.pool import SERVER, start_server
 
 LIMIT_S = 120.0
 
@@ -21,42 +19,37 @@ class Run:
     """Two ranks of ``killed_run``."""
 
     def __init__(self, root: Path, name: str, directory: Path, how: str) -> None:
-        environ = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(path for path in sys.path if path))
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        start_server()
         self.logs = [root / f"{name}-{rank}.log" for rank in range(2)]
-        self.ranks = []
-        for rank, log in enumerate(self.logs):
-            arguments = [str(rank), str(root / f"{name}.store"), str(directory), how]
-            with open(log, "wb") as out:
-                self.ranks.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "tests.checkpoint.killed_run", *arguments],
-                        stdout=out,
-                        stderr=out,
-                        env=environ,
-                    )
-                )
+        store = str(root / f"{name}.store")
+        self.ranks = [
+            SERVER.Process(target=main, args=(rank, store, str(directory), how, str(log)))
+            for rank, log in enumerate(self.logs)
+        ]
+        for process in self.ranks:
+            process.start()
 
     def kill_when(self, moment: Callable[[], bool], victim: int) -> None:
         """SIGKILL one rank at the moment, and then the other, which may be waiting for it."""
         stop = time.monotonic() + LIMIT_S
         while not moment():
             assert time.monotonic() < stop, self.text()
-            assert all(rank.poll() is None for rank in self.ranks), self.text()
+            assert all(rank.exitcode is None for rank in self.ranks), self.text()
         self.ranks[victim].kill()
         time.sleep(0.2)
         self.ranks[1 - victim].kill()
         for rank in self.ranks:
-            rank.wait()
+            rank.join()
 
     def finish(self) -> None:
         try:
             for rank in self.ranks:
-                assert rank.wait(LIMIT_S) == 0, self.text()
+                rank.join(LIMIT_S)
+                assert rank.exitcode == 0, self.text()
         finally:
             for rank in self.ranks:
                 rank.kill()
-                rank.wait()
+                rank.join()
 
     def text(self) -> str:
         return "\n".join(log.read_text() for log in self.logs)

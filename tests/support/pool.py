@@ -145,7 +145,7 @@ class WorkerPool:
     def _start(self, rank: int) -> Worker:
         here, there = multiprocessing.Pipe()
         log_path = self._directory / f"log{rank}"
-        log_path.touch()
+        log_path.touch()  # it is read before the process has come so far
         start_server()
         process = SERVER.Process(target=worker_module.main, args=(rank, self.num_ranks, there, str(self._directory)))
         process.start()

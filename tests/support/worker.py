@@ -40,10 +40,7 @@ def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
     # Ctrl-C is for the test session, which then ends its workers.
     os.setsid()
     directory = Path(path)
-    log = os.open(directory / f"log{rank}", os.O_WRONLY | os.O_APPEND)
-    for stream in (sys.stdout, sys.stderr):
-        os.dup2(log, stream.fileno())
-        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    print_to(directory / f"log{rank}")
     stacks = open(directory / f"stack{rank}", "w")  # noqa: SIM115  stays open for the signal handler
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -57,6 +54,14 @@ def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
     serve(pipe, FirstState(base_store))
     # The groups' threads need not be joined: nothing that they could still do is wanted.
     os._exit(0)
+
+
+def print_to(path: str | Path) -> None:
+    """Have what this process prints appended to a file at once."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(log, stream.fileno())
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
 
 
 def watch_parent(parent: int) -> None:
