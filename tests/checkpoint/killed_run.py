@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
 import warnings
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -46,11 +49,30 @@ def run(directory: str, *, background: bool) -> dict[int, str]:
     return losses
 
 
+COMMITS = ["before the rename", "after the rename"]
+
+
+def kill_at_second_commit(*, after: bool) -> None:
+    """Have the process that commits kill itself at the rename that makes the second checkpoint a whole one."""
+    replace, commits = os.replace, itertools.count(1)
+
+    def replace_or_die(source: Path, target: Path) -> None:
+        dies = str(source).endswith(".writing") and next(commits) == 2
+        if after or not dies:
+            replace(source, target)
+        if dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.replace = replace_or_die  # type: ignore[assignment]
+
+
 def main(rank: int, store: str, directory: str, how: str, log: str) -> None:
     """One rank of a run of its own; it prints a line per step to the file ``log``."""
     print_to(log)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.set_num_threads(1)
+    if how in COMMITS:
+        kill_at_second_commit(after=how == COMMITS[1])
     run(directory, background=how == "background")
     dist.barrier()
     os._exit(0)

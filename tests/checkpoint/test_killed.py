@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.killed_run import NUM_STEPS, main, run
+from tests.checkpoint.killed_run import COMMITS, NUM_STEPS, main, run
 from tests.support import Ranks
 from tests.support.pool import SERVER, start_server
 
@@ -68,7 +69,7 @@ def writing(directory: Path, pattern: str) -> Callable[[], bool]:
     return reached
 
 
-MOMENTS = {"foreground": ["/__?_0.distcp", "/.metadata*"], "background": [""]}
+MOMENTS = {"foreground": ["/__?_0.distcp", "/.metadata*"], "background": ["", "/__1_0.distcp"]}
 
 
 @pytest.mark.parametrize("how", MOMENTS)
@@ -83,9 +84,31 @@ def test_training_goes_on_bit_for_bit_after_kills_in_the_middle_of_saves(
         for step, loss in cut_off.losses().items():
             # A step that is done again after a kill has the same loss.
             assert seen.setdefault(step, loss) == loss
-    last = Run(tmp_path, f"{how}-last", directory, how)
+    assert_it_ends_as_if_undisturbed(Run(tmp_path, "last", directory, how), seen, tmp_path, ranks)
+
+
+@pytest.mark.parametrize("how", COMMITS)
+def test_a_rank_killed_at_the_commit_leaves_a_whole_checkpoint(
+    ranks: Callable[..., Ranks], how: str, tmp_path: Path
+) -> None:
+    cut_off = Run(tmp_path, "cut_off", tmp_path / "killed", how)
+    cut_off.ranks[0].join(LIMIT_S)
+    cut_off.ranks[1].kill()
+    assert cut_off.ranks[0].exitcode == -signal.SIGKILL, cut_off.text()
+    last = Run(tmp_path, "last", tmp_path / "killed", "foreground")
+    seen = cut_off.losses()
+    assert sorted(seen) == [0, 1]
+    assert_it_ends_as_if_undisturbed(last, seen, tmp_path, ranks)
+    assert min(last.losses()) == (2 if how == "after the rename" else 1), "the first step after the newest checkpoint"
+
+
+def assert_it_ends_as_if_undisturbed(
+    last: Run, seen: dict[int, str], folder: Path, ranks: Callable[..., Ranks]
+) -> None:
+    """Let a last run end; with what was seen before, all losses are those of a run that nobody killed."""
     last.finish()
-    seen.update(last.losses())
-    assert seen == ranks(2).run(run, str(tmp_path / "undisturbed"), background=False)[0]
+    for step, loss in last.losses().items():
+        assert seen.setdefault(step, loss) == loss
+    assert seen == ranks(2).run(run, str(folder / "undisturbed"), background=False)[0]
     assert sorted(seen) == list(range(NUM_STEPS))
-    assert not list(directory.glob("*.writing"))
+    assert not list((folder / "killed").glob("*.writing"))
