@@ -136,7 +136,10 @@ class FlatParamHandle:
         self.compute_dtype = self._low_dtype
 
     def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
-        shard = torch.zeros(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.shard_device)
+        shard = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.shard_device)
+        own = self.layout.shard(self.spec.rank)
+        for padding in self.layout.paddings():
+            shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
         for piece in self.layout.shard_slots(self.spec.rank):
             flat = params[piece.index].param.detach().reshape(-1)
             shard[piece.in_shard.to_slice()].copy_(flat[piece.in_param.to_slice()])
