@@ -15,7 +15,7 @@ from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettin
 from fsdp_flat.comm import meet
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import units_of
+from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
 from fsdp_flat.state_dict import FORMS, LoadReport, settings_for
 
@@ -126,12 +126,17 @@ class StateDictMethods(SemiPrivateNames):
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
         form = FORMS[self._settings.state_dict_type]
-        with self._saving() as outermost:
-            if outermost and self._saves_together():
-                for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
-                    meet("state_dict", axis)
+        config = self._settings.state_dict_config
+        with self._saving() as (gathered, outermost):
+            if outermost:
+                if self._saves_together():
+                    for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
+                        meet("state_dict", axis)
+                # A nested wrapper that was given a form of its own gathers for itself.
+                alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
+                gathered.update(form.gather(alike, config))
             destination = form.save(
-                self._unit, self._settings.state_dict_config, prefix, lambda: wrapped.state_dict(**kwargs)
+                self._unit, config, prefix, lambda: wrapped.state_dict(**kwargs), gathered.pop(self._unit, None)
             )
         if outermost:
             self._tell_versions(destination, prefix)
@@ -146,19 +151,21 @@ class StateDictMethods(SemiPrivateNames):
         return not local and not getattr(self._settings.state_dict_config, "boxes", False)
 
     @contextmanager
-    def _saving(self) -> Generator[bool, None, None]:
-        """Tell nested wrappers inside the block that they are part of a save; whether this one is not."""
-        if self.__dict__.get("_in_save", False):
-            yield False
+    def _saving(self) -> Generator[tuple[dict[Unit, Any], bool], None, None]:
+        """What was gathered for the units of the save that this is a part of, and whether this is its outermost."""
+        of_outer: dict[Unit, Any] | None = self.__dict__.get("_gathered_in_save")
+        if of_outer is not None:
+            yield of_outer, False
             return
+        gathered: dict[Unit, Any] = {}
         wrappers = _wrappers(self)
         try:
             for wrapper in wrappers:
-                wrapper.__dict__["_in_save"] = True
-            yield True
+                wrapper.__dict__["_gathered_in_save"] = gathered
+            yield gathered, True
         finally:
             for wrapper in wrappers:
-                del wrapper.__dict__["_in_save"]
+                del wrapper.__dict__["_gathered_in_save"]
 
     def _tell_versions(self, destination: dict[str, Any], prefix: str) -> None:
         """Note the modules' versions under the names of wrapped modules too, where a load by a plain parent looks."""

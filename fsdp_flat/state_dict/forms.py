@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -20,9 +20,9 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict.common import LoadReport
-from fsdp_flat.state_dict.full import load_full, save_full
-from fsdp_flat.state_dict.local import load_local, save_local
-from fsdp_flat.state_dict.sharded import load_sharded, save_sharded
+from fsdp_flat.state_dict.full import gather_full, load_full, save_full
+from fsdp_flat.state_dict.local import gather_local, load_local, save_local
+from fsdp_flat.state_dict.sharded import gather_sharded, load_sharded, save_sharded
 
 __all__ = ["FORMS", "Form"]
 
@@ -32,13 +32,16 @@ class Form:
     """One form.
 
     Attributes:
-        save: adds a unit's entries: ``save(unit, config, prefix, inner)``.
+        gather: communicates for all units of a save at once: ``gather(units, config)``. Units that are missing in what
+            it returns gather for themselves.
+        save: adds a unit's entries: ``save(unit, config, prefix, inner, gathered)``.
         load: takes a unit's entries: ``load(unit, state_dict, prefix, report)``.
         model_config: class of its options for model state dicts.
         optim_config: class of its options for optimizer state dicts.
     """
 
-    save: Callable[[Unit, StateDictConfig, str, Callable[[], dict[str, Any]]], dict[str, Any]]
+    gather: Callable[[Sequence[Unit], StateDictConfig], Mapping[Unit, Any]]
+    save: Callable[[Unit, StateDictConfig, str, Callable[[], dict[str, Any]], Any], dict[str, Any]]
     load: Callable[[Unit, dict[str, Any], str, LoadReport], None]
     model_config: type[StateDictConfig]
     optim_config: type[OptimStateDictConfig]
@@ -46,10 +49,14 @@ class Form:
 
 FORMS = MappingProxyType(
     {
-        StateDictType.FULL_STATE_DICT: Form(save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig),
-        StateDictType.LOCAL_STATE_DICT: Form(save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig),
+        StateDictType.FULL_STATE_DICT: Form(
+            gather_full, save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig
+        ),
+        StateDictType.LOCAL_STATE_DICT: Form(
+            gather_local, save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig
+        ),
         StateDictType.SHARDED_STATE_DICT: Form(
-            save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
+            gather_sharded, save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
         ),
     }
 )

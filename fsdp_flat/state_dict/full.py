@@ -1,28 +1,51 @@
 """FULL state dicts: whole tensors under the names of the unwrapped model.
 
-A save sends every piece of one unit at a time straight to its place in the results, so the peak is the result; a load
-copies this rank's pieces out of the given tensors and communicates nothing.
+A save sends every piece straight to its place in the results, so the peak is the result (and one unit, where results
+go from an accelerator to the CPU); a load copies this rank's pieces out of the given tensors and communicates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.comm import Transfers
+from fsdp_flat.comm import Axis, Transfers
 from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle, whole_params
 from fsdp_flat.state_dict.chunks import whole_moves
 from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, own_pieces, prepare_load, restore_buffers
 
-__all__ = ["load_full", "save_full"]
+__all__ = ["gather_full", "load_full", "save_full"]
+
+# By handle and slot, whole tensors.
+Wholes = list[list[torch.Tensor]]
 
 
-def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def gather_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wholes]:
+    """The whole tensors of every unit, all on their way at once; of none where their device could not hold them all.
+
+    Every rank of the shard groups must call this.
+    """
+    if config.offload_to_cpu and any(unit.streams.is_accelerator for unit in units):
+        return {}
+    return whole_tensors([unit for unit in units if unit.whole is None], to_zero=_to_zero(config))
+
+
+def _to_zero(config: StateDictConfig) -> bool:
+    return bool(getattr(config, "rank0_only", False))
+
+
+def save_full(
+    unit: Unit,
+    config: StateDictConfig,
+    prefix: str,
+    inner: Callable[[], dict[str, Any]],
+    gathered: Wholes | None = None,
+) -> dict[str, Any]:
     """Add the entries of one unit's subtree to a state dict.
 
     Every rank of the shard group must call this.
@@ -33,10 +56,11 @@ def save_full(unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[
         prefix: what the names start with.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it; hooks of the wrapped modules see whole parameters.
+        gathered: what :func:`gather_full` gave for the unit.
     """
-    to_zero = bool(getattr(config, "rank0_only", False))
+    to_zero = _to_zero(config)
     keep = not to_zero or unit.options.groups.primary.rank == 0
-    with _whole_shown(unit, keep=keep, to_zero=to_zero) as fresh:
+    with _whole_shown(unit, gathered, keep=keep, to_zero=to_zero) as fresh:
         destination = inner()
         for handle in unit.handles:
             for index, entry in enumerate(handle.views.params):
@@ -62,14 +86,14 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _whole_shown(unit: Unit, *, keep: bool, to_zero: bool) -> Iterator[bool]:
+def _whole_shown(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bool) -> Iterator[bool]:
     """Show whole parameters where the unit's entries are kept; whether they are memory of their own."""
     if unit.whole is not None:
         with whole_params(unit):
             yield False
         return
     was_unsharded = not unit.is_sharded
-    wholes = whole_tensors(unit, to_zero=to_zero)
+    wholes = whole_tensors([unit], to_zero=to_zero)[unit] if gathered is None else gathered
     try:
         for handle, tensors in zip(unit.handles, wholes, strict=True):
             if keep:
@@ -84,25 +108,30 @@ def _whole_shown(unit: Unit, *, keep: bool, to_zero: bool) -> Iterator[bool]:
             unit.show_full()
 
 
-def whole_tensors(unit: Unit, *, to_zero: bool) -> list[list[torch.Tensor]]:
-    """By handle and slot, whole parameters in memory of their own; with ``to_zero`` empty but on rank 0.
+def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
+    """Whole parameters in memory of their own; with ``to_zero`` empty but on rank 0 of the shard groups.
 
-    Every rank of the shard group must call this.
+    Every rank of the shard groups must call this.
     """
-    axis, device = unit.options.groups.shard, unit.options.device
     dst = 0 if to_zero else None
-    lane = Transfers(axis, device)
-    wholes: list[list[torch.Tensor]] = []
+    lanes: dict[Axis, Transfers] = {}
+    found: dict[Unit, Wholes] = {}
     with torch.no_grad():
-        for handle in unit.handles:
-            wholes.append([])
-            for index, (slot, piece) in enumerate(zip(handle.layout.slots, own_pieces(unit, handle), strict=True)):
-                shape = slot.shape if dst in (None, axis.rank) else (0,)
-                target = torch.empty(shape, dtype=piece.dtype, device=device)
-                lane.add(whole_moves(handle, index, axis.rank, dst), piece, target.view(-1))
-                wholes[-1].append(target)
-        lane.wait()
-    return wholes
+        for unit in units:
+            axis, device = unit.options.groups.shard, unit.options.device
+            lane = lanes.setdefault(axis, Transfers(axis, device))
+            found[unit] = []
+            for handle in unit.handles:
+                wholes = []
+                for index, (slot, piece) in enumerate(zip(handle.layout.slots, own_pieces(unit, handle), strict=True)):
+                    shape = slot.shape if dst in (None, axis.rank) else (0,)
+                    target = torch.empty(shape, dtype=piece.dtype, device=device)
+                    lane.add(whole_moves(handle, index, axis.rank, dst), piece, target.view(-1))
+                    wholes.append(target)
+                found[unit].append(wholes)
+        for lane in lanes.values():
+            lane.wait()
+    return found
 
 
 def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:

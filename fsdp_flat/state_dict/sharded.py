@@ -1,9 +1,9 @@
-"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of pieces a unit."""
+"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of pieces."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,24 +27,53 @@ from fsdp_flat.state_dict.common import (
 )
 from fsdp_flat.state_dict.torch_types import is_chunked, shape_of
 
-__all__ = ["load_sharded", "save_sharded"]
+__all__ = ["gather_sharded", "load_sharded", "save_sharded"]
+
+
+def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
+    """The chunks of every unit, by handle and slot, exchanged at once; none where boxes are asked for.
+
+    Every rank of the shard groups must call this.
+    """
+    if _as_boxes(config):
+        return {}
+    places, rows = [], []
+    for unit in units:
+        check_idle(unit, "state_dict")
+        for handle in unit.handles:
+            for index, piece in enumerate(own_pieces(unit, handle)):
+                places.append(unit)
+                rows.append(Row(chunk_form(unit, handle, index), piece))
+    found: dict[Unit, list[Any]] = {unit: [] for unit in units}
+    with torch.no_grad():
+        for unit, value in zip(places, chunks_of(rows, offload=config.offload_to_cpu), strict=True):
+            found[unit].append(value)
+    return found
+
+
+def _as_boxes(config: StateDictConfig) -> bool:
+    return bool(getattr(config, "boxes", False))
 
 
 def save_sharded(
-    unit: Unit, config: StateDictConfig, prefix: str, inner: Callable[[], dict[str, Any]]
+    unit: Unit,
+    config: StateDictConfig,
+    prefix: str,
+    inner: Callable[[], dict[str, Any]],
+    gathered: list[Any] | None = None,
 ) -> dict[str, Any]:
     """Add the entries of one unit's subtree: ShardedTensors, or DTensors where the unit was given a mesh.
 
     Every rank of the shard group must call this. What is not sharded is returned whole. With ``config.boxes`` nothing
     is exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
+    ``gathered`` is what :func:`gather_sharded` gave for the unit.
     """
     check_idle(unit, "state_dict")
-    as_boxes = bool(getattr(config, "boxes", False))
-    if as_boxes:
+    if _as_boxes(config):
         refuse_split(unit, "The sharded state dict")
     with unit.names_shown():
         destination = inner()
-    if as_boxes:
+    if _as_boxes(config):
         _put_boxes(unit, config, prefix, destination)
         return destination
     if unit.handles and unit.options.groups.shard.size == 1:
@@ -52,15 +81,10 @@ def save_sharded(
             f"Unit {unit.name!r} is not sharded, so its entries of the sharded state dict are whole tensors.",
             stacklevel=4,
         )
-    places, rows = [], []
+    values = iter(gather_sharded([unit], config)[unit] if gathered is None else gathered)
     for handle in unit.handles:
-        for index, piece in enumerate(own_pieces(unit, handle)):
-            places.append((handle, index))
-            rows.append(Row(chunk_form(unit, handle, index), piece))
-    with torch.no_grad():
-        values = chunks_of(rows, offload=config.offload_to_cpu)
-    for (handle, index), value in zip(places, values, strict=True):
-        put(destination, handle, index, prefix, value)
+        for index in range(len(handle.layout.slots)):
+            put(destination, handle, index, prefix, next(values))
     restore_buffers(unit, destination, prefix)
     return destination
 

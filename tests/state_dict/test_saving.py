@@ -197,6 +197,20 @@ def test_offloaded_chunks_are_on_the_cpu_and_tied_names_share_a_value() -> None:
     assert_equal(whole_state(other), dict(seeded(Tied).state_dict()))
 
 
+@on_ranks(2)
+def test_a_nested_unit_with_a_form_of_its_own_saves_itself_in_it() -> None:
+    model = shard(seeded(), use_orig_params=True)
+    FSDP.set_state_dict_type(model.blocks[0], SHARDED, ShardedStateDictConfig(offload_to_cpu=False))
+    state = model.state_dict()
+    chunked = {name for name, value in state.items() if isinstance(value, ShardedTensor)}
+    assert chunked == {"blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight"}
+    plain = seeded().state_dict()
+    assert_equal(
+        {name: value for name, value in state.items() if name not in chunked},
+        {name: value for name, value in plain.items() if name not in chunked},
+    )
+
+
 # ------------------------------------------------------------------------------------------- on one rank only
 
 
