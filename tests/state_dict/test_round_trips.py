@@ -32,6 +32,7 @@ from tests.state_dict.kit import (
 )
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.peer import peer_warnings_silenced
+from tests.wrapper import models
 from tests.wrapper.models import Block, no_shard_allowed, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
@@ -96,58 +97,57 @@ def world_of(task_name: str, size: int, how: str, use_orig_params: bool, seed: i
     return model, OPTIMIZERS["adamw"](model.parameters()), group
 
 
-def same_data(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def same_data(model: nn.Module, optimizer: torch.optim.Optimizer, task_name: str, steps: range) -> list[float]:
     """Steps on the same data on every rank, so that the number of ranks makes no difference."""
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = model(TASKS["uneven"].data(0, step)).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return models.train(model, optimizer, 0, steps, TASKS[task_name].data)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "use_orig_params"),
-    [(4, 2, False), (2, 4, True), (2, 3, False), (3, 2, True), (2, 1, True), (1, 2, False)],
-)
+RESHARDINGS = [
+    *(("uneven", 4, 2, False), ("uneven", 2, 4, True), ("uneven", 2, 3, False), ("uneven", 3, 2, True)),
+    *(("uneven", 2, 1, True), ("uneven", 1, 2, False)),
+    *(("tied", 4, 2, True), ("tied", 2, 3, False), ("batch norm", 2, 4, False), ("batch norm", 2, 1, True)),
+]
+
+
+@pytest.mark.parametrize(("task_name", "before", "after", "use_orig_params"), RESHARDINGS)
 @on_ranks(4)
 def test_training_goes_on_at_another_number_of_ranks_and_with_another_wrapping(
-    before: int, after: int, use_orig_params: bool, tmp_path: Path, rank: int
+    task_name: str, before: int, after: int, use_orig_params: bool, tmp_path: Path, rank: int
 ) -> None:
-    model, optimizer, group = world_of("uneven", before, "blocks", use_orig_params)
+    model, optimizer, group = world_of(task_name, before, "blocks", use_orig_params)
     expected: list[Any] = [None]
     if model is not None:
-        same_data(model, optimizer, range(2))
+        same_data(model, optimizer, task_name, range(2))
         with unsharded_allowed(), peer_warnings_silenced(), FSDP.state_dict_type(model, SHARDED):
             state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
             dcp.save(state, checkpoint_id=tmp_path / "dcp", process_group=group)
         saved = save(model, optimizer, FULL)
         if rank == 0:
             torch.save(saved, tmp_path / "full.pt")
-        expected = [(same_data(model, optimizer, range(2, 4)), whole_state(model))]
+        expected = [(same_data(model, optimizer, task_name, range(2, 4)), whole_state(model))]
     dist.broadcast_object_list(expected, src=0)
     # Another wrapping changes which parameters share a flat one, but not what is saved.
     for how in ("blocks", "layers"):
         for kind in (FULL, SHARDED):
-            other, other_optimizer, other_group = world_of("uneven", after, how, use_orig_params, seed=1)
+            other, other_optimizer, other_group = world_of(task_name, after, how, use_orig_params, seed=1)
             if other is None:
                 continue
             what = f"{kind.name}, {how}"
             if kind is FULL:
                 load(other, other_optimizer, kind, torch.load(tmp_path / "full.pt", weights_only=True))
             else:
-                load_by_dcp(other, other_optimizer, tmp_path / "dcp", other_group)
-            losses, state = same_data(other, other_optimizer, range(2, 4)), whole_state(other)
+                load_by_dcp(other, other_optimizer, task_name, tmp_path / "dcp", other_group)
+            losses, state = same_data(other, other_optimizer, task_name, range(2, 4)), whole_state(other)
             assert_close(losses, expected[0][0], rtol=1e-6, atol=1e-6, what=f"losses: {what}")
             assert_close(state, expected[0][1], rtol=1e-5, atol=1e-6, what=what)
     dist.barrier()
 
 
-def load_by_dcp(model: Any, optimizer: torch.optim.Optimizer, path: Path, group: dist.ProcessGroup) -> None:
+def load_by_dcp(
+    model: Any, optimizer: torch.optim.Optimizer, task_name: str, path: Path, group: dist.ProcessGroup
+) -> None:
     """Read what is there into the model's own state dicts, then load those."""
-    same_data(model, optimizer, range(1))  # so that the optimizer has states to read into
+    same_data(model, optimizer, task_name, range(1))  # so that the optimizer has states to read into
     with unsharded_allowed(), peer_warnings_silenced(), FSDP.state_dict_type(model, SHARDED):
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         dcp.load(state, checkpoint_id=path, process_group=group)
