@@ -233,10 +233,21 @@ class FlatParamHandle:
         """The buffer is filled."""
         self._move(ShardState.UNSHARDED)
 
-    def reshard(self) -> None:
-        """Free the buffer."""
+    def reshard(self, *, keep_memory: bool = False) -> None:
+        """Free the buffer; with ``keep_memory`` later, by :meth:`free`, unless :meth:`reuse` takes it back."""
         self._move(ShardState.SHARDED)
+        if not keep_memory:
+            self.free()
+
+    def free(self) -> None:
+        """Free the buffer of a sharded unit."""
+        assert self._state is ShardState.SHARDED
         self.buffer.free(self.pool)
+
+    def reuse(self) -> None:
+        """Be unsharded with what :meth:`reshard` has kept."""
+        self._move(ShardState.UNSHARDING)
+        self._move(ShardState.UNSHARDED)
 
     def abandon(self) -> None:
         """After an exception: sharded again whatever was going on, and no gradient kept."""

@@ -161,13 +161,12 @@ class _Forward:
         unit, tree = self._unit, self._tree
         tree.note("post_forward", unit)
         reshards = unit.options.strategy.reshard_after_forward and unit is not tree.root
-        # A re-entrant checkpoint runs its units without gradients, so the pass says whether a backward will come.
-        expects_backward = expects_backward or tree.pass_trains
-        stays = expects_backward and (open_ended or self._recomputing or not reshards)
-        lingers = expects_backward and not stays and bool(unit.handles)
-        unit.exit_forward(keep=stays or lingers)
-        if lingers:
-            tree.linger(unit)
+        keep = expects_backward and (open_ended or self._recomputing or not reshards)
+        # A re-entrant checkpoint runs its units without gradients, so the pass says whether a backward may come.
+        keep_memory = not keep and not open_ended and unit is not tree.root and unit.gathers and tree.pass_trains
+        unit.exit_forward(keep=keep, keep_memory=keep_memory)
+        if keep_memory:
+            tree.note_kept(unit)
         if self._outermost:
             self._tree.end_forward()
 

@@ -16,7 +16,7 @@ from torch.autograd import Variable
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import Streams
 from fsdp_flat.errors import OptionError, UsageError
-from fsdp_flat.flat import FlatParamHandle, MemoryPool, in_backward, untraced
+from fsdp_flat.flat import FlatParamHandle, MemoryPool, in_backward, look_at_operations, untraced
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.compiled import is_compiled
 from fsdp_flat.runtime.reduction import ReductionPolicy, Reductions
@@ -31,7 +31,7 @@ class Pass:
     """One forward of an outermost unit: the order in which units began, and in which their outputs were hooked.
 
     Attributes:
-        trains: gradients were enabled where it began, so a backward will come.
+        trains: gradients were enabled where it began, so a backward may come.
     """
 
     __slots__ = ("begun", "hooked", "trains")
@@ -72,7 +72,7 @@ class Tree:
         self._pass: Pass | None = None
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
-        self._lingering: Unit | None = None
+        self._last_run: Unit | None = None
         self._callback_queued = False
         self._checked_first_backward = False
         self._used = UsedExchange()
@@ -137,31 +137,34 @@ class Tree:
         outermost = self._pass is None
         if self._pass is None:
             self.recover()
+            look_at_operations()
             self._pass = Pass()
             self._streams.optimizer_ran()
             self._cast_buffers()
         self._pass.begun.append(unit)
         if unit.handles:
-            self._end_lingering(but=unit)
+            self._drop_kept()
         return outermost
 
-    def linger(self, unit: Unit) -> None:
-        """A unit's forward is over and its backward will come: it is freed when another unit runs.
+    def note_kept(self, unit: Unit) -> None:
+        """A unit's forward is over and it has kept its memory for backward; it is freed when another unit runs.
 
         The last unit of a forward is the first of its backward, so it is not gathered anew in between.
         """
-        self._end_lingering(but=unit)
-        self._lingering = unit
+        self._drop_kept()
+        self._last_run = unit
 
-    def _end_lingering(self, but: Unit) -> None:
-        unit, self._lingering = self._lingering, None
-        if unit is not None and unit is not but:
-            unit.reshard_if_unused()
+    def _drop_kept(self) -> None:
+        unit, self._last_run = self._last_run, None
+        if unit is not None:
+            unit.drop_kept()
 
     def end_forward(self) -> None:
         """The outermost forward is over."""
         assert self._pass is not None
         self._last_order[self._pass.begun[0]] = self._pass.begun
+        if not self._pass.hooked:
+            self._drop_kept()
         self._pass = None
         self._drop_prefetched()
         self.pool.clear()
@@ -175,7 +178,7 @@ class Tree:
         """An exception ended a step: every unit back to sharded and idle, gradients of that step dropped."""
         self._pass = None
         self._prefetched = None
-        self._lingering = None
+        self._last_run = None
         self._callback_queued = False
         self.reductions.finish()
         for unit in self.units:
@@ -189,7 +192,7 @@ class Tree:
 
     @property
     def pass_trains(self) -> bool:
-        """Whether a forward is running that a backward will follow."""
+        """Whether a forward is running that a backward may follow."""
         return self._pass is not None and self._pass.trains
 
     def record(self, use: Use) -> None:
@@ -248,8 +251,10 @@ class Tree:
         use.task = task
         self.queue_end_of_backward()
         unit = use.unit
-        if unit is self._lingering or unit.is_sharded:
-            self._end_lingering(but=unit)
+        if unit is self._last_run:
+            self._last_run = None
+        elif unit.is_sharded:
+            self._drop_kept()
         unit.activate(use)
         unit.last_use = use
         if unit.options.backward_prefetch is BackwardPrefetch.BACKWARD_PRE:
@@ -270,7 +275,7 @@ class Tree:
     @untraced
     def end_of_backward(self) -> None:
         """Close what is open, wait for the reductions, publish the sharded gradients, free everything."""
-        self._lingering = None
+        self._last_run = None
         self._prefetched, prefetched = None, self._prefetched
         if prefetched is not None:
             prefetched.reshard()

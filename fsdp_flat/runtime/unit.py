@@ -92,6 +92,8 @@ class Unit:
         # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
         self._step_collectives = self._collectives
         self._gathers: list[Pending] = []
+        # Of what generation and version the buffers still hold the parameters, although the unit is sharded.
+        self._kept: tuple[int, int] | None = None
         self._depth = 0
         self.gathered_version = 0
         self._active: set[Use] = set()
@@ -164,7 +166,7 @@ class Unit:
 
     def begin_unshard(self) -> None:
         """Begin to gather, if nothing is gathered yet. Every rank of the shard group must call this."""
-        if not self.handles or not self.is_sharded:
+        if not self.handles or not self.is_sharded or self._reuse_kept():
             return
         self._trace("begin_unshard")
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
@@ -174,6 +176,20 @@ class Unit:
                 full = handle.begin_unshard()
                 if self._step_collectives is not None:
                     self._gathers.append(self._step_collectives.begin_all_gather(full))
+
+    def _reuse_kept(self) -> bool:
+        """Be unsharded with what was kept, if this is the backward that it was kept for and nothing has changed."""
+        if self._kept is None:
+            return False
+        for handle in self.handles:
+            handle.adopt_changes()
+        if in_backward() == -1 or self._kept != (self.generation, self._version()):
+            self.drop_kept()
+            return False
+        self._kept = None
+        for handle in self.handles:
+            handle.reuse()
+        return True
 
     def finish_unshard(self) -> None:
         """Wait until what was begun is there."""
@@ -234,15 +250,31 @@ class Unit:
         for handle in self.handles:
             handle.views.show_shard()
 
-    def reshard(self) -> None:
-        """Free the gathered parameters; a gather on its way is waited for first."""
+    def reshard(self, *, keep_memory: bool = False) -> None:
+        """Free the gathered parameters; a gather on its way is waited for first.
+
+        With ``keep_memory`` the unit is sharded to everybody, but the next backward finds its parameters where they
+        were, unless :meth:`drop_kept` comes before.
+        """
         if self.is_sharded:
+            self.drop_kept()
             return
         self.finish_unshard()
-        self._trace("reshard")
         for handle in self.handles:
             handle.views.show_shard()
-            handle.reshard()
+            handle.reshard(keep_memory=True)
+        self._kept = (self.generation, self.gathered_version)
+        if not keep_memory:
+            self.drop_kept()
+
+    def drop_kept(self) -> None:
+        """Free what :meth:`reshard` has kept."""
+        if self._kept is None:
+            return
+        self._kept = None
+        self._trace("reshard")
+        for handle in self.handles:
+            handle.free()
         self.streams.freed()
 
     @contextmanager
@@ -291,18 +323,16 @@ class Unit:
             self.use_full_precision(self.wants_full_precision)
         self.unshard()
 
-    def exit_forward(self, *, keep: bool) -> None:
-        """The module's forward is over; ``keep`` leaves the parameters gathered for backward."""
+    def exit_forward(self, *, keep: bool, keep_memory: bool = False) -> None:
+        """The module's forward is over; ``keep`` leaves the parameters gathered for backward.
+
+        For ``keep_memory`` see :meth:`reshard`.
+        """
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-        if not keep:
-            self.reshard_if_unused()
-
-    def reshard_if_unused(self) -> None:
-        """Free the gathered parameters unless a forward or a backward is using them."""
-        if self._depth == 0 and not self._active:
-            self.reshard()
+        if self._depth == 0 and not keep and not self._active:
+            self.reshard(keep_memory=keep_memory)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -443,6 +473,7 @@ class Unit:
             # Its forward was refused, so there is nothing to undo, and the block that shows its parameters goes on.
             return
         self._depth = 0
+        self._kept = None
         self._keeps_graph = False
         self._used.clear()
         gathers, self._gathers = self._gathers, []

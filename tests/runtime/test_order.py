@@ -8,10 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_flat import BackwardPrefetch, ShardingStrategy
+from fsdp_flat import BackwardPrefetch, ShardingStrategy, register_forward_method
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import units_of
-from tests.runtime.kit import BLOCKS, SHARDED, Stack, Twin, batch, square_loss, traced
-from tests.support import on_ranks
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.runtime.kit import BLOCKS, SHARDED, WIDTH, Block, Stack, Twin, batch, square_loss, traced, wrapped
+from tests.support import assert_equal, on_ranks
 
 Trace = list[tuple[str, str]]
 
@@ -132,6 +135,51 @@ def test_a_unit_is_freed_when_the_next_one_runs_so_the_last_stays_for_backward(
             assert at(trace, "post_forward", own) < at(trace, "reshard", own) < at(trace, "pre_forward", following)
         assert trace.count(("begin_unshard", "blocks.2")) == 1
         assert at(trace, "reshard", "blocks.2") > at(trace, "pre_backward", "blocks.2")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(use_orig_params: bool, rank: int) -> None:
+    twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
+    loss = square_loss(twin.model, batch(rank))
+    last = units_of(twin.model)[-1]
+    assert last.is_sharded
+    assert last.handles[0].buffer.nbytes > 0
+    with pytest.raises(UsageError, match=r"while its parameter .* is sharded"):
+        last.module(torch.ones(2, WIDTH))
+    shown = list(twin.model.parameters())
+    with FSDP.summon_full_params(last.module, recurse=False, writeback=False):
+        pass
+    whole = {name: value.clone() for name, value in twin.model.state_dict().items()}
+    assert_equal(whole, dict(twin.plain.state_dict()))
+    assert all(a is b for a, b in zip(shown, twin.model.parameters(), strict=True))
+    loss.backward()
+    assert last.handles[0].buffer.nbytes == 0
+    twin.optimizer.zero_grad()
+    twin.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_forward_after_a_forward_sees_what_was_written_past_every_version(use_orig_params: bool, rank: int) -> None:
+    model = wrapped(
+        nn.Sequential(Block(WIDTH)), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params
+    )
+    first = model(torch.ones(2, WIDTH))
+    for param in model.parameters():
+        param.data.mul_(0.5)
+    assert not torch.equal(model(torch.ones(2, WIDTH)), first)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("strategy", SHARDED)
+def test_a_method_without_gradients_leaves_nothing_gathered(strategy: ShardingStrategy, rank: int) -> None:
+    twin = Twin.of(Stack(3), sharding_strategy=strategy)
+    inner = twin.model.module
+    inner.evaluate = torch.no_grad()(inner.forward)
+    register_forward_method(twin.model, "evaluate")
+    twin.model.evaluate(batch(rank))
+    assert not [unit.name for unit in units_of(twin.model) if unit.handles[0].buffer.nbytes]
 
 
 @on_ranks(2)
