@@ -1,6 +1,6 @@
 """Floor 1: the tensors of one process. Walking a module, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat._torch import in_backward
+from fsdp_flat.flat._torch import in_backward, look_at_operations
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_if_dtensor, guise_of
@@ -30,6 +30,7 @@ __all__ = [
     "guise_of",
     "held_locally",
     "in_backward",
+    "look_at_operations",
     "named_sites",
     "untraced",
     "untraced_here",

@@ -8,9 +8,18 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
-__all__ = ["accumulate_grad_node", "in_backward", "num_nodes_that_will_run", "swap_memory", "take_as_parameter"]
+__all__ = [
+    "accumulate_grad_node",
+    "in_backward",
+    "look_at_operations",
+    "num_nodes_that_will_run",
+    "swap_memory",
+    "take_as_parameter",
+]
 
+# What is registered with torch is so for the whole process.
 _taken: dict[type, bool] = {}
+_functions: dict[Any, Any] = {}
 
 # Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
@@ -40,7 +49,8 @@ def num_nodes_that_will_run(nodes: list[Any]) -> int:
 def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
     """Have optimizers treat ``kind`` as Parameters, and pass its ``__torch_function__`` by inside their steps.
 
-    Optimizers take their foreach and fused forms for listed classes only; DTensor puts itself on the same lists.
+    Optimizers take their foreach and fused forms for classes of one list only, clipping and averaging for those of
+    another; DTensor puts itself on both. Steps switch the look at operations off, and on again when they are over.
 
     Returns:
         False if this torch has no such list, so that optimizers would become slow.
@@ -50,19 +60,24 @@ def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
         _taken[kind] = listed is not None
         if listed is not None:
             listed.append(kind)
-            getattr(_foreach_utils, "_foreach_supported_types", listed).append(kind)
-            _pass_by_in_steps(kind)
+            others = getattr(_foreach_utils, "_foreach_supported_types", listed)
+            if others is not listed:
+                others.append(kind)
+            _functions[kind] = kind.__dict__["__torch_function__"]
+            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
+            torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
     return _taken[kind]
 
 
-def _pass_by_in_steps(kind: Any) -> None:
-    function = kind.__dict__["__torch_function__"]
-
-    def before(*_: Any) -> None:
+def _look_away() -> None:
+    for kind in _functions:
         kind.__torch_function__ = torch._C._disabled_torch_function_impl
 
-    def after(*_: Any) -> None:
-        kind.__torch_function__ = function
 
-    torch_optimizer.register_optimizer_step_pre_hook(before)
-    torch_optimizer.register_optimizer_step_post_hook(after)
+def look_at_operations() -> None:
+    """Have the classes of :func:`take_as_parameter` look at operations again.
+
+    A step that raised has not told that it is over, so every forward says this too.
+    """
+    for kind, function in _functions.items():
+        kind.__torch_function__ = function

@@ -101,10 +101,15 @@ _METADATA = frozenset(
 class ShardedParameter(nn.Parameter):
     """The class of an original parameter while its data is a slice (``use_orig_params=True``).
 
-    What works element by element (optimizers, averages, norms) is as with any Parameter. An operation that needs the
-    parameter in its shape raises, where it would end in a shape mismatch or, worse, in a wrong number. Only a
-    Parameter's class changes, never the object. Inside an optimizer's step nothing is looked at, so it costs the same.
+    What works element by element (optimizers, averages, norms) is as with any Parameter. The operations of layers, and
+    transposing, need the parameter in its shape and raise, where they would end in a shape mismatch or, worse, in a
+    wrong number. Only a Parameter's class changes, never the object. Inside an optimizer's step nothing is looked at,
+    so it costs the same.
     """
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """``type(parameter)(data)``, as some code makes new ones: what is made is nobody's slice."""
+        return nn.Parameter(data, requires_grad)
 
     @staticmethod
     def guard(param: nn.Parameter) -> None:
@@ -122,10 +127,14 @@ class ShardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name == "__get__":
-            name = func.__self__.__name__
+            name = getattr(func.__self__, "__name__", "")
         if name in _NEEDS_THE_SHAPE:
             param = _first(ShardedParameter, args, kwargs)
             raise UsageError(_explain(param, name))
+        others = tuple(kind for kind in types if kind is not ShardedParameter)
+        if others:
+            # Another class of tensors has the say, as it would beside a plain Parameter.
+            return others[0].__torch_function__(func, others, args, kwargs or {})
         with unguarded():
             return func(*args, **(kwargs or {}))
 
@@ -137,13 +146,13 @@ class ShardedParameter(nn.Parameter):
         return memo[id(self)]
 
 
-def _explain(param: nn.Parameter, used_by: str) -> str:
+def _explain(param: nn.Parameter | None, used_by: str) -> str:
     owner = getattr(param, "_fsdp_flattened", None)
-    what = f"Parameter {owner.describe()}" if owner else "A parameter"
-    shape = f" {owner.shape}" if owner else ""
+    if param is None or not owner:
+        return f"A parameter was used by {used_by} while it is sharded. {_WAYS_OUT}"
     with unguarded():
         held = f"this rank holds {param.numel()} of its elements"
-    return f"{what}{shape} was used by {used_by} while it is sharded: {held}. {_WAYS_OUT}"
+    return f"Parameter {owner.describe()} was used by {used_by} while it is sharded: {held}. {_WAYS_OUT}"
 
 
 def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
@@ -157,7 +166,7 @@ unguarded = torch._C.DisableTorchFunctionSubclass
 
 _NEEDS_THE_SHAPE = frozenset(
     {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm"}
-    | {"baddbmm", "einsum", "tensordot", "inner", "kron", "chain_matmul", "multi_dot", "cdist"}
+    | {"baddbmm", "einsum", "tensordot", "inner", "kron", "chain_matmul", "linalg_multi_dot", "cdist"}
     | {f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)}
     | {"embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"}
     | {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}

@@ -129,5 +129,5 @@ class FlattenedBy:
         return True
 
     def describe(self) -> str:
-        """Name and unit, for error texts."""
-        return f"{self.fqn!r} of unit {self.unit_name!r}"
+        """Name, shape and unit, for error texts."""
+        return f"{self.fqn!r} {tuple(self.shape)} of unit {self.unit_name!r}"

@@ -122,7 +122,7 @@ def test_an_original_parameter_used_in_its_shape_while_sharded_names_itself(
         with pytest.raises(RuntimeError) as caught:
             SHAPED_OPERATIONS[operation](model[3].weight)
         text = str(caught.value)
-        assert "'3.weight' of unit 'Sequential' (3, 7)" in text
+        assert "'3.weight' (3, 7) of unit 'Sequential'" in text
         assert f"holds {model[3].weight.numel()} of its elements" in text
         assert all(way in text for way in WAYS_OUT)
         mean_loss(model, batches(num_ranks)[rank]).backward()
@@ -135,7 +135,7 @@ def test_an_original_parameter_used_in_its_shape_while_sharded_names_itself(
 def test_a_loss_on_the_weight_of_another_unit_names_the_weight(rank: int) -> None:
     model = sharded(small_model(), use_orig_params=True)
     hidden = model(torch.ones(2, 5))
-    with pytest.raises(RuntimeError, match=r"'up.weight' of unit '1' \(15, 7\) was used by linear while it is sharded"):
+    with pytest.raises(RuntimeError, match=r"'up.weight' \(15, 7\) of unit '1' was used by linear while it is sharded"):
         F.linear(hidden.new_ones(2, 7), model[1].up.weight)
 
 
@@ -166,6 +166,32 @@ def test_a_sharded_original_parameter_is_to_optimizers_and_copies_what_any_is(ra
         assert torch.equal(twin, params[-2])
         assert twin.requires_grad
     assert "Parameter containing" in repr(params[-2])
+
+
+@on_ranks(2)
+def test_after_a_step_that_raised_weights_are_looked_at_again_from_the_next_forward_on(rank: int) -> None:
+    model = sharded(small_model(), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def broken() -> float:
+        raise KeyError("closure")
+
+    with pytest.raises(KeyError):
+        optimizer.step(broken)
+    model(torch.ones(2, 5))
+    with pytest.raises(RuntimeError, match="used by linear while it is sharded"):
+        F.linear(torch.ones(2, 7), model[1].up.weight)
+
+
+@on_ranks(2)
+def test_another_class_of_tensors_has_the_say_beside_a_sharded_parameter(rank: int) -> None:
+    class Named(torch.Tensor):
+        pass
+
+    param = next(iter(sharded(small_model(), use_orig_params=True).parameters()))
+    named = torch.ones(param.shape).as_subclass(Named)
+    assert type(param + named) is type(named + param) is Named
+    assert type(type(param)(torch.ones(2))) is nn.Parameter
 
 
 class Marked(nn.Parameter):
