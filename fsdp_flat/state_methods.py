@@ -132,9 +132,11 @@ class StateDictMethods(SemiPrivateNames):
                 if self._saves_together():
                     for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
                         meet("state_dict", axis)
-                # A nested wrapper that was given a form of its own gathers for itself.
-                alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
-                gathered.update(form.gather(alike, config))
+                # What a hook further in does to parameters has to come before they are gathered.
+                if not any(module._state_dict_pre_hooks for module in self.modules() if module is not self):
+                    # A nested wrapper that was given a form of its own gathers for itself.
+                    alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
+                    gathered.update(form.gather(alike, config))
             destination = form.save(
                 self._unit, config, prefix, lambda: wrapped.state_dict(**kwargs), gathered.pop(self._unit, None)
             )

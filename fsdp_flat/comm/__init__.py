@@ -14,7 +14,7 @@ from fsdp_flat.comm.meeting import meet
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, streams_for
-from fsdp_flat.comm.transfers import Transfers
+from fsdp_flat.comm.transfers import Lanes, Transfers
 
 __all__ = [
     "STRATEGIES",
@@ -22,6 +22,7 @@ __all__ = [
     "Axis",
     "Collectives",
     "CustomCollectives",
+    "Lanes",
     "Pending",
     "QuantizedAllGather",
     "QuantizedReduceScatter",

@@ -41,8 +41,8 @@ class Pending:
         works: what is under way; None for work that is over.
         result: what the work gives.
         finish: makes the result of it, once the work is over.
-        scratch: as below.
-        alive: tensors that have to outlive the work, which need not hold them itself.
+        scratch: tensors that serve the work alone.
+        alive: tensors to keep until the work is over.
 
     Attributes:
         result: what the work gives, valid after ``wait``.

@@ -87,7 +87,14 @@ class _Then:
 
 
 class _Quantized:
-    """A collective whose values travel in blocks of 8-bit integers.
+    """A collective whose values travel in blocks of 8-bit integers."""
+
+    def __init__(self, block: int = 256) -> None:
+        self._blocks = _Blocks(block)
+
+
+class QuantizedAllGather(_Quantized):
+    """An :class:`AllGather` in 8-bit integers. Every rank computes with the same rounded values, its own included.
 
     Args:
         block: elements that share a scale.
@@ -95,13 +102,6 @@ class _Quantized:
     Raises:
         OptionError: ``block`` is below 1.
     """
-
-    def __init__(self, block: int = 256) -> None:
-        self._blocks = _Blocks(block)
-
-
-class QuantizedAllGather(_Quantized):
-    """An :class:`AllGather` in 8-bit integers. Every rank computes with the same rounded values, its own included."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -120,7 +120,14 @@ class QuantizedAllGather(_Quantized):
 
 
 class QuantizedReduceScatter(_Quantized):
-    """A :class:`ReduceScatter` in 8-bit integers, summed in fp32."""
+    """A :class:`ReduceScatter` in 8-bit integers, summed in fp32.
+
+    Args:
+        block: elements that share a scale.
+
+    Raises:
+        OptionError: ``block`` is below 1.
+    """
 
     def __call__(
         self,

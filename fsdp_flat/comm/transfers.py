@@ -17,10 +17,12 @@ from fsdp_flat.comm.collectives import moves_by_gloo
 from fsdp_flat.comm.groups import Axis
 from fsdp_flat.layout import Moves
 
-__all__ = ["Transfers"]
+__all__ = ["Lanes", "Transfers"]
 
 # A message over loopback takes about as long as a copy of this many bytes.
 _SHORT_NBYTES = 1 << 16
+# Packed runs take memory until they are unpacked, so not everything is under way at once.
+_MOST_UNDER_WAY_NBYTES = 1 << 26
 
 
 class Transfers:
@@ -115,6 +117,48 @@ class Transfers:
     def _world_rank(self, rank: int) -> int:
         assert self._axis.group is not None
         return dist.get_global_rank(self._axis.group, rank)
+
+
+class Lanes:
+    """Transfers along several axes, under way together as far as memory goes.
+
+    Every rank of the axes has to add the same tensors in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._by_axis: dict[Axis, Transfers] = {}
+        self._nbytes_under_way = 0
+
+    def add(
+        self,
+        axis: Axis,
+        device: torch.device,
+        moves: Moves,
+        source: torch.Tensor | None,
+        target: torch.Tensor | None,
+        *,
+        nbytes: int,
+    ) -> None:
+        """Begin to move one tensor, or some before it first where many are on their way.
+
+        Args:
+            axis: the ranks.
+            device: the device of compute.
+            moves, source, target: as :meth:`Transfers.add` takes them.
+            nbytes: bytes of the whole tensor, the same on every rank.
+        """
+        if self._nbytes_under_way + nbytes > _MOST_UNDER_WAY_NBYTES:
+            self.wait()
+        self._nbytes_under_way += nbytes
+        if axis not in self._by_axis:
+            self._by_axis[axis] = Transfers(axis, device)
+        self._by_axis[axis].add(moves, source, target)
+
+    def wait(self) -> None:
+        """Return when everything that was added has arrived."""
+        for transfers in self._by_axis.values():
+            transfers.wait()
+        self._nbytes_under_way = 0
 
 
 def _unpack(packed: torch.Tensor, runs: list[torch.Tensor]) -> None:

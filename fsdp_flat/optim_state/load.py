@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.comm import Lanes
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Interval, moves_between
@@ -132,18 +132,17 @@ class _Plan:
         for copied in self.copies:
             copied()
         write_chunks(self._chunks)
-        lanes: dict[Axis, Transfers] = {}
+        lanes = Lanes()
         alive = []
         for value, wanted, target in self._scattered:
-            lane = lanes.setdefault(value.axis, Transfers(value.axis, self._device))
             held = [Interval(0, 0 if rank else value.shape.numel()) for rank in range(value.axis.size)]
             source = None
             if value.tensor is not None:
                 source = value.tensor.detach().reshape(-1)
                 alive.append(source)
-            lane.add(moves_between(held, wanted, value.axis.rank), source, target)
-        for lane in lanes.values():
-            lane.wait()
+            moves, nbytes = moves_between(held, wanted, value.axis.rank), value.shape.numel() * value.dtype.itemsize
+            lanes.add(value.axis, self._device, moves, source, target, nbytes=nbytes)
+        lanes.wait()
         for then in self._afterwards:
             then()
 

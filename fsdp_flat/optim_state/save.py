@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Axis, Transfers, exchange_bytes, meet
+from fsdp_flat.comm import Lanes, Transfers, exchange_bytes, meet
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Interval, moves_between
@@ -148,20 +148,18 @@ def _whole_values(
 ) -> _Values:
     """Every piece goes straight to its place in the whole tensors, of all units and states at once."""
     values = _empty_values(names)
-    lanes: dict[Axis, Transfers] = {}
+    lanes = Lanes()
     for unit, handle, _ in names.handles:
-        axis = unit.options.groups.shard
-        lane = lanes.setdefault(axis, Transfers(axis, unit.options.device))
+        axis, device = unit.options.groups.shard, unit.options.device
         for index, slot in enumerate(handle.layout.slots):
             moves = whole_moves(handle, index, axis.rank, 0 if to_zero else None)
             for name, row in states[handle].pieces.items():
                 piece = row[index]
                 if piece is not None:
-                    target = None if to_zero and axis.rank else piece.new_empty(slot.numel, device=unit.options.device)
-                    lane.add(moves, piece, target)
+                    target = None if to_zero and axis.rank else piece.new_empty(slot.numel, device=device)
+                    lanes.add(axis, device, moves, piece, target, nbytes=slot.numel * piece.itemsize)
                     values[handle][index][name] = target
-    for lane in lanes.values():
-        lane.wait()
+    lanes.wait()
     for _, handle, _ in names.handles:
         for index, found in enumerate(values[handle]):
             for name, target in found.items():

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.comm import Axis, Lanes
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import PLAIN, DTensorGuise, FlatParamHandle
 from fsdp_flat.layout import Interval, Moves, chunk_interval, chunk_rows, chunk_shape, moves_between
@@ -232,20 +232,20 @@ def chunks_of(rows: Sequence[Row], *, offload: bool) -> list[torch.Tensor]:
         offload: chunks on the CPU.
     """
     found = []
-    lanes = _Lanes()
+    on_their_way = _Rows()
     for row in rows:
         form = row.form
         target = row.piece.new_empty(form.chunks[form.axis.rank].numel)
-        lanes.add(form, form.axis, form.pieces, form.chunks, row.piece, target)
+        on_their_way.add(form, form.axis, form.pieces, form.chunks, row.piece, target)
         found.append(target)
-    lanes.wait()
+    on_their_way.wait()
     for index, row in enumerate(rows):
         second = row.form.second
         if second is not None:
             target = row.piece.new_empty(math.prod(row.form.chunk_shape))
-            lanes.add(row.form, second.axis, second.held, second.wanted, found[index], target)
+            on_their_way.add(row.form, second.axis, second.held, second.wanted, found[index], target)
             found[index] = target
-    lanes.wait()
+    on_their_way.wait()
     chunks = (chunk.view(row.form.chunk_shape) for row, chunk in zip(rows, found, strict=True))
     return [row.form.dress(chunk.cpu() if offload else chunk) for row, chunk in zip(rows, chunks, strict=True)]
 
@@ -258,28 +258,28 @@ def write_chunks(rows: Sequence[tuple[Row, torch.Tensor]]) -> None:
     Args:
         rows: the tensors, each with this rank's chunk.
     """
-    lanes = _Lanes()
+    on_their_way = _Rows()
     found = []
     for row, chunk in rows:
         source = chunk.detach().reshape(-1).to(dtype=row.piece.dtype, device=row.piece.device)
         second = row.form.second
         if second is not None:
             middle = row.piece.new_empty(row.form.chunks[row.form.axis.rank].numel)
-            lanes.add(row.form, second.axis, second.wanted, second.held, source, middle)
+            on_their_way.add(row.form, second.axis, second.wanted, second.held, source, middle)
             source = middle
         found.append(source)
-    lanes.wait()
+    on_their_way.wait()
     with torch.no_grad():
         for (row, _), source in zip(rows, found, strict=True):
-            lanes.add(row.form, row.form.axis, row.form.chunks, row.form.pieces, source, row.piece)
-        lanes.wait()
+            on_their_way.add(row.form, row.form.axis, row.form.chunks, row.form.pieces, source, row.piece)
+        on_their_way.wait()
 
 
-class _Lanes:
-    """Transfers along several axes, and each plan of moves made once."""
+class _Rows:
+    """Rows of one save or load on their way, and each plan of moves made once."""
 
     def __init__(self) -> None:
-        self._by_axis: dict[Axis, Transfers] = {}
+        self._lanes = Lanes()
         self._moves: dict[tuple[int, int], Moves] = {}
 
     def add(
@@ -295,10 +295,8 @@ class _Lanes:
         moves = self._moves.get(key)
         if moves is None:
             moves = self._moves[key] = moves_between(held, wanted, axis.rank)
-        if axis not in self._by_axis:
-            self._by_axis[axis] = Transfers(axis, form.device)
-        self._by_axis[axis].add(moves, source, target)
+        nbytes = math.prod(form.shape) * target.itemsize
+        self._lanes.add(axis, form.device, moves, source, target, nbytes=nbytes)
 
     def wait(self) -> None:
-        for transfers in self._by_axis.values():
-            transfers.wait()
+        self._lanes.wait()

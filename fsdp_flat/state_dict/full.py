@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.comm import Lanes
 from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle, whole_params
 from fsdp_flat.state_dict.chunks import whole_moves
@@ -114,23 +114,22 @@ def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]
     Every rank of the shard groups must call this.
     """
     dst = 0 if to_zero else None
-    lanes: dict[Axis, Transfers] = {}
+    lanes = Lanes()
     found: dict[Unit, Wholes] = {}
     with torch.no_grad():
         for unit in units:
             axis, device = unit.options.groups.shard, unit.options.device
-            lane = lanes.setdefault(axis, Transfers(axis, device))
             found[unit] = []
             for handle in unit.handles:
                 wholes = []
                 for index, (slot, piece) in enumerate(zip(handle.layout.slots, own_pieces(unit, handle), strict=True)):
                     shape = slot.shape if dst in (None, axis.rank) else (0,)
                     target = torch.empty(shape, dtype=piece.dtype, device=device)
-                    lane.add(whole_moves(handle, index, axis.rank, dst), piece, target.view(-1))
+                    moves = whole_moves(handle, index, axis.rank, dst)
+                    lanes.add(axis, device, moves, piece, target.view(-1), nbytes=slot.numel * piece.itemsize)
                     wholes.append(target)
                 found[unit].append(wholes)
-        for lane in lanes.values():
-            lane.wait()
+        lanes.wait()
     return found
 
 

@@ -31,12 +31,16 @@ __all__ = ["gather_sharded", "load_sharded", "save_sharded"]
 
 
 def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
-    """The chunks of every unit, by handle and slot, exchanged at once; none where boxes are asked for.
+    """The chunks of every unit, by handle and slot, exchanged at once; of none where their device could not hold all.
 
     Every rank of the shard groups must call this.
     """
-    if _as_boxes(config):
+    if _as_boxes(config) or (config.offload_to_cpu and any(unit.streams.is_accelerator for unit in units)):
         return {}
+    return _chunks(units, config)
+
+
+def _chunks(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
     places, rows = [], []
     for unit in units:
         check_idle(unit, "state_dict")
@@ -81,7 +85,7 @@ def save_sharded(
             f"Unit {unit.name!r} is not sharded, so its entries of the sharded state dict are whole tensors.",
             stacklevel=4,
         )
-    values = iter(gather_sharded([unit], config)[unit] if gathered is None else gathered)
+    values = iter(_chunks([unit], config)[unit] if gathered is None else gathered)
     for handle in unit.handles:
         for index in range(len(handle.layout.slots)):
             put(destination, handle, index, prefix, next(values))

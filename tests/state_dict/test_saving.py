@@ -197,6 +197,27 @@ def test_offloaded_chunks_are_on_the_cpu_and_tied_names_share_a_value() -> None:
     assert_equal(whole_state(other), dict(seeded(Tied).state_dict()))
 
 
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_what_a_hook_does_to_a_nested_unit_before_it_is_saved_is_saved(kind: Any) -> None:
+    model = shard(seeded(), use_orig_params=True)
+
+    def zero(module: nn.Module, *_: Any) -> None:
+        with torch.no_grad():
+            for param in module.parameters():
+                param.zero_()
+
+    model.blocks[1].register_state_dict_pre_hook(zero)
+    with FSDP.state_dict_type(model, kind):
+        state = model.state_dict()
+    assert not any(local_or_whole(state[name]).any() for name in ("blocks.1.up.weight", "blocks.1.down.weight"))
+    assert local_or_whole(state["blocks.0.up.weight"]).any()
+
+
+def local_or_whole(value: Any) -> torch.Tensor:
+    return value.local_shards()[0].tensor if isinstance(value, ShardedTensor) else value
+
+
 @on_ranks(2)
 def test_a_nested_unit_with_a_form_of_its_own_saves_itself_in_it() -> None:
     model = shard(seeded(), use_orig_params=True)
