@@ -16,7 +16,8 @@ __all__ = ["main"]
 
 # File name, what the command line of ``python -m benchmarks`` adds, and the heading.
 RUNS = {
-    "compute": (["--preset", "compute", "--states"], "Compute-heavy, fp32"),
+    "compute": (["--preset", "compute"], "Compute-heavy, fp32"),
+    "states": (["--preset", "compute", "--steps", "1", "--states"], "State dicts"),
     "compute-bf16": (["--preset", "compute", "--bf16"], "Compute-heavy, bf16"),
     "communication": (["--preset", "communication"], "Communication-heavy, fp32"),
     "communication-bf16": (["--preset", "communication", "--bf16"], "Communication-heavy, bf16"),
@@ -34,7 +35,7 @@ step over all threads of a rank. "MB sent" leaves a rank in a step. "MB counted"
 of a forward and backward of five tokens, so parameters, gradients and their buffers; "MB RSS" is the process's peak.
 
 ```
-make bench                                   # the first table, with state dicts
+make bench                                   # the first two tables
 make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
 make bench-scale                             # host time and memory by units and ranks
 python -m benchmarks.micro                   # collectives alone
@@ -49,10 +50,12 @@ def page(results: Path, pictures: Path, *, note: str = "") -> str:
     for name, (_, heading) in RUNS.items():
         found = _read(results / f"{name}.json")
         if found is not None:
+            parts += [f"## {heading}\n", describe(found)]
+            if found["states"]:
+                parts.append(states_table(found))
+                continue
             write_picture(found, pictures / f"performance-{name}.png")
-            parts += [f"## {heading}\n", describe(found), step_table(found)]
-            parts += [states_table(found)] if found["states"] else []
-            parts.append(f"![step time and memory](performance-{name}.png)\n")
+            parts += [step_table(found), f"![step time and memory](performance-{name}.png)\n"]
     found = _read(results / "scale.json")
     if found is not None:
         parts += ["## Host time and memory by units and ranks\n", scale.NOTE, scale.scale_table(found)]

@@ -71,10 +71,10 @@ def say(text: str) -> None:
 
 
 def check(what: str, mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    """Say, and require, that two state dicts of whole tensors are the same on this rank."""
+    """Say, and require, that two dicts of whole tensors are the same on this rank."""
     if sorted(mine) != sorted(others) or not all(torch.equal(mine[name], others[name]) for name in mine):
-        raise SystemExit(f"{what}: other weights on rank {dist.get_rank()}")
-    say(f"{what}: same weights")
+        raise SystemExit(f"{what}: other values on rank {dist.get_rank()}")
+    say(f"{what}: same values")
 
 
 def train_and_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -145,6 +145,7 @@ def to_and_from_torch(folder: Path, model: nn.Module) -> None:
 
     fsdp1 = FSDP1(plain_model(seed=5), device_id=torch.device("cpu"), use_orig_params=True)
     fsdp1.load_state_dict(full)
+    ours, _ = sharded_model(seed=7)
     ours.load_state_dict(fsdp1.state_dict())
     check("to torch's FSDP1 and back", full, ours.state_dict())
 

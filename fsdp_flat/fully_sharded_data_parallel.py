@@ -306,7 +306,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Raises:
             OptionError: (a ValueError) another mode.
             UsageError: not the root.
-            PhaseError: nested.
+            PhaseError: inside ``no_sync`` in its ``"local"`` mode.
         """
         if mode not in ("local", "sharded"):
             raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')

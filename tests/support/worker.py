@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import multiprocessing
 import os
 import pickle
 import random
@@ -44,7 +45,7 @@ def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
     stacks = open(directory / f"stack{rank}", "w")  # noqa: SIM115  stays open for the signal handler
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    threading.Thread(target=watch_parent, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=watch_parent, daemon=True).start()
     rewrite_asserts()
 
     torch.set_num_threads(1)
@@ -64,10 +65,11 @@ def print_to(path: str | Path) -> None:
         stream.reconfigure(write_through=True)  # type: ignore[union-attr]
 
 
-def watch_parent(parent: int) -> None:
+def watch_parent() -> None:
     """End this process when the test session is gone, also in the middle of a collective."""
-    while os.getppid() == parent:
-        time.sleep(1.0)
+    session = multiprocessing.parent_process()
+    assert session is not None
+    session.join()
     os._exit(1)
 
 
