@@ -92,8 +92,8 @@ class Unit:
         # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
         self._step_collectives = self._collectives
         self._gathers: list[Pending] = []
-        # Of what generation and version the buffers still hold the parameters, although the unit is sharded.
-        self._kept: tuple[int, int] | None = None
+        # Of which generation the buffers still hold the parameters, although the unit is sharded.
+        self._kept: int | None = None
         self._depth = 0
         self.gathered_version = 0
         self._active: set[Use] = set()
@@ -178,17 +178,20 @@ class Unit:
                     self._gathers.append(self._step_collectives.begin_all_gather(full))
 
     def _reuse_kept(self) -> bool:
-        """Be unsharded with what was kept, if this is the backward that it was kept for and nothing has changed."""
+        """Be unsharded with what was kept, if this is the backward that it was kept for."""
         if self._kept is None:
             return False
         for handle in self.handles:
             handle.adopt_changes()
-        if in_backward() == -1 or self._kept != (self.generation, self._version()):
+        if in_backward() == -1 or self._kept != self.generation:
             self.drop_kept()
             return False
         self._kept = None
         for handle in self.handles:
             handle.reuse()
+        # Where weights have changed since the forward, activate() sees it by this and raises. A rank on which they
+        # have must not gather: the others do not.
+        self.gathered_version = self._version()
         return True
 
     def finish_unshard(self) -> None:
@@ -263,7 +266,7 @@ class Unit:
         for handle in self.handles:
             handle.views.show_shard()
             handle.reshard(keep_memory=True)
-        self._kept = (self.generation, self.gathered_version)
+        self._kept = self.generation
         if not keep_memory:
             self.drop_kept()
 

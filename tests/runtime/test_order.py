@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy, register_forward_method
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import BLOCKS, SHARDED, WIDTH, Block, Stack, Twin, batch, square_loss, traced, wrapped
@@ -157,6 +157,20 @@ def test_a_last_unit_whose_memory_is_kept_is_sharded_to_everybody(use_orig_param
     assert last.handles[0].buffer.nbytes == 0
     twin.optimizer.zero_grad()
     twin.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_rank_that_changed_its_last_unit_after_forward_raises_without_waiting_for_the_others(
+    use_orig_params: bool, rank: int
+) -> None:
+    twin = Twin.of(Stack(3), use_orig_params=use_orig_params)
+    loss = square_loss(twin.model, batch(rank))
+    if rank == 1:
+        with torch.no_grad():
+            next(units_of(twin.model)[-1].module.parameters()).mul_(0.5)
+        with pytest.raises(PhaseError, match=r"unit 'blocks.2' were changed after the forward"):
+            loss.backward()
 
 
 @on_ranks(2)
