@@ -128,10 +128,9 @@ class StateDictMethods(SemiPrivateNames):
         form = FORMS[self._settings.state_dict_type]
         config = self._settings.state_dict_config
         with self._saving() as (gathered, outermost):
-            if outermost:
-                if self._saves_together():
-                    for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
-                        meet("state_dict", axis)
+            if outermost and form.gather is not None and not getattr(config, "boxes", False):
+                for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
+                    meet("state_dict", axis)
                 # What a hook further in does to parameters has to come before they are gathered.
                 if not any(module._state_dict_pre_hooks for module in self.modules() if module is not self):
                     # A nested wrapper that was given a form of its own gathers for itself.
@@ -146,11 +145,6 @@ class StateDictMethods(SemiPrivateNames):
             result = hook(self, destination, prefix, {})
             destination = destination if result is None else result
         return destination
-
-    def _saves_together(self) -> bool:
-        """Whether a save in the form that is set takes communication."""
-        local = self._settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        return not local and not getattr(self._settings.state_dict_config, "boxes", False)
 
     @contextmanager
     def _saving(self) -> Generator[tuple[dict[Unit, Any], bool], None, None]:

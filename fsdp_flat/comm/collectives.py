@@ -123,9 +123,8 @@ class BackendCollectives(_Axial):
     """The backend's own all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending(
-            [_torch.all_gather_single(full, own_slice(full, self.axis), group=self.group, async_op=True)], full
-        )
+        work = _torch.all_gather_single(full, own_slice(full, self.axis), group=self.group, async_op=True)
+        return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         out = full.new_empty(full.numel() // self.size)

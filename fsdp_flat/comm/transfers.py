@@ -19,7 +19,7 @@ from fsdp_flat.layout import Moves
 
 __all__ = ["Lanes", "Transfers"]
 
-# A message over loopback takes about as long as a copy of this many bytes.
+# Where a message costs more than a copy depends on the network; both sides only have to draw the line alike.
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so not everything is under way at once.
 _MOST_UNDER_WAY_NBYTES = 1 << 26

@@ -17,8 +17,7 @@ __all__ = [
     "take_as_parameter",
 ]
 
-# What is registered with torch is so for the whole process.
-_taken: dict[type, bool] = {}
+# By class that torch knows, its look at operations; what is registered with torch is so for the whole process.
 _functions: dict[Any, Any] = {}
 
 # Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
@@ -55,18 +54,18 @@ def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
     Returns:
         False if this torch has no such list, so that optimizers would become slow.
     """
-    if kind not in _taken:
-        listed = getattr(torch_optimizer, "_foreach_supported_types", None)
-        _taken[kind] = listed is not None
-        if listed is not None:
-            listed.append(kind)
-            others = getattr(_foreach_utils, "_foreach_supported_types", listed)
-            if others is not listed:
-                others.append(kind)
-            _functions[kind] = kind.__dict__["__torch_function__"]
-            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
-            torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
-    return _taken[kind]
+    listed = getattr(torch_optimizer, "_foreach_supported_types", None)
+    if listed is None:
+        return False
+    if kind not in _functions:
+        listed.append(kind)
+        others = getattr(_foreach_utils, "_foreach_supported_types", listed)
+        if others is not listed:
+            others.append(kind)
+        _functions[kind] = kind.__dict__["__torch_function__"]
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
+    return True
 
 
 def _look_away() -> None:

@@ -233,19 +233,17 @@ class FlatParamHandle:
         """The buffer is filled."""
         self._move(ShardState.UNSHARDED)
 
-    def reshard(self, *, keep_memory: bool = False) -> None:
-        """Free the buffer; with ``keep_memory`` later, by :meth:`free`, unless :meth:`reuse` takes it back."""
+    def reshard(self) -> None:
+        """The parameters are used no more; :meth:`free` has to follow, unless :meth:`reuse` takes the buffer back."""
         self._move(ShardState.SHARDED)
-        if not keep_memory:
-            self.free()
 
     def free(self) -> None:
-        """Free the buffer of a sharded unit."""
+        """Free the buffer that :meth:`reshard` has left."""
         assert self._state is ShardState.SHARDED
         self.buffer.free(self.pool)
 
     def reuse(self) -> None:
-        """Be unsharded with what :meth:`reshard` has kept."""
+        """Be unsharded with the buffer that :meth:`reshard` has left."""
         self._move(ShardState.UNSHARDING)
         self._move(ShardState.UNSHARDED)
 

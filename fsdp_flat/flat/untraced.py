@@ -26,7 +26,7 @@ def untraced(function: _Function) -> _Function:
     """``function`` and everything that it calls run eagerly; a graph breaks where it is called."""
     disabled = torch.compiler.disable(function, reason=_REASON)
 
-    # torch's wrapper costs something at each call, so for every gradient, also where nothing is being compiled.
+    # torch's wrapper costs time at every call, also where nothing is compiled, and gradients come one by one.
     @untraced_here
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -133,13 +133,9 @@ class _Plan:
             copied()
         write_chunks(self._chunks)
         lanes = Lanes()
-        alive = []
         for value, wanted, target in self._scattered:
             held = [Interval(0, 0 if rank else value.shape.numel()) for rank in range(value.axis.size)]
-            source = None
-            if value.tensor is not None:
-                source = value.tensor.detach().reshape(-1)
-                alive.append(source)
+            source = None if value.tensor is None else value.tensor.detach().reshape(-1)
             moves, nbytes = moves_between(held, wanted, value.axis.rank), value.shape.numel() * value.dtype.itemsize
             lanes.add(value.axis, self._device, moves, source, target, nbytes=nbytes)
         lanes.wait()

@@ -265,7 +265,7 @@ class Unit:
         self.finish_unshard()
         for handle in self.handles:
             handle.views.show_shard()
-            handle.reshard(keep_memory=True)
+            handle.reshard()
         self._kept = self.generation
         if not keep_memory:
             self.drop_kept()
@@ -279,17 +279,6 @@ class Unit:
         for handle in self.handles:
             handle.free()
         self.streams.freed()
-
-    @contextmanager
-    def names_shown(self) -> Iterator[None]:
-        """Have the modules register something under every original name, for a state dict's keys and their order."""
-        try:
-            for handle in self.handles:
-                handle.views.show_names()
-            yield
-        finally:
-            for handle in self.handles:
-                handle.views.hide_whole()
 
     def gather_whole(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
         """Gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) into a whole one (``layout.numel``).

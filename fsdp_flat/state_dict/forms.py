@@ -21,7 +21,7 @@ from fsdp_flat.api import (
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict.common import LoadReport
 from fsdp_flat.state_dict.full import gather_full, load_full, save_full
-from fsdp_flat.state_dict.local import gather_local, load_local, save_local
+from fsdp_flat.state_dict.local import load_local, save_local
 from fsdp_flat.state_dict.sharded import gather_sharded, load_sharded, save_sharded
 
 __all__ = ["FORMS", "Form"]
@@ -32,15 +32,15 @@ class Form:
     """One form.
 
     Attributes:
-        gather: communicates for all units of a save at once: ``gather(units, config)``. Units that are missing in what
-            it returns gather for themselves.
+        gather: communicates for all units of a save at once: ``gather(units, config)``; None if the form takes no
+            communication. Units that are missing in what it returns gather for themselves.
         save: adds a unit's entries: ``save(unit, config, prefix, inner, gathered)``.
         load: takes a unit's entries: ``load(unit, state_dict, prefix, report)``.
         model_config: class of its options for model state dicts.
         optim_config: class of its options for optimizer state dicts.
     """
 
-    gather: Callable[[Sequence[Unit], StateDictConfig], Mapping[Unit, Any]]
+    gather: Callable[[Sequence[Unit], StateDictConfig], Mapping[Unit, Any]] | None
     save: Callable[[Unit, StateDictConfig, str, Callable[[], dict[str, Any]], Any], dict[str, Any]]
     load: Callable[[Unit, dict[str, Any], str, LoadReport], None]
     model_config: type[StateDictConfig]
@@ -53,7 +53,7 @@ FORMS = MappingProxyType(
             gather_full, save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig
         ),
         StateDictType.LOCAL_STATE_DICT: Form(
-            gather_local, save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig
+            None, save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig
         ),
         StateDictType.SHARDED_STATE_DICT: Form(
             gather_sharded, save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig

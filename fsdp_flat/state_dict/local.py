@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, pre
 from fsdp_flat.state_dict.full import save_full
 from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk, shape_of
 
-__all__ = ["gather_local", "load_local", "save_local"]
+__all__ = ["load_local", "save_local"]
 
 
 def flat_key(unit: Unit, handle: FlatParamHandle) -> str:
@@ -30,11 +30,6 @@ def flat_key(unit: Unit, handle: FlatParamHandle) -> str:
 def _valid_numel(handle: FlatParamHandle, rank: int) -> int:
     layout = handle.layout
     return max(0, min(layout.shard_numel, layout.unpadded_numel - rank * layout.shard_numel))
-
-
-def gather_local(_units: Sequence[Unit], _config: StateDictConfig) -> dict[Unit, Any]:
-    """Nothing is gathered."""
-    return {}
 
 
 def save_local(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,9 +34,11 @@ __all__ = ["gather_sharded", "load_sharded", "save_sharded"]
 def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
     """The chunks of every unit, by handle and slot, exchanged at once; of none where their device could not hold all.
 
+    It is not for boxes, which nothing is exchanged for.
+
     Every rank of the shard groups must call this.
     """
-    if _as_boxes(config) or (config.offload_to_cpu and any(unit.streams.is_accelerator for unit in units)):
+    if config.offload_to_cpu and any(unit.streams.is_accelerator for unit in units):
         return {}
     return _chunks(units, config)
 
@@ -70,12 +73,15 @@ def save_sharded(
 
     Every rank of the shard group must call this. What is not sharded is returned whole. With ``config.boxes`` nothing
     is exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
-    ``gathered`` is what :func:`gather_sharded` gave for the unit.
+
+    Args:
+        unit, config, prefix, inner: as for :func:`save_full`.
+        gathered: what :func:`gather_sharded` gave for the unit.
     """
     check_idle(unit, "state_dict")
     if _as_boxes(config):
         refuse_split(unit, "The sharded state dict")
-    with unit.names_shown():
+    with _names_shown(unit):
         destination = inner()
     if _as_boxes(config):
         _put_boxes(unit, config, prefix, destination)
@@ -91,6 +97,18 @@ def save_sharded(
             put(destination, handle, index, prefix, next(values))
     restore_buffers(unit, destination, prefix)
     return destination
+
+
+@contextmanager
+def _names_shown(unit: Unit) -> Iterator[None]:
+    """Have the modules register something under every original name, for the dict's keys and their order."""
+    try:
+        for handle in unit.handles:
+            handle.views.show_names()
+        yield
+    finally:
+        for handle in unit.handles:
+            handle.views.hide_whole()
 
 
 def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: dict[str, Any]) -> None:

@@ -124,6 +124,7 @@ def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bo
         assert module.weight is handle.views.leaves[0]
         handle.views.show_shard()
         handle.reshard()
+        handle.free()
         assert handle.buffer.nbytes == 0
         with pytest.raises(UsageError, match=r"'weight' \(2, 3\) of unit 'small'"):
             module(x)

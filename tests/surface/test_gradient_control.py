@@ -40,6 +40,15 @@ STRATEGIES = pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 # ----------------------------------------------------------------------------------------------------- accumulation
 
 
+def plain_grads_of_steps(num_steps: int, num_ranks: int) -> dict[str, torch.Tensor]:
+    """What a plain model accumulates over the batches of all ranks."""
+    plain = small_model()
+    for step in range(num_steps):
+        for batch in batches(num_ranks, step=step):
+            (mean_loss(plain, batch) / num_ranks).backward()
+    return plain_grads(plain)
+
+
 @KINDS
 @STRATEGIES
 @on_ranks(2)
@@ -59,11 +68,7 @@ def test_accumulation_under_no_sync_equals_one_large_batch(
         assert reshards == {}, "parameters stay gathered between the micro batches"
     elif strategy != "NO_SHARD":
         assert reshards["1"] == 4, "freed after each forward and each backward"
-    plain = small_model()
-    for step in range(3):
-        for batch in batches(num_ranks, step=step):
-            (mean_loss(plain, batch) / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(whole_grads(model), plain_grads_of_steps(3, num_ranks), 1e-5, "gradients")
 
 
 @KINDS
@@ -82,11 +87,7 @@ def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_
             held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
             assert held <= sum(handle.layout.shard_numel for handle in handles)
     mean_loss(model, batches(num_ranks, step=2)[rank]).backward()
-    plain = small_model()
-    for step in range(3):
-        for batch in batches(num_ranks, step=step):
-            (mean_loss(plain, batch) / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(whole_grads(model), plain_grads_of_steps(3, num_ranks), 1e-5, "gradients")
 
 
 @on_ranks(2)
