@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fsdp_flat.comm.mailbox import sent_nbytes, shared_nbytes
+
 __all__ = ["Counter"]
 
 
@@ -20,9 +22,10 @@ class Counter(TorchDispatchMode):
 
     Bytes sent are those that leave a rank on average, by what gloo does: a gather or an exchange sends
     (W-1)/W of the whole tensor, an all-reduce twice that, and so does gloo's reduce_scatter, which is an
-    all-reduce of a copy. Bytes alive are those of every storage that a tensor here ever had, asked again at
-    every operator, so memory that comes back under the same storage is seen. What a collective allocates
-    inside of itself is not.
+    all-reduce of a copy; messages through shared memory count once for each rank that reads them. Bytes alive are
+    those of every storage that a tensor here ever had, asked again at every operator, so memory that comes back
+    under the same storage is seen. What a collective allocates inside of itself is not, so neither is the memory
+    by which ranks of one host exchange messages; ``shared`` tells how much that is.
 
     Args:
         ranks: size of the group.
@@ -31,12 +34,23 @@ class Counter(TorchDispatchMode):
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.ranks = ranks
-        self.sent = 0.0
+        self._sent = 0.0
+        self._sent_before = sent_nbytes()
         self.collectives = 0
         self.peak = 0
         self._storages: dict[int, StorageWeakRef] = {}
         gc.collect()
         self._note(o for o in gc.get_objects() if isinstance(o, torch.Tensor))
+
+    @property
+    def sent(self) -> float:
+        """Bytes sent so far."""
+        return self._sent + sent_nbytes() - self._sent_before
+
+    @property
+    def shared(self) -> int:
+        """Bytes of memory for messages to other ranks of this host."""
+        return shared_nbytes()
 
     def _note(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
@@ -46,7 +60,8 @@ class Counter(TorchDispatchMode):
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):
                 continue  # meta tensors of other kinds, wrappers: what they hold is seen by itself
-            if storage.device.type != "meta" and storage._cdata not in self._storages:
+            # Memory that torch has not allocated cannot be resized: files that are mapped, such as those of messages.
+            if storage.device.type != "meta" and storage.resizable() and storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def alive(self) -> int:
@@ -75,19 +90,19 @@ class Counter(TorchDispatchMode):
         share = (self.ranks - 1) / self.ranks
         first = sum(leaf.nbytes for leaf in tree_leaves(args[0]) if isinstance(leaf, torch.Tensor))
         if name in ("_allgather_base_", "allgather_"):
-            self.sent += share * first
+            self._sent += share * first
         elif name == "alltoall_base_":
             # What a rank sends to itself does not leave it; without splits it is one part of all.
             splits = args[4] or [1] * self.ranks
-            self.sent += args[1].nbytes * (1 - splits[dist.get_rank()] / max(1, sum(splits)))
+            self._sent += args[1].nbytes * (1 - splits[dist.get_rank()] / max(1, sum(splits)))
         elif name in ("allreduce_",):
-            self.sent += 2 * share * first
+            self._sent += 2 * share * first
         elif name in ("_reduce_scatter_base_", "reduce_scatter_"):
-            self.sent += 2 * share * first * self.ranks
+            self._sent += 2 * share * first * self.ranks
         elif name == "broadcast_":
             # One rank sends to all others; this is the average over ranks.
-            self.sent += share * first
+            self._sent += share * first
         elif name == "send":
-            self.sent += first
+            self._sent += first
         elif name not in ("recv_", "recv_any_source_", "barrier", "monitored_barrier_"):
             raise NotImplementedError(f"no formula for the bytes of c10d::{name}")

@@ -32,7 +32,8 @@ Every table comes from one command, in fresh processes of one thread, the implem
 Times are medians; "x local", "x DDP" and "x peer" are medians over rounds of the ratio within a round, the peer
 being the faster of torch's FSDP1 and `fully_shard` with the same resharding. "CPU ms" is the least CPU time of a
 step over all threads of a rank. "MB sent" leaves a rank in a step. "MB counted" is the peak of all tensor storages
-of a forward and backward of five tokens, so parameters, gradients and their buffers; "MB RSS" is the process's peak.
+of a forward and backward of five tokens, so parameters, gradients and their buffers; "MB shared" is this rank's memory
+for messages to the others, which gloo's counterpart is not counted for; "MB RSS" is the process's peak, with all of it.
 
 ```
 make bench                                   # the first two tables

@@ -54,7 +54,7 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def step_table(results: Mapping[str, Any]) -> str:
     """Time, memory and bytes of a step, in Markdown."""
     header = ["implementation", "step ms", "forward", "backward", "optimizer", "CPU ms", "x local", "x DDP", "x peer"]
-    header += ["MB sent", "MB counted", "MB RSS", "wrap ms"]
+    header += ["MB sent", "MB counted", "MB shared", "MB RSS", "wrap ms"]
     rows = []
     for name, row in medians(results).items():
         counts = results["counts"].get(name, {})
@@ -67,6 +67,7 @@ def step_table(results: Mapping[str, Any]) -> str:
                 _number(ratios(results, name, PEERS.get(name, ()))),
                 _number(counts["sent"] / 1e6, ".1f") if counts else "",
                 _number(counts["alive"] / 1e6, ".1f") if counts else "",
+                _number(counts["shared"] / 1e6, ".1f") if counts.get("shared") else "",
                 _number(row["rss"] / 1e6, ".0f"),
                 _number(1e3 * row["wrap"], ".0f"),
             ]

@@ -99,7 +99,12 @@ def _count(job: Job, rank: int) -> dict[str, Any]:
         training.optimizer.zero_grad()
     with Counter(job.setting.ranks) as counter:
         training.forward_backward()
-    return {"sent": counter.sent, "collectives": counter.collectives, "alive": counter.peak}
+    return {
+        "sent": counter.sent,
+        "collectives": counter.collectives,
+        "alive": counter.peak,
+        "shared": counter.shared,
+    }
 
 
 def _states(job: Job, rank: int) -> dict[str, Any]:

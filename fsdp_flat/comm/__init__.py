@@ -5,13 +5,13 @@ from fsdp_flat.comm.collectives import (
     Collectives,
     Pending,
     begin_all_reduce,
-    collectives_for,
     is_simulated,
 )
 from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
 from fsdp_flat.comm.groups import Axis, UnitGroups, resolve_groups
 from fsdp_flat.comm.meeting import meet
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
+from fsdp_flat.comm.routes import collectives_for
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, streams_for
 from fsdp_flat.comm.transfers import Lanes, Transfers

@@ -1,14 +1,7 @@
 """Collectives on flat 1-D tensors. Every call begins work and returns a :class:`Pending`.
 
-What a gather or a reduction is made of depends on the backend and on where the tensors live, and only here:
-
-* gloo on CPU tensors: a gather is one broadcast a rank, each straight into its slice; a reduction is an
-  all-to-all of slices followed by a local sum. gloo's own all_gather allocates and copies a second full
-  buffer, and its reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
-* gloo on accelerator tensors: broadcasts, and an all-reduce of which a slice is kept.
-* everything else (NCCL, fake groups): the backend's own all_gather and reduce_scatter.
-
-Every rank of the group must make the same calls in the same order.
+Every rank of the group must make the same calls in the same order. What a gather or a reduction is made of is chosen
+in ``routes``.
 """
 
 from __future__ import annotations
@@ -19,7 +12,6 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import _torch
 from fsdp_flat.comm.groups import Axis
 
 __all__ = [
@@ -27,7 +19,6 @@ __all__ = [
     "EmptyLike",
     "Pending",
     "begin_all_reduce",
-    "collectives_for",
     "is_simulated",
     "moves_by_gloo",
     "own_slice",
@@ -110,91 +101,9 @@ def own_slice(full: torch.Tensor, axis: Axis) -> torch.Tensor:
     return full.narrow(0, axis.rank * numel, numel)
 
 
-class _Axial:
-    def __init__(self, axis: Axis) -> None:
-        assert axis.group is not None
-        self.axis = axis
-        self.group = axis.group
-        self.rank = axis.rank
-        self.size = axis.size
-
-
-class BackendCollectives(_Axial):
-    """The backend's own all_gather and reduce_scatter."""
-
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        work = _torch.all_gather_single(full, own_slice(full, self.axis), group=self.group, async_op=True)
-        return Pending([work], full)
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        out = full.new_empty(full.numel() // self.size)
-        work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
-        return Pending([work], out, alive=(full,))
-
-
-class GlooAcceleratorCollectives(_Axial):
-    """gloo on accelerator tensors, for tests of several ranks on one device."""
-
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending(_begin_broadcasts(self, full), full)
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: own_slice(full, self.axis).clone())
-
-
-class GlooCollectives(_Axial):
-    """gloo on CPU tensors, with the fewest bytes and copies."""
-
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending(_begin_broadcasts(self, full), full)
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        if self.size == 2:
-            return self._begin_swap(full)
-        received = empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: self._sum(received), scratch=(received,), alive=(full,))
-
-    def _begin_swap(self, full: torch.Tensor) -> Pending:
-        # Of two ranks each sends one half and adds the other to what it receives, which is the result.
-        halves = full.chunk(2)
-        own, sent = halves[self.rank], halves[1 - self.rank]
-        received = torch.empty_like(own)
-        splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
-        work = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
-        return Pending([work], full, lambda: received.add_(own))
-
-    def _sum(self, received: torch.Tensor) -> torch.Tensor:
-        # In rank order on every rank, and in fp32 for the short floats, so that the result neither
-        # depends on timing nor loses bits to the number of ranks.
-        chunks = received.chunk(self.size)
-        dtype = received.dtype
-        wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-        total = chunks[0].to(wide, copy=True)
-        for chunk in chunks[1:]:
-            total.add_(chunk)
-        return total.to(dtype)
-
-
-def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
-    return [
-        dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
-        for chunk, source in zip(full.chunk(axial.size), dist.get_process_group_ranks(axial.group), strict=True)
-    ]
-
-
 def is_simulated(group: dist.ProcessGroup) -> bool:
     """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared."""
     return dist.get_backend(group) == "fake"
-
-
-def collectives_for(axis: Axis, device: torch.device) -> Collectives:
-    """The cheapest gather and reduction for an axis of more than one rank on ``device``."""
-    assert axis.group is not None
-    if moves_by_gloo(axis.group, device):
-        return GlooCollectives(axis) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
-    return BackendCollectives(axis)
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

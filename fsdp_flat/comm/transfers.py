@@ -6,15 +6,17 @@ moves each element once. Only short runs, for which the message costs more than 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.collectives import moves_by_gloo
 from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of
 from fsdp_flat.layout import Moves
 
 __all__ = ["Lanes", "Transfers"]
@@ -23,6 +25,9 @@ __all__ = ["Lanes", "Transfers"]
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so not everything is under way at once.
 _MOST_UNDER_WAY_NBYTES = 1 << 26
+# Of shared memory: long runs go in pieces, of which so many are unread that the sides need not keep step.
+_PIECE_NBYTES = 1 << 22
+_MOST_UNREAD_NBYTES = 1 << 24
 
 
 class Transfers:
@@ -37,15 +42,8 @@ class Transfers:
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
-        group = axis.group
-        self._axis = axis
-        # gloo sends CPU tensors only. Other backends want all transfers at once.
-        self._one_by_one = group is not None and moves_by_gloo(group, device)
-        self._device = torch.device("cpu") if self._one_by_one else device
-        self._begun: list[Any] = []
-        self._batch: list[dist.P2POp] = []
+        self._carrier = _carrier_for(axis, device)
         self._after: list[Callable[[], object]] = []
-        self._alive: list[torch.Tensor] = []
         self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
@@ -67,20 +65,17 @@ class Transfers:
             self._enter(source[run], rank, self._short_sends, self._send)
 
     def wait(self) -> None:
-        """Return when everything that was added has arrived."""
+        """Return when everything that was added has arrived, here and at the others."""
         for (rank, _), runs in self._short_receives.items():
             packed = torch.empty(sum(run.numel() for run in runs), dtype=runs[0].dtype, device=runs[0].device)
             self._receive(packed, rank)
             self._after.append(partial(_unpack, packed, runs))
         for (rank, _), runs in self._short_sends.items():
             self._send(torch.cat(runs), rank)
-        if self._batch:
-            self._begun.extend(dist.batch_isend_irecv(self._batch))
-        for work in self._begun:
-            work.wait()
+        self._carrier.wait()
         for finish in self._after:
             finish()
-        self._begun, self._batch, self._after, self._alive = [], [], [], []
+        self._after = []
         self._short_sends, self._short_receives = {}, {}
 
     def _enter(
@@ -97,26 +92,148 @@ class Transfers:
             begin(run.contiguous(), rank)
 
     def _send(self, run: torch.Tensor, to: int) -> None:
-        run = run.to(self._device)
-        self._alive.append(run)
-        if self._one_by_one:
-            self._begun.append(dist.isend(run, dst=self._world_rank(to), group=self._axis.group))
-        else:
-            self._batch.append(dist.P2POp(dist.isend, run, self._world_rank(to), self._axis.group))
+        self._carrier.send(run.to(self._carrier.device), to)
 
     def _receive(self, run: torch.Tensor, source: int) -> None:
         target = run
-        if run.device.type != self._device.type:
-            run = torch.empty_like(run, device=self._device)
+        if run.device.type != self._carrier.device.type:
+            run = torch.empty_like(run, device=self._carrier.device)
             self._after.append(lambda: target.copy_(run))
-        if self._one_by_one:
-            self._begun.append(dist.irecv(run, src=self._world_rank(source), group=self._axis.group))
-        else:
-            self._batch.append(dist.P2POp(dist.irecv, run, self._world_rank(source), self._axis.group))
+        self._carrier.receive(run, source)
 
-    def _world_rank(self, rank: int) -> int:
-        assert self._axis.group is not None
-        return dist.get_global_rank(self._axis.group, rank)
+
+class _Carrier(Protocol):
+    """What runs travel by, from rank to rank of an axis.
+
+    Attributes:
+        device: where it takes and puts them.
+    """
+
+    device: torch.device
+
+    def send(self, run: torch.Tensor, to: int) -> None:
+        """Begin to send."""
+        ...
+
+    def receive(self, run: torch.Tensor, source: int) -> None:
+        """Begin to receive into ``run``."""
+        ...
+
+    def wait(self) -> None:
+        """Return when everything is there and nothing of what was sent is needed any more."""
+        ...
+
+
+class _ByGroup:
+    """By the group's messages, begun at once (gloo) or all together, as other backends want it."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, at_once: bool) -> None:
+        self.device = device
+        self._group = group
+        self._at_once = at_once
+        self._begun: list[Any] = []
+        self._batch: list[dist.P2POp] = []
+        self._alive: list[torch.Tensor] = []
+
+    def send(self, run: torch.Tensor, to: int) -> None:
+        self._alive.append(run)
+        peer = dist.get_global_rank(self._group, to)
+        if self._at_once:
+            self._begun.append(dist.isend(run, dst=peer, group=self._group))
+        else:
+            self._batch.append(dist.P2POp(dist.isend, run, peer, self._group))
+
+    def receive(self, run: torch.Tensor, source: int) -> None:
+        peer = dist.get_global_rank(self._group, source)
+        if self._at_once:
+            self._begun.append(dist.irecv(run, src=peer, group=self._group))
+        else:
+            self._batch.append(dist.P2POp(dist.irecv, run, peer, self._group))
+
+    def wait(self) -> None:
+        if self._batch:
+            self._begun.extend(dist.batch_isend_irecv(self._batch))
+        for work in self._begun:
+            work.wait()
+        self._begun, self._batch, self._alive = [], [], []
+
+
+class _ByMail:
+    """By memory that the ranks share, of which a few pieces are in use at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        # By source, in the order in which it sends.
+        self._letters: dict[int, deque[tuple[Letter, torch.Tensor]]] = {}
+
+    def send(self, run: torch.Tensor, to: int) -> None:
+        for piece in _pieces(run):
+            # A rank that only sends would else fill its memory with what nobody has had time to read.
+            self._make_room(_MOST_UNREAD_NBYTES - piece.nbytes)
+            self._mailbox.send("transfer", [(piece, (to,))])
+
+    def receive(self, run: torch.Tensor, source: int) -> None:
+        letters = self._letters.setdefault(source, deque())
+        for piece in _pieces(run):
+            letters.append((self._mailbox.expect("transfer", source, piece.nbytes), piece))
+
+    def wait(self) -> None:
+        while self._letters:
+            self._read()
+            if self._letters:
+                self._mailbox.wait_for(self._letters, "transfer")
+        self._make_room(0)
+
+    def _make_room(self, most_nbytes: int) -> None:
+        """Wait until no more than that is unread, reading in the meantime, so that nobody waits in a circle."""
+        most_nbytes = max(0, most_nbytes)
+        while sum(self._mailbox.unread("transfer").values()) > most_nbytes:
+            self._read()
+            unread = self._mailbox.unread("transfer")
+            if sum(unread.values()) > most_nbytes:
+                self._mailbox.wait_for({*unread, *self._letters}, "transfer")
+
+    def _read(self) -> None:
+        """Read what has come."""
+        for source, letters in list(self._letters.items()):
+            while letters and letters[0][0].is_completed():
+                letter, target = letters.popleft()
+                target.copy_(letter.content(target.dtype))
+                letter.close()
+            if not letters:
+                del self._letters[source]
+
+
+def _pieces(run: torch.Tensor) -> Sequence[torch.Tensor]:
+    # Both sides see the same length and dtype, so they cut alike.
+    return run.split(_PIECE_NBYTES // run.itemsize) if run.nbytes > _PIECE_NBYTES else (run,)
+
+
+class _Nothing:
+    """One rank alone moves nothing."""
+
+    device = torch.device("cpu")
+
+    def send(self, run: torch.Tensor, to: int) -> None:
+        raise AssertionError("there is nobody to send to")
+
+    receive = send
+
+    def wait(self) -> None:
+        return
+
+
+def _carrier_for(axis: Axis, device: torch.device) -> _Carrier:
+    group = axis.group
+    if group is None:
+        return _Nothing()
+    if not moves_by_gloo(group, device):
+        return _ByGroup(group, device, at_once=False)
+    # gloo sends CPU tensors only.
+    mailbox = mailbox_of(axis) if axis.size > 1 else None
+    return _ByGroup(group, torch.device("cpu"), at_once=True) if mailbox is None else _ByMail(mailbox)
 
 
 class Lanes:

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import Axis, Pending, begin_all_reduce, collectives_for, exchange_bytes, exchange_ints
-from fsdp_flat.comm.collectives import BackendCollectives, GlooAcceleratorCollectives, GlooCollectives
+from fsdp_flat.comm.routes import BackendCollectives, CpuCollectives, GlooAcceleratorCollectives, GlooCollectives
 from tests.support import assert_equal, on_ranks
 
-KINDS = [BackendCollectives, GlooAcceleratorCollectives, GlooCollectives]
+KINDS = [BackendCollectives, GlooAcceleratorCollectives, GlooCollectives, CpuCollectives]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 # Members by global rank: not contiguous and not starting at 0, so that a mix-up of ranks shows.
 MEMBERS = {2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
@@ -68,7 +68,7 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
     axis = axis_of(4)
     assert axis is not None
     collectives = collectives_for(axis, torch.device("cpu"))
-    assert isinstance(collectives, GlooCollectives)
+    assert isinstance(collectives, CpuCollectives)
     fulls = [torch.full((4 * n,), float(axis.rank + n)) for n in (1, 2, 3)]
     gathers = [collectives.begin_all_gather(full) for full in fulls[:2]]
     reduction = collectives.begin_reduce_scatter(fulls[2])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import Axis, Transfers
 from fsdp_flat.layout import Interval, moves_between
-from tests.runtime.kit import recorded
+from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
 
 
@@ -16,13 +17,16 @@ def even(numel: int, size: int) -> list[Interval]:
 
 
 @on_ranks(2, 4)
-def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(rank: int, num_ranks: int) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, rank: int, num_ranks: int) -> None:
     axis = Axis.of(dist.group.WORLD)
-    transfers = Transfers(axis, torch.device("cpu"))
+    with shared_memory(shared):
+        transfers = Transfers(axis, torch.device("cpu"))
     found = []
     for numel, dtype in (
         (5, torch.float32),
         (200_000, torch.float32),
+        (7_000_000, torch.float64),
         (7, torch.int64),
         (0, torch.bool),
         (9, torch.bfloat16),
@@ -40,15 +44,17 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(rank: int, num
 
 
 @on_ranks(2)
-def test_short_runs_of_a_dtype_travel_in_one_message(rank: int) -> None:
+@pytest.mark.parametrize("shared", [False, True])
+def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) -> None:
     axis = Axis.of(dist.group.WORLD)
-    with recorded() as record:
+    with shared_memory(shared):
         transfers = Transfers(axis, torch.device("cpu"))
+    with recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):
             moves = moves_between(even(8, 2), [Interval(0, 8)] * 2, rank)
             transfers.add(moves, torch.full((4,), 10.0 * index + rank), target)
         transfers.wait()
-    assert record.counts() == {"irecv": 1, "isend": 1}
+    assert record.counts() == ({"transfer": 1} if shared else {"irecv": 1, "isend": 1})
     for index, target in enumerate(targets):
         assert target.tolist() == [10.0 * index] * 4 + [10.0 * index + 1] * 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,8 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm import routes, transfers
+from fsdp_flat.comm.mailbox import Mailbox, mailbox_of
 from fsdp_flat.runtime import Phase, Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
@@ -230,6 +232,10 @@ COLLECTIVES = (
 )
 
 
+# Through memory that ranks share; counted once for each rank that reads.
+MESSAGES = ("gather", "reduction", "transfer")
+
+
 @dataclass(frozen=True)
 class Call:
     """One collective: what it moves from this rank, by the cheapest algorithm there is."""
@@ -246,6 +252,8 @@ class Call:
         if self.name == "broadcast":
             return self.nbytes * others if self.is_source else 0
         if self.name == "all_to_all_single":
+            return self.nbytes
+        if self.name in MESSAGES:
             return self.nbytes
         if self.name == "all_reduce":
             return 2 * self.nbytes * others / self.size
@@ -271,7 +279,7 @@ class Record:
 
 @contextmanager
 def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
-    """Record every collective called through ``torch.distributed`` inside the block."""
+    """Record every collective called through ``torch.distributed`` inside the block, and every message of a mailbox."""
     record = Record(on_call=on_call)
     originals: list[tuple[Any, str, Any]] = []
     places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
@@ -280,11 +288,43 @@ def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
         original = getattr(owner, name)
         originals.append((owner, name, original))
         setattr(owner, name, functools.partial(_note, record, name, original))
+    send = Mailbox.send
+    originals.append((Mailbox, "send", send))
+
+    def note_and_send(mailbox: Mailbox, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> None:
+        nbytes = sum(tensor.nbytes * len(ranks) for tensor, ranks in messages)
+        record.calls.append(Call(purpose, nbytes, dist.get_world_size(), is_source=True))
+        record.on_call()
+        send(mailbox, purpose, messages)
+
+    Mailbox.send = note_and_send  # type: ignore[method-assign]
     try:
         yield record
     finally:
         for owner, name, original in originals:
             setattr(owner, name, original)
+
+
+@contextmanager
+def shared_memory(use: bool) -> Iterator[None]:
+    """With False, ranks behave inside the block as if they were on different hosts."""
+    if use:
+        yield
+        return
+    for module in (routes, transfers):
+        module.mailbox_of = lambda axis: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for module in (routes, transfers):
+            module.mailbox_of = mailbox_of  # type: ignore[attr-defined]
+
+
+def acquaint(model: nn.Module) -> None:
+    """Let ranks find out whether they share memory, which the first collective of a group would do."""
+    for unit in units_of(model):
+        if unit.gathers:
+            routes.mailbox_of(unit.options.groups.shard)  # type: ignore[attr-defined]
 
 
 def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,9 +17,11 @@ from tests.runtime.kit import (
     Record,
     Stack,
     Twin,
+    acquaint,
     batch,
     mesh_for,
     recorded,
+    shared_memory,
     square_loss,
     wrapped,
 )
@@ -38,20 +40,23 @@ def num_gathers(unit: Unit, root: Unit, last: Unit) -> int:
     return 2 if unit.options.strategy.reshard_after_forward and unit not in (root, last) else 1
 
 
-def check_step(record: Record, twin: Twin, *, reduces: bool = True) -> None:
+def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool = True) -> None:
     """The collectives of one forward and backward against the layouts."""
     units = units_of(twin.model)
     shard, replicate = units[0].options.groups.axes
     layouts = [(unit, handle.layout) for unit in units for handle in unit.handles]
     gathers = [(num_gathers(unit, units[0], units[-1]), layout) for unit, layout in layouts]
-    assert record.count("broadcast") == sum(number * shard.size for number, _ in gathers)
+    # Over gloo, one broadcast a rank.
+    gather, messages = ("gather", 1) if shared else ("broadcast", shard.size)
+    assert record.count(gather) == sum(number * messages for number, _ in gathers)
     # Each gather: this rank's slice to the others, so (W-1)/W of the unit over all ranks.
-    assert record.sent("broadcast") == sum(
+    assert record.sent(gather) == sum(
         number * layout.shard_numel * ITEMSIZE * (shard.size - 1) for number, layout in gathers
     )
+    reduction = "reduction" if shared else "all_to_all_single"
     num_reductions = len(layouts) if reduces else 0
-    assert record.count("all_to_all_single") == (num_reductions if shard.size > 1 else 0)
-    assert record.sent("all_to_all_single") == (
+    assert record.count(reduction) == (num_reductions if shard.size > 1 else 0)
+    assert record.sent(reduction) == (
         sum(layout.numel * ITEMSIZE * (shard.size - 1) / shard.size for _, layout in layouts) if reduces else 0
     )
     reduced = [call.nbytes for call in record.calls if call.name == "all_reduce"]
@@ -62,24 +67,27 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True) -> None:
         if replicate.size > 1:
             expected += [layout.shard_numel * ITEMSIZE for _, layout in layouts]
     assert sorted(reduced) == sorted(expected)
-    assert set(record.counts()) <= {"broadcast", "all_to_all_single", "all_reduce"}
+    assert set(record.counts()) <= {gather, reduction, "all_reduce"}
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
 def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_bytes(
-    use_orig_params: bool, strategy: ShardingStrategy, rank: int
+    shared: bool, use_orig_params: bool, strategy: ShardingStrategy, rank: int
 ) -> None:
-    twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
-    for _ in range(3):
-        with recorded() as record:
-            square_loss(twin.model, batch(rank)).backward()
-        check_step(record, twin)
-        with recorded() as record:
-            twin.optimizer.step()
-            twin.optimizer.zero_grad()
-        assert record.calls == []
+    with shared_memory(shared):
+        twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
+        acquaint(twin.model)
+        for _ in range(3):
+            with recorded() as record:
+                square_loss(twin.model, batch(rank)).backward()
+            check_step(record, twin, shared=shared)
+            with recorded() as record:
+                twin.optimizer.step()
+                twin.optimizer.zero_grad()
+            assert record.calls == []
 
 
 @on_ranks(2, 4)
@@ -87,6 +95,7 @@ def test_a_step_makes_the_collectives_that_the_layout_says_and_moves_the_least_b
 def test_a_step_sends_the_least_bytes_that_full_sharding_can(prefetch: BackwardPrefetch | None, rank: int) -> None:
     """Each unit is gathered twice and reduced once, (W-1)/W of it each time; the first and the last stay gathered."""
     twin = Twin.of(Stack(4), backward_prefetch=prefetch)
+    acquaint(twin.model)
     root, *blocks = [sum(handle.layout.numel for handle in unit.handles) * ITEMSIZE for unit in units_of(twin.model)]
     size = dist.get_world_size()
     bound = (3 * sum(blocks[:-1]) + 2 * blocks[-1] + 2 * root) * (size - 1) // size
@@ -94,7 +103,6 @@ def test_a_step_sends_the_least_bytes_that_full_sharding_can(prefetch: BackwardP
     for step in range(3):
         with recorded() as record:
             square_loss(twin.model, batch(rank, step)).backward()
-        # A broadcast is sent by one rank, and every rank's slice is as long: what one rank sends is what each does.
         sent = sum(call.sent for call in record.calls if call.name != "all_reduce")
         assert sent == bound
         assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [flags]
@@ -114,10 +122,11 @@ def test_inside_no_sync_nothing_is_reduced(strategy: ShardingStrategy, rank: int
 @on_ranks(2)
 def test_a_forward_without_gradients_gathers_each_unit_once(rank: int) -> None:
     twin = Twin.of(Stack())
+    acquaint(twin.model)
     for _ in range(2):
         with recorded() as record, torch.no_grad():
             twin.model(batch(rank))
-        assert record.counts() == {"broadcast": 4 * 2}
+        assert record.counts() == {"gather": 4}
 
 
 @on_ranks(2)

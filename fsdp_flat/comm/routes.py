@@ -1,0 +1,166 @@
+"""What a gather or a reduction is made of. It depends on the backend and on where the tensors live, and only here.
+
+* CPU tensors of ranks that share a host, in a gloo group: through shared memory, where each rank reads what it needs.
+* gloo on other CPU tensors: a gather is one broadcast a rank, each straight into its slice; a reduction is an
+  all-to-all of slices followed by a local sum. gloo's own all_gather allocates and copies a second full
+  buffer, and its reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
+* gloo on accelerator tensors: broadcasts, and an all-reduce of which a slice is kept.
+* everything else (NCCL, fake groups): the backend's own all_gather and reduce_scatter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm import _torch
+from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending, moves_by_gloo, own_slice
+from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of
+
+__all__ = ["collectives_for"]
+
+
+class _Axial:
+    def __init__(self, axis: Axis) -> None:
+        assert axis.group is not None
+        self.axis = axis
+        self.group = axis.group
+        self.rank = axis.rank
+        self.size = axis.size
+
+
+class BackendCollectives(_Axial):
+    """The backend's own all_gather and reduce_scatter."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        work = _torch.all_gather_single(full, own_slice(full, self.axis), group=self.group, async_op=True)
+        return Pending([work], full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        out = full.new_empty(full.numel() // self.size)
+        work = _torch.reduce_scatter_single(out, full, group=self.group, async_op=True)
+        return Pending([work], out, alive=(full,))
+
+
+class GlooAcceleratorCollectives(_Axial):
+    """gloo on accelerator tensors, for tests of several ranks on one device."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        return Pending(_begin_broadcasts(self, full), full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        work = dist.all_reduce(full, group=self.group, async_op=True)
+        return Pending([work], full, lambda: own_slice(full, self.axis).clone())
+
+
+class GlooCollectives(_Axial):
+    """gloo on CPU tensors, with the fewest bytes and copies."""
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        return Pending(_begin_broadcasts(self, full), full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        if self.size == 2:
+            return self._begin_swap(full)
+        received = empty_like(full)
+        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        return Pending([work], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
+
+    def _begin_swap(self, full: torch.Tensor) -> Pending:
+        # Of two ranks each sends one half and adds the other to what it receives, which is the result.
+        halves = full.chunk(2)
+        own, sent = halves[self.rank], halves[1 - self.rank]
+        received = torch.empty_like(own)
+        splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
+        work = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
+        return Pending([work], full, lambda: received.add_(own))
+
+
+class HostCollectives(_Axial):
+    """CPU tensors through memory that all ranks share; the same bits as by gloo."""
+
+    def __init__(self, axis: Axis, mailbox: Mailbox) -> None:
+        super().__init__(axis)
+        self._mailbox = mailbox
+        self._others = [rank for rank in range(axis.size) if rank != axis.rank]
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        chunks = full.chunk(self.size)
+        self._mailbox.send("gather", [(chunks[self.rank], self._others)])
+        letters = self._expect("gather", chunks[self.rank].nbytes)
+        return Pending(letters.values(), full, lambda: _filled(full, chunks, letters))
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        chunks = full.chunk(self.size)
+        self._mailbox.send("reduction", [(chunks[rank], (rank,)) for rank in self._others])
+        letters = self._expect("reduction", chunks[self.rank].nbytes)
+        return Pending(letters.values(), full, lambda: self._summed(chunks[self.rank], letters), alive=(full,))
+
+    def _expect(self, purpose: str, nbytes: int) -> dict[int, Letter]:
+        return {rank: self._mailbox.expect(purpose, rank, nbytes) for rank in self._others}
+
+    def _summed(self, own: torch.Tensor, letters: dict[int, Letter]) -> torch.Tensor:
+        parts = {rank: letter.content(own.dtype) for rank, letter in letters.items()}
+        total = _sum([parts.get(rank, own) for rank in range(self.size)])
+        for letter in letters.values():
+            letter.close()
+        return total
+
+
+def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[int, Letter]) -> torch.Tensor:
+    for rank, letter in letters.items():
+        chunks[rank].copy_(letter.content(full.dtype))
+        letter.close()
+    return full
+
+
+class CpuCollectives(_Axial):
+    """CPU tensors of a gloo group, by shared memory if all ranks have it in common, which the first call finds out."""
+
+    def __init__(self, axis: Axis) -> None:
+        super().__init__(axis)
+        self._chosen: Collectives | None = None
+
+    def _choose(self) -> Collectives:
+        if self._chosen is None:
+            mailbox = mailbox_of(self.axis)
+            self._chosen = GlooCollectives(self.axis) if mailbox is None else HostCollectives(self.axis, mailbox)
+        return self._chosen
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        return self._choose().begin_all_gather(full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        return self._choose().begin_reduce_scatter(full, empty_like)
+
+
+def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    # In rank order on every rank, and in fp32 for the short floats, so that the result neither
+    # depends on timing nor loses bits to the number of ranks.
+    if len(parts) == 2:
+        return torch.add(*parts)
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    total = parts[0].to(wide, copy=True).add_(parts[1])
+    for part in parts[2:]:
+        total.add_(part)
+    return total.to(dtype)
+
+
+def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
+    return [
+        dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
+        for chunk, source in zip(full.chunk(axial.size), dist.get_process_group_ranks(axial.group), strict=True)
+    ]
+
+
+def collectives_for(axis: Axis, device: torch.device) -> Collectives:
+    """The cheapest gather and reduction for an axis of more than one rank on ``device``."""
+    assert axis.group is not None
+    if moves_by_gloo(axis.group, device):
+        return CpuCollectives(axis) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
+    return BackendCollectives(axis)

@@ -1,0 +1,225 @@
+"""Messages through shared memory: order, reuse, growth, and ranks that disagree or end."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm import Axis
+from fsdp_flat.comm import mailbox as module
+from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of
+from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from tests.support import RankFailure, assert_equal, on_ranks
+
+PAGE = 4096
+
+
+def mailbox(timeout_s: float = 60) -> Mailbox:
+    """A new one, of a group of its own over all ranks."""
+    made = mailbox_of(Axis.of(dist.new_group(timeout=timedelta(seconds=timeout_s))))
+    assert made is not None
+    return made
+
+
+def read(letter: Letter, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    letter.wait()
+    content = letter.content(dtype).clone()
+    letter.close()
+    return content
+
+
+def other(rank: int) -> int:
+    return 1 - rank
+
+
+@on_ranks(2)
+def test_messages_arrive_in_order_whether_or_not_they_are_expected_yet(rank: int) -> None:
+    box, peer = mailbox(), other(rank)
+    for first in (True, False):
+        letters = [box.expect("transfer", peer, 12) for _ in range(3)] if first else []
+        for index in range(3):
+            box.send("transfer", [(torch.full((3,), 10.0 * index + rank), (peer,))])
+        if not first:
+            dist.barrier()
+            box.look(peer)
+            letters = [box.expect("transfer", peer, 12) for _ in range(3)]
+            assert all(letter.is_there for letter in letters)
+        for index, letter in enumerate(letters):
+            assert_equal(read(letter), torch.full((3,), 10.0 * index + peer))
+        assert all(not letter.is_there for letter in letters)
+
+
+@on_ranks(2)
+def test_memory_that_nobody_has_read_is_not_used_again_and_memory_that_was_read_is(rank: int) -> None:
+    box, peer = mailbox(), other(rank)
+    letters = [box.expect("transfer", peer, 4 * PAGE) for _ in range(5)]
+    for index in range(5):
+        box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
+    assert box.nbytes == 5 * 4 * PAGE
+    assert box.unread("transfer") == {peer: 5 * 4 * PAGE}
+    dist.barrier()
+    for index, letter in enumerate(letters):
+        assert_equal(read(letter), torch.full((PAGE,), float(index)))
+    while box.unread("transfer"):
+        box.wait_for((peer,), "transfer")
+    for index in range(20):
+        letter = box.expect("transfer", peer, 4 * PAGE)
+        box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
+        assert_equal(read(letter), torch.full((PAGE,), float(index)))
+    assert box.nbytes == 5 * 4 * PAGE
+
+
+@on_ranks(2)
+def test_memory_grows_with_a_longer_message_and_the_reader_sees_all_of_it(rank: int) -> None:
+    box, peer = mailbox(), other(rank)
+    for numel in (10, 5 * PAGE, 3, 9 * PAGE, 0):
+        letter = box.expect("transfer", peer, 4 * numel)
+        sent = torch.arange(numel, dtype=torch.float32) + rank
+        box.send("transfer", [(sent, (peer,))])
+        assert_equal(read(letter), torch.arange(numel, dtype=torch.float32) + peer)
+        while box.unread("transfer"):
+            box.wait_for((peer,), "transfer")
+    assert box.nbytes == 9 * 4 * PAGE, "one piece of memory, as long as the longest message"
+
+
+@on_ranks(2)
+def test_memory_that_was_idle_for_long_goes_back_to_the_system_and_serves_again(rank: int) -> None:
+    box, peer = mailbox(), other(rank)
+
+    def swap(numel: int, how_many: int) -> None:
+        letters = [box.expect("transfer", peer, 4 * numel) for _ in range(how_many)]
+        for index in range(how_many):
+            box.send("transfer", [(torch.full((numel,), float(index + 1)), (peer,))])
+        dist.barrier()
+        for index, letter in enumerate(letters):
+            assert_equal(read(letter), torch.full((numel,), float(index + 1)))
+        while box.unread("transfer"):
+            box.wait_for((peer,), "transfer")
+
+    swap(100 * PAGE, 4)
+    assert box.nbytes == 4 * 400 * PAGE
+    for _ in range(100):
+        swap(1, 1)
+    assert box.nbytes == 400 * PAGE
+    swap(100 * PAGE, 4)
+    assert box.nbytes == 4 * 400 * PAGE
+
+
+@on_ranks(2)
+def test_a_letter_that_is_dropped_does_not_keep_the_senders_memory(rank: int) -> None:
+    box, peer = mailbox(), other(rank)
+    letter = box.expect("gather", peer, 4)
+    del letter
+    box.send("gather", [(torch.ones(1), (peer,))])
+    dist.barrier()
+    box.look(peer)
+    letter = box.expect("gather", peer, 4)
+    box.send("gather", [(torch.full((1,), 2.0), (peer,))])
+    letter.wait()
+    assert_equal(letter.content(torch.float32).clone(), torch.full((1,), 2.0))
+    del letter
+    gc.collect()
+    while box.unread("gather"):
+        box.wait_for((peer,), "gather")
+
+
+@on_ranks(2)
+def test_another_length_or_purpose_than_expected_is_an_error_that_says_both(rank: int) -> None:
+    for purpose, numel, match in (
+        ("gather", 2, "sent 8 bytes of a gather where rank 1 expects 12 bytes of a gather"),
+        ("reduction", 3, "sent 12 bytes of a reduction where rank 1 expects 12 bytes of a gather"),
+    ):
+        box = mailbox()
+        if rank == 0:
+            box.send(purpose, [(torch.ones(numel), (1,))])
+        else:
+            letter = box.expect("gather", 0, 12)
+            with pytest.raises(RankMismatchError, match=match):
+                letter.wait()
+        dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout(rank: int) -> None:
+    box = mailbox(timeout_s=2)
+    if rank == 0:
+        letter = box.expect("gather", 1, 4)
+        assert not letter.is_completed()
+        with pytest.raises(PeerFailureError, match=r"Rank 0 of the group has waited for rank\(s\) \[1\] in a gather"):
+            letter.wait()
+    dist.barrier()
+
+
+def end_in_the_middle(seen: Path) -> None:
+    """Rank 1 sends one message of two and is gone."""
+    box = mailbox()
+    if dist.get_rank() == 1:
+        box.send("gather", [(torch.ones(2), (0,))])
+        os._exit(7)
+    letters = [box.expect("gather", 1, 8) for _ in range(2)]
+    assert_equal(read(letters[0]), torch.ones(2))
+    with pytest.raises(PeerFailureError, match="Rank 1 of the group has ended while rank 0 exchanges tensors"):
+        letters[1].wait()
+    with pytest.raises(PeerFailureError, match="Rank 1 of the group has ended"):
+        box.send("gather", [(torch.ones(2), (1,))])
+    seen.touch()
+
+
+def test_a_rank_that_has_ended_is_named_at_once(ranks: Any, tmp_path: Path) -> None:
+    with pytest.raises(RankFailure, match="rank 1: died with exit code 7"):
+        ranks(2).run(end_in_the_middle, tmp_path / "seen")
+    assert (tmp_path / "seen").exists()
+
+
+@on_ranks(2)
+def test_files_and_connections_of_a_group_go_with_it(rank: int) -> None:
+    dist.barrier()
+    before = len(os.listdir("/proc/self/fd"))
+    group = dist.new_group(use_local_synchronization=True)
+    opened = len(os.listdir("/proc/self/fd"))
+    box = mailbox_of(Axis.of(group))
+    assert box is not None
+    letter = box.expect("gather", other(rank), 4)
+    box.send("gather", [(torch.ones(1), (other(rank),))])
+    read(letter)
+    assert len(os.listdir("/proc/self/fd")) == opened + 5, (
+        "a socket, own memory, the other's, and both once more, mapped"
+    )
+    dist.barrier()
+    del box, letter
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == opened + 5, "the group is there"
+    dist.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+OBSTACLES = {
+    "switched off": mock.patch.dict(os.environ, {"FSDP_FLAT_SHARED_MEMORY": "0"}),
+    "no shared memory": mock.patch.object(module, "_shares_memory", return_value=False),
+    "another host": mock.patch.object(module, "_host", return_value=b"elsewhere"),
+    "no connections": mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError),
+}
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("obstacle", list(OBSTACLES))
+def test_ranks_that_cannot_all_share_memory_do_without(obstacle: str, rank: int, num_ranks: int) -> None:
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(module, "_SETUP_S", 1.0))
+        if rank == num_ranks - 1:
+            patches.enter_context(OBSTACLES[obstacle])
+        axis = Axis.of(dist.new_group())
+        assert mailbox_of(axis) is None
+    assert mailbox_of(axis) is None, "and nobody is asked again"
