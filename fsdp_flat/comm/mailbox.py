@@ -6,12 +6,13 @@ they need it. A note is one datagram over a socket of the two ranks, which also 
 sides, says at once when a rank has ended, and carries the file descriptor of memory that the other does not know yet.
 Nothing has a name in the file system, so nothing is left behind however a rank ends.
 
-Between two ranks, messages arrive in the order in which they were sent. A sender never waits for a reader: memory that
+Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers: memory that
 somebody has not read yet is not used again, other memory is taken.
 """
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import secrets
@@ -22,29 +23,32 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
 from fsdp_flat.comm.groups import Axis
-from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
-__all__ = ["Letter", "Mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes"]
+__all__ = ["Letter", "Mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes", "wait_for"]
 
 _CPU = torch.device("cpu")
 # Every rank has a socket to every other one, and a few files of each.
 _MOST_RANKS = 16
 # Messages of one segment begin at multiples of this, so that any dtype may lie there.
 _ALIGN_NBYTES = 64
-# Messages after which memory that none of them needed is given back to the system.
-_IDLE_SENDS = 64
+# A segment takes files on every rank, so short messages share one.
+_SEGMENT_NBYTES = 1 << 22
+# Messages after which memory that none of them needed is given back to the system: several steps of a large model.
+_IDLE_SENDS = 1024
 
 _POST, _READ = 0, 1
 _NOTE = struct.Struct("<qqqqq")  # kind, segment, start, nbytes, purpose
 _HELLO = struct.Struct("<q")  # rank
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
-_SETUP_S = 60.0
+_SETUP_S = 10.0
 
 
 class Letter:
@@ -85,7 +89,7 @@ class Letter:
             RankMismatchError: the sender sent something else.
         """
         while self._place is None:
-            self._mailbox.wait_for((self.source,), self.purpose)
+            wait_for([(self._mailbox, self.source)], self.purpose)
 
     def arrive(self, segment: int, start: int) -> None:
         """The message lies at byte ``start`` of a segment of the sender's."""
@@ -112,13 +116,13 @@ class _Segment:
     Attributes:
         fd: the file descriptor, by which others map it.
         memory: all of it (1-D, uint8).
-        known_to: ranks that have the file descriptor.
-        num_unread: messages in it that somebody has still to read.
+        known_to: ranks that have mapped it.
+        num_unread: messages in it that somebody has still to read, once for each reader.
         last_send: number of the send that used it last.
         is_empty: it has no pages, since it was idle for long.
     """
 
-    __slots__ = ("_map", "fd", "index", "is_empty", "known_to", "last_send", "memory", "num_unread")
+    __slots__ = ("_map", "_used", "fd", "index", "is_empty", "known_to", "last_send", "memory", "num_unread")
 
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
@@ -126,18 +130,32 @@ class _Segment:
         self.known_to: set[int] = set()
         self.num_unread = 0
         self.last_send = 0
+        self._used = 0
         self.is_empty = False
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Have more bytes; those who have mapped it map it again when they see a message beyond what they know."""
+        """Have more bytes, which others map when they are sent the file descriptor again."""
         os.ftruncate(self.fd, nbytes)
         self._map, self.memory = _mapped(self.fd, nbytes)
+        self.known_to.clear()
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of ``nbytes`` that nobody reads; None if there are none."""
+        if self.num_unread == 0:
+            self._used = 0
+        start = self._used
+        if start + nbytes > self.memory.numel():
+            return None
+        self._used = start + nbytes
+        return start
 
     def release(self) -> None:
         """Give the pages back to the system; they come back, as zeros, when somebody writes."""
-        self._map.madvise(mmap.MADV_REMOVE)
-        self.is_empty = True
+        # A kernel that cannot do it has shared memory all the same.
+        with suppress(OSError):
+            self._map.madvise(mmap.MADV_REMOVE)
+            self.is_empty = True
 
 
 class Mailbox:
@@ -150,24 +168,33 @@ class Mailbox:
 
     Attributes:
         sent_nbytes: bytes that were sent so far, once for each rank they went to.
+        timeout_s: as given.
     """
 
     def __init__(self, axis: Axis, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.sent_nbytes = 0
         self._rank = axis.rank
         self._peers = dict(peers)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._num_sends = 0
         self._segments: list[_Segment] = []
-        self._theirs: dict[tuple[int, int], tuple[int, torch.Tensor]] = {}
+        self._theirs: dict[tuple[int, int], torch.Tensor] = {}
         # Expected messages that have not come, and notes of those that came before they were expected, in order.
-        self._expected: dict[int, deque[weakref.ref[Letter]]] = {rank: deque() for rank in peers}
+        self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._early: dict[int, deque[tuple[int, int, int, int]]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
         # Ranks that have ended, so that nothing more comes from them.
         self._gone: set[int] = set()
+        # What showed that the ranks do not do the same; nothing can be trusted from then on.
+        self._mismatch: RankMismatchError | None = None
         self._files: list[int] = []
-        weakref.finalize(self, _close, list(peers.values()), self._files)
+        self._close = weakref.finalize(self, _close, list(peers.values()), self._files)
+        _open.add(self)
+
+    def leave(self) -> None:
+        """Close every connection, as if this process had nothing to do with it; its letters tell nobody any more."""
+        self._peers = {}
+        self._close()
 
     @property
     def nbytes(self) -> int:
@@ -186,38 +213,45 @@ class Mailbox:
         Raises:
             PeerFailureError: one of them has ended.
         """
-        starts, total = [], 0
-        for tensor, _ in messages:
-            starts.append(total)
-            total += -(-tensor.nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES
-        segment = self._free_segment(total)
-        for (tensor, ranks), start in zip(messages, starts, strict=True):
-            nbytes = tensor.nbytes
-            segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
-            for rank in ranks:
-                self._post(rank, segment, start, nbytes, purpose)
-
-    def _free_segment(self, nbytes: int) -> _Segment:
+        self._check()
         for rank in self._peers:
             self.look(rank)
         self._num_sends += 1
-        free = [segment for segment in self._segments if segment.num_unread == 0]
-        fitting = [segment for segment in free if segment.memory.numel() >= nbytes]
-        if fitting:
-            chosen = min(fitting, key=lambda segment: segment.memory.numel())
-        elif free:
-            chosen = max(free, key=lambda segment: segment.memory.numel())
-            chosen.grow(_whole_pages(nbytes))
-        else:
-            chosen = _Segment(len(self._segments), _whole_pages(nbytes))
-            self._segments.append(chosen)
-            self._files.append(chosen.fd)
-        chosen.last_send = self._num_sends
-        chosen.is_empty = False
-        for segment in free:
-            if not segment.is_empty and segment.last_send < self._num_sends - _IDLE_SENDS:
+        for tensor, ranks in messages:
+            nbytes = tensor.nbytes
+            segment, start = self._room_for(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
+            segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
+            for rank in ranks:
+                self._post(rank, segment, start, nbytes, purpose)
+        for segment in self._segments:
+            idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
+            if idle and not segment.is_empty:
                 segment.release()
-        return chosen
+
+    def _room_for(self, nbytes: int) -> tuple[_Segment, int]:
+        # Short ones first, lest a message has a segment that a longer one needs.
+        for segment in sorted(self._segments, key=lambda segment: segment.memory.numel()):
+            start = segment.take(nbytes)
+            if start is not None:
+                break
+        else:
+            segment, start = self._new_room(max(_SEGMENT_NBYTES, nbytes)), 0
+            segment.take(nbytes)
+        segment.last_send = self._num_sends
+        segment.is_empty = False
+        return segment, start
+
+    def _new_room(self, nbytes: int) -> _Segment:
+        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = [segment for segment in self._segments if segment.num_unread == 0]
+        if free:
+            largest = max(free, key=lambda segment: segment.memory.numel())
+            largest.grow(nbytes)
+            return largest
+        made = _Segment(len(self._segments), nbytes)
+        self._segments.append(made)
+        self._files.append(made.fd)
+        return made
 
     def _post(self, rank: int, segment: _Segment, start: int, nbytes: int, purpose: str) -> None:
         self.sent_nbytes += nbytes
@@ -238,6 +272,8 @@ class Mailbox:
         fds: Sequence[int] = (),
     ) -> None:
         """Send a note."""
+        if rank not in self._peers:
+            return
         note = _NOTE.pack(kind, segment, start, nbytes, purpose)
         while True:
             try:
@@ -248,106 +284,144 @@ class Mailbox:
                 return
             except BlockingIOError:
                 # The other side has many notes to read, and may be waiting for room for one of its own.
-                poll = select.poll()
-                poll.register(self._peers[rank], select.POLLIN | select.POLLOUT)
-                poll.poll(self._timeout_s * 1000)
-                self.look(rank)
-            except OSError as error:
+                wait_for([(self, each) for each in self._peers], _PURPOSES[purpose], room_at=rank)
+            except ConnectionError as error:
                 # Who has ended need not know what was read of theirs.
                 if kind == _POST:
-                    raise self._ended(rank) from error
+                    raise self.ended(rank) from error
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def expect(self, purpose: str, source: int, nbytes: int) -> Letter:
         """The next message of ``source`` that nobody expects yet."""
+        self._check()
         letter = Letter(self, source, nbytes, purpose)
+        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose))
         early = self._early[source]
         if early:
-            self._deliver(letter, *early.popleft())
+            self._deliver(expected, source, *early.popleft())
         else:
-            self._expected[source].append(weakref.ref(letter))
+            self._expected[source].append(expected)
         return letter
 
-    def _deliver(self, letter: Letter, segment: int, start: int, nbytes: int, purpose: int) -> None:
-        letter.arrive(segment, start)
-        if nbytes != letter.nbytes or purpose != _number(letter.purpose):
-            raise RankMismatchError(
-                f"Rank {letter.source} of the group sent {nbytes} bytes of a {_name(purpose)} where rank {self._rank} "
-                f"expects {letter.nbytes} bytes of a {letter.purpose}: they do not run the same units in the same "
-                "order. Check that every rank builds the same model and takes the same branches, and that an "
-                "exception on one rank alone was not caught."
+    def _deliver(self, expected: _Expected, source: int, segment: int, start: int, nbytes: int, purpose: int) -> None:
+        if (nbytes, purpose) != (expected.nbytes, expected.purpose):
+            self._mismatch = RankMismatchError(
+                f"Rank {source} of the group sent {nbytes} bytes of a {_PURPOSES[purpose]} where rank {self._rank} "
+                f"expects {expected.nbytes} bytes of a {_PURPOSES[expected.purpose]}: they do not run the same units "
+                "in the same order. Check that every rank builds the same model and takes the same branches, and that "
+                "an exception on one rank alone was not caught."
+            )
+            return
+        letter = expected.letter()
+        if letter is None:
+            self.tell(source, _READ, segment, start, nbytes, purpose)  # nobody waits for it any more
+        else:
+            letter.arrive(segment, start)
+
+    def _check(self) -> None:
+        if self._mismatch is not None:
+            raise self._mismatch
+        if not self._peers:
+            raise UsageError(
+                "A forked child of a rank used a process group of its parent. Start processes that communicate by "
+                "spawn, and let each make its own groups."
             )
 
     def look(self, source: int) -> None:
         """Take in what has come from ``source``, without waiting."""
         while True:
             try:
-                note, fds, _, _ = socket.recv_fds(self._peers[source], _NOTE.size, 1)
+                note, fds, flags, _ = socket.recv_fds(self._peers[source], _NOTE.size, 1)
             except BlockingIOError:
                 return
-            except OSError:
-                note, fds = b"", []
+            except ConnectionResetError:
+                continue  # it has ended with notes unread; what it had sent before comes now
             if not note:
                 self._gone.add(source)
                 return
+            if flags & socket.MSG_CTRUNC:
+                raise OSError(
+                    errno.EMFILE,
+                    f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
+                    "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
+                )
             kind, segment, start, nbytes, purpose = _NOTE.unpack(note)
             if kind == _READ:
                 self._segments[segment].num_unread -= 1
                 self._unread[purpose][source] -= nbytes
                 continue
             if fds:
-                os.set_inheritable(fds[0], False)
-                self._files.append(fds[0])
-                self._theirs[source, segment] = (fds[0], torch.empty(0, dtype=torch.uint8))
-            self._take_in(source, segment, start, nbytes, purpose)
-
-    def _take_in(self, source: int, segment: int, start: int, nbytes: int, purpose: int) -> None:
-        expected = self._expected[source]
-        if not expected:
-            self._early[source].append((segment, start, nbytes, purpose))
-            return
-        letter = expected.popleft()()
-        if letter is None:
-            self.tell(source, _READ, segment, start, nbytes, purpose)  # nobody waits for it any more
-        else:
-            self._deliver(letter, segment, start, nbytes, purpose)
-
-    def wait_for(self, ranks: Collection[int], purpose: str) -> None:
-        """Wait until something comes from one of ``ranks``, and take it in.
-
-        Raises:
-            PeerFailureError: one of them has ended, or nothing came within the group's timeout.
-        """
-        for rank in ranks:
-            if rank in self._gone:
-                raise self._ended(rank)
-        poll = select.poll()
-        for rank in ranks:
-            poll.register(self._peers[rank], select.POLLIN)
-        if not poll.poll(self._timeout_s * 1000):
-            raise PeerFailureError(
-                f"Rank {self._rank} of the group has waited for rank(s) {sorted(ranks)} in a {purpose} for the "
-                f"{self._timeout_s:.0f} seconds of the group's timeout. They hang, or have not come to this "
-                "collective: every rank must run the same units in the same order."
-            )
-        for rank in ranks:
-            self.look(rank)
-
-    def _ended(self, rank: int) -> PeerFailureError:
-        return PeerFailureError(
-            f"Rank {rank} of the group has ended while rank {self._rank} exchanges tensors with it. Look for the first "
-            f"error in the output of rank {rank}; this one only follows from it."
-        )
+                _, self._theirs[source, segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
+                os.close(fds[0])
+            if self._expected[source]:
+                self._deliver(self._expected[source].popleft(), source, segment, start, nbytes, purpose)
+            else:
+                self._early[source].append((segment, start, nbytes, purpose))
 
     def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a segment of another rank's."""
-        fd, memory = self._theirs[source, segment]
-        if memory.numel() < start + nbytes:
-            _, memory = _mapped(fd, os.fstat(fd).st_size)
-            self._theirs[source, segment] = (fd, memory)
-        return memory[start : start + nbytes]
+        return self._theirs[source, segment][start : start + nbytes]
+
+    def socket_to(self, rank: int) -> socket.socket:
+        """The connection to a rank.
+
+        Raises:
+            PeerFailureError: the rank has ended.
+            RankMismatchError: the ranks do not do the same.
+        """
+        self._check()
+        if rank in self._gone:
+            raise self.ended(rank)
+        return self._peers[rank]
+
+    def ended(self, rank: int) -> PeerFailureError:
+        """What to raise where a rank has ended."""
+        return PeerFailureError(
+            f"Rank {rank} of the group has ended or closed its connections while rank {self._rank} exchanges tensors "
+            f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
+            f"ended well, it made fewer steps than rank {self._rank}."
+        )
+
+    def late(self, ranks: Sequence[int], purpose: str) -> PeerFailureError:
+        """What to raise where ranks send nothing for the group's timeout."""
+        return PeerFailureError(
+            f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in a "
+            f"{purpose}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come to "
+            "this collective: every rank must run the same units in the same order."
+        )
+
+
+def wait_for(sources: Collection[tuple[Mailbox, int]], purpose: str, *, room_at: int | None = None) -> None:
+    """Wait until something comes from one of several ranks, and take it in.
+
+    Args:
+        sources: ranks, and the mailboxes that they send to.
+        purpose: what is waited for, in a word.
+        room_at: room for a note to this one of the ranks ends the waiting too.
+
+    Raises:
+        PeerFailureError: one of them has ended, or nothing came within the group's timeout.
+        RankMismatchError: one of them sent something else than was expected.
+    """
+    poll = select.poll()
+    for mailbox, rank in sources:
+        poll.register(mailbox.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
+    if not poll.poll(min(mailbox.timeout_s for mailbox, _ in sources) * 1000):
+        first, _ = next(iter(sources))
+        raise first.late([rank for mailbox, rank in sources if mailbox is first], purpose)
+    for mailbox, rank in sources:
+        mailbox.look(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """A message that was expected, also where nobody waits for it any more."""
+
+    letter: weakref.ref[Letter]
+    nbytes: int
+    purpose: int
 
 
 _PURPOSES = ("gather", "reduction", "transfer")
@@ -355,14 +429,6 @@ _PURPOSES = ("gather", "reduction", "transfer")
 
 def _number(purpose: str) -> int:
     return _PURPOSES.index(purpose)
-
-
-def _name(number: int) -> str:
-    return _PURPOSES[number]
-
-
-def _whole_pages(nbytes: int) -> int:
-    return max(1, -(-nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
 def _mapped(fd: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
@@ -381,14 +447,24 @@ def _close(sockets: list[socket.socket], files: list[int]) -> None:
 
 # As torch keeps its groups: whichever unit of a group comes first, there is one mailbox.
 _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = weakref.WeakKeyDictionary()
+_open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a child: let go of the parent's connections, by which its peers see that it has ended."""
+    for mailbox in list(_open):
+        mailbox.leave()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def mailbox_of(axis: Axis) -> Mailbox | None:
     """The mailbox of an axis of more than one rank; None where its ranks cannot share memory.
 
-    They can if all run on one Linux kernel as one user, in one network namespace, unless the environment variable
-    ``FSDP_FLAT_SHARED_MEMORY`` is 0 for any of them. The first call for a group is a collective: every rank of it must
-    make it at the same point.
+    They can if they are at most 16 and run on one Linux kernel as one user, in one network namespace, unless the
+    environment variable ``FSDP_FLAT_SHARED_MEMORY`` is 0 for any of them. The first call for a group is a collective:
+    every rank of it must make it at the same point.
     """
     assert axis.group is not None
     if axis.group not in _mailboxes:
@@ -408,20 +484,22 @@ def sent_nbytes() -> int:
 
 def _connect(axis: Axis, group: dist.ProcessGroup) -> Mailbox | None:
     """Connect all ranks, or none of them."""
-    listener = _listen() if axis.size <= _MOST_RANKS else None
+    timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
+    # A rank that cannot connect lets the others wait, who then have to be in time for the group.
+    listener = _listen(min(_SETUP_S, timeout_s / 4)) if axis.size <= _MOST_RANKS else None
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     everyone = exchange_bytes(said, group, _CPU)
     peers: dict[int, socket.socket] = {}
     if listener is not None:
         if len({said.split(b" ")[0] for said in everyone}) == 1:
-            with suppress(OSError):
+            with suppress(OSError, struct.error):
                 _meet(axis, listener, [said.split(b" ")[1] for said in everyone], peers)
         listener.close()
     connected = exchange_ints([int(len(peers) == axis.size - 1)], group, _CPU)
     if not all(row[0] for row in connected):
         _close(list(peers.values()), [])
         return None
-    return Mailbox(axis, peers, group._get_backend(_CPU).options._timeout.total_seconds())
+    return Mailbox(axis, peers, timeout_s)
 
 
 def _host() -> bytes:
@@ -436,7 +514,7 @@ def _shares_memory() -> bool:
     return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")
 
 
-def _listen() -> socket.socket | None:
+def _listen(timeout_s: float) -> socket.socket | None:
     if os.environ.get("FSDP_FLAT_SHARED_MEMORY") == "0" or not _shares_memory():
         return None
     try:
@@ -444,7 +522,7 @@ def _listen() -> socket.socket | None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(b"\0fsdp_flat-" + secrets.token_hex(16).encode())
         listener.listen(_MOST_RANKS)
-        listener.settimeout(_SETUP_S)
+        listener.settimeout(timeout_s)
     except OSError:
         return None
     return listener
@@ -454,12 +532,12 @@ def _meet(axis: Axis, listener: socket.socket, addresses: list[bytes], peers: di
     """Put a socket to every other rank into ``peers``: later ranks call earlier ones."""
     for rank in range(axis.rank):
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        peers[rank].settimeout(_SETUP_S)
+        peers[rank].settimeout(listener.gettimeout())
         peers[rank].connect(addresses[rank])
         peers[rank].send(_HELLO.pack(axis.rank))
     while len(peers) < axis.size - 1:
         peer, _ = listener.accept()
-        peer.settimeout(_SETUP_S)
+        peer.settimeout(listener.gettimeout())
         _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user == os.getuid():
             peers[_HELLO.unpack(peer.recv(_HELLO.size))[0]] = peer

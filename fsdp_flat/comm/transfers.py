@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.collectives import moves_by_gloo
 from fsdp_flat.comm.groups import Axis
-from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of
+from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of, wait_for
 from fsdp_flat.layout import Moves
 
 __all__ = ["Lanes", "Transfers"]
@@ -39,10 +39,11 @@ class Transfers:
     Args:
         axis: the ranks.
         device: the device of compute, over which the group communicates. Tensors elsewhere make a stop there.
+        room: what is on its way along other axes at the same time; None if nothing is.
     """
 
-    def __init__(self, axis: Axis, device: torch.device) -> None:
-        self._carrier = _carrier_for(axis, device)
+    def __init__(self, axis: Axis, device: torch.device, room: MailRoom | None = None) -> None:
+        self._carrier = _carrier_for(axis, device, MailRoom() if room is None else room)
         self._after: list[Callable[[], object]] = []
         self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -59,19 +60,22 @@ class Transfers:
             target[moves.kept[1]].copy_(source[moves.kept[0]])
         for rank, run in moves.receives:
             assert target is not None
-            self._enter(target[run], rank, self._short_receives, self._receive)
+            self._enter(target[run], [rank], self._short_receives, self._receive)
+        by_run: dict[tuple[int, int], list[int]] = {}
         for rank, run in moves.sends:
+            by_run.setdefault((run.start, run.stop), []).append(rank)
+        for (start, stop), ranks in by_run.items():
             assert source is not None
-            self._enter(source[run], rank, self._short_sends, self._send)
+            self._enter(source[start:stop], ranks, self._short_sends, self._send)
 
     def wait(self) -> None:
         """Return when everything that was added has arrived, here and at the others."""
         for (rank, _), runs in self._short_receives.items():
             packed = torch.empty(sum(run.numel() for run in runs), dtype=runs[0].dtype, device=runs[0].device)
-            self._receive(packed, rank)
+            self._receive(packed, [rank])
             self._after.append(partial(_unpack, packed, runs))
         for (rank, _), runs in self._short_sends.items():
-            self._send(torch.cat(runs), rank)
+            self._send(torch.cat(runs), [rank])
         self._carrier.wait()
         for finish in self._after:
             finish()
@@ -81,24 +85,26 @@ class Transfers:
     def _enter(
         self,
         run: torch.Tensor,
-        rank: int,
+        ranks: Sequence[int],
         short: dict[tuple[int, torch.dtype], list[torch.Tensor]],
-        begin: Callable[[torch.Tensor, int], None],
+        begin: Callable[[torch.Tensor, Sequence[int]], None],
     ) -> None:
         # Both sides see the same length and dtype, so they decide alike.
         if run.nbytes < _SHORT_NBYTES:
-            short.setdefault((rank, run.dtype), []).append(run)
+            for rank in ranks:
+                short.setdefault((rank, run.dtype), []).append(run)
         else:
-            begin(run.contiguous(), rank)
+            begin(run.contiguous(), ranks)
 
-    def _send(self, run: torch.Tensor, to: int) -> None:
+    def _send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         self._carrier.send(run.to(self._carrier.device), to)
 
-    def _receive(self, run: torch.Tensor, source: int) -> None:
+    def _receive(self, run: torch.Tensor, sources: Sequence[int]) -> None:
         target = run
         if run.device.type != self._carrier.device.type:
             run = torch.empty_like(run, device=self._carrier.device)
             self._after.append(lambda: target.copy_(run))
+        (source,) = sources
         self._carrier.receive(run, source)
 
 
@@ -111,8 +117,8 @@ class _Carrier(Protocol):
 
     device: torch.device
 
-    def send(self, run: torch.Tensor, to: int) -> None:
-        """Begin to send."""
+    def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
+        """Begin to send to each of some ranks."""
         ...
 
     def receive(self, run: torch.Tensor, source: int) -> None:
@@ -135,13 +141,14 @@ class _ByGroup:
         self._batch: list[dist.P2POp] = []
         self._alive: list[torch.Tensor] = []
 
-    def send(self, run: torch.Tensor, to: int) -> None:
+    def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         self._alive.append(run)
-        peer = dist.get_global_rank(self._group, to)
-        if self._at_once:
-            self._begun.append(dist.isend(run, dst=peer, group=self._group))
-        else:
-            self._batch.append(dist.P2POp(dist.isend, run, peer, self._group))
+        for rank in to:
+            peer = dist.get_global_rank(self._group, rank)
+            if self._at_once:
+                self._begun.append(dist.isend(run, dst=peer, group=self._group))
+            else:
+                self._batch.append(dist.P2POp(dist.isend, run, peer, self._group))
 
     def receive(self, run: torch.Tensor, source: int) -> None:
         peer = dist.get_global_rank(self._group, source)
@@ -158,52 +165,78 @@ class _ByGroup:
         self._begun, self._batch, self._alive = [], [], []
 
 
-class _ByMail:
-    """By memory that the ranks share, of which a few pieces are in use at once."""
+class MailRoom:
+    """What is on its way through shared memory, along all axes that transfers go along at once.
 
-    device = torch.device("cpu")
+    Waiting for one axis reads what has come along any, or ranks that wait for different axes would wait in a circle.
+    """
 
-    def __init__(self, mailbox: Mailbox) -> None:
-        self._mailbox = mailbox
-        # By source, in the order in which it sends.
-        self._letters: dict[int, deque[tuple[Letter, torch.Tensor]]] = {}
+    def __init__(self) -> None:
+        # By where they come from, in the order in which they are sent.
+        self._letters: dict[tuple[Mailbox, int], deque[tuple[Letter, torch.Tensor]]] = {}
+        self._mailboxes: set[Mailbox] = set()
 
-    def send(self, run: torch.Tensor, to: int) -> None:
-        for piece in _pieces(run):
-            # A rank that only sends would else fill its memory with what nobody has had time to read.
-            self._make_room(_MOST_UNREAD_NBYTES - piece.nbytes)
-            self._mailbox.send("transfer", [(piece, (to,))])
+    def send(self, mailbox: Mailbox, piece: torch.Tensor, to: Sequence[int]) -> None:
+        """Send a piece, when so much of what was sent before is read that little memory is in use."""
+        # A rank that only sends would else fill its memory with what nobody has had time to read.
+        self._mailboxes.add(mailbox)
+        self._make_room(max(0, _MOST_UNREAD_NBYTES - piece.nbytes))
+        mailbox.send("transfer", [(piece, to)])
 
-    def receive(self, run: torch.Tensor, source: int) -> None:
-        letters = self._letters.setdefault(source, deque())
-        for piece in _pieces(run):
-            letters.append((self._mailbox.expect("transfer", source, piece.nbytes), piece))
+    def expect(self, mailbox: Mailbox, piece: torch.Tensor, source: int) -> None:
+        """Have a piece received."""
+        letters = self._letters.setdefault((mailbox, source), deque())
+        letters.append((mailbox.expect("transfer", source, piece.nbytes), piece))
 
-    def wait(self) -> None:
+    def finish(self) -> None:
+        """Return when everything has come, and everything that was sent is read."""
+        self._read()
         while self._letters:
+            wait_for(self._letters, "transfer")
             self._read()
-            if self._letters:
-                self._mailbox.wait_for(self._letters, "transfer")
         self._make_room(0)
 
     def _make_room(self, most_nbytes: int) -> None:
-        """Wait until no more than that is unread, reading in the meantime, so that nobody waits in a circle."""
-        most_nbytes = max(0, most_nbytes)
-        while sum(self._mailbox.unread("transfer").values()) > most_nbytes:
+        if self._unread_nbytes() > most_nbytes:
             self._read()
-            unread = self._mailbox.unread("transfer")
-            if sum(unread.values()) > most_nbytes:
-                self._mailbox.wait_for({*unread, *self._letters}, "transfer")
+        while self._unread_nbytes() > most_nbytes:
+            readers = {(mailbox, rank) for mailbox in self._mailboxes for rank in mailbox.unread("transfer")}
+            wait_for(readers.union(self._letters), "transfer")
+            self._read()
+
+    def _unread_nbytes(self) -> int:
+        return sum(sum(mailbox.unread("transfer").values()) for mailbox in self._mailboxes)
 
     def _read(self) -> None:
         """Read what has come."""
-        for source, letters in list(self._letters.items()):
+        for place, letters in list(self._letters.items()):
             while letters and letters[0][0].is_completed():
                 letter, target = letters.popleft()
                 target.copy_(letter.content(target.dtype))
                 letter.close()
             if not letters:
-                del self._letters[source]
+                del self._letters[place]
+
+
+class _ByMail:
+    """By memory that the ranks share, of which a few pieces are in use at once."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, mailbox: Mailbox, room: MailRoom) -> None:
+        self._mailbox = mailbox
+        self._room = room
+
+    def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
+        for piece in _pieces(run):
+            self._room.send(self._mailbox, piece, to)
+
+    def receive(self, run: torch.Tensor, source: int) -> None:
+        for piece in _pieces(run):
+            self._room.expect(self._mailbox, piece, source)
+
+    def wait(self) -> None:
+        self._room.finish()
 
 
 def _pieces(run: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -216,16 +249,17 @@ class _Nothing:
 
     device = torch.device("cpu")
 
-    def send(self, run: torch.Tensor, to: int) -> None:
+    def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         raise AssertionError("there is nobody to send to")
 
-    receive = send
+    def receive(self, run: torch.Tensor, source: int) -> None:
+        raise AssertionError("there is nobody to receive from")
 
     def wait(self) -> None:
         return
 
 
-def _carrier_for(axis: Axis, device: torch.device) -> _Carrier:
+def _carrier_for(axis: Axis, device: torch.device, room: MailRoom) -> _Carrier:
     group = axis.group
     if group is None:
         return _Nothing()
@@ -233,7 +267,7 @@ def _carrier_for(axis: Axis, device: torch.device) -> _Carrier:
         return _ByGroup(group, device, at_once=False)
     # gloo sends CPU tensors only.
     mailbox = mailbox_of(axis) if axis.size > 1 else None
-    return _ByGroup(group, torch.device("cpu"), at_once=True) if mailbox is None else _ByMail(mailbox)
+    return _ByGroup(group, torch.device("cpu"), at_once=True) if mailbox is None else _ByMail(mailbox, room)
 
 
 class Lanes:
@@ -244,6 +278,7 @@ class Lanes:
 
     def __init__(self) -> None:
         self._by_axis: dict[Axis, Transfers] = {}
+        self._room = MailRoom()
         self._nbytes_under_way = 0
 
     def add(
@@ -268,7 +303,7 @@ class Lanes:
             self.wait()
         self._nbytes_under_way += nbytes
         if axis not in self._by_axis:
-            self._by_axis[axis] = Transfers(axis, device)
+            self._by_axis[axis] = Transfers(axis, device, self._room)
         self._by_axis[axis].add(moves, source, target)
 
     def wait(self) -> None:

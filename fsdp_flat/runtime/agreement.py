@@ -19,7 +19,7 @@ from fsdp_flat.runtime.options import SyncStates
 
 __all__ = ["Words", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
 
-_COLUMNS = 4096
+_COLUMNS = 512
 _ADVICE = (
     'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
     "load a checkpoint on every rank."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -79,24 +80,31 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
 
 
 @on_ranks(4)
-def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks() -> None:
+@pytest.mark.parametrize("kind", [GlooCollectives, CpuCollectives])
+def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks(kind: Any) -> None:
     """256 + 1 + 1 + 1 in bf16 steps would stay 256."""
     axis = axis_of(4)
     assert axis is not None
     full = torch.full((4,), 256.0 if axis.rank == 0 else 1.0, dtype=torch.bfloat16)
-    result = GlooCollectives(axis).begin_reduce_scatter(full).wait()
+    result = kind(axis).begin_reduce_scatter(full).wait()
     assert result.dtype is torch.bfloat16
     assert result.item() == 260.0  # the bf16 nearest to 259
     assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item() == 256.0
 
 
-@on_ranks(2)
-def test_a_reduction_does_not_depend_on_the_order_of_arrival(rank: int) -> None:
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sums_have_the_same_bits_by_shared_memory_and_by_gloo_whoever_comes_first(
+    dtype: torch.dtype, rank: int, num_ranks: int
+) -> None:
     axis = Axis.of(dist.group.WORLD)
-    everyone = [torch.randn(2000, generator=torch.Generator().manual_seed(r)) for r in range(2)]
-    expected = (everyone[0] + everyone[1])[1000 * rank : 1000 * (rank + 1)]
-    for _ in range(5):
-        assert_equal(GlooCollectives(axis).begin_reduce_scatter(everyone[rank].clone()).wait(), expected)
+    full = torch.randn(1000 * num_ranks, generator=torch.Generator().manual_seed(rank)).to(dtype)
+    expected = GlooCollectives(axis).begin_reduce_scatter(full.clone()).wait()
+    for late in range(num_ranks):
+        if rank == late:
+            time.sleep(0.01)
+        for kind in (GlooCollectives, CpuCollectives):
+            assert_equal(kind(axis).begin_reduce_scatter(full.clone()).wait(), expected)
 
 
 class Work:

@@ -302,3 +302,22 @@ def test_a_save_meets_once_however_many_units_there_are() -> None:
         model.blocks[0].state_dict()
     assert met == ["met", "met"]
     model(batch(0))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("rank0_only", [False, True])
+def test_units_of_several_process_groups_are_saved_together(rank0_only: bool, rank: int) -> None:
+    """A rank that only sends has more to send than may be unread, and the reader waits for another group first."""
+    small, large = nn.Linear(4, 4), nn.Linear(3000, 3000)
+    expected = {"0.weight": small.weight, "1.weight": large.weight}
+    expected = {name: value.detach().clone() for name, value in expected.items()}
+    for value in expected.values():
+        dist.broadcast(value, src=0)
+    model = FSDP(
+        nn.Sequential(FSDP(small, process_group=dist.new_group()), FSDP(large, process_group=dist.new_group())),
+        sync_module_states=True,
+    )
+    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=rank0_only)):
+        state = model.state_dict()
+    if rank == 0 or not rank0_only:
+        assert_equal({name: state[name] for name in expected}, expected)
