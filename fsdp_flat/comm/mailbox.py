@@ -32,7 +32,7 @@ from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
 from fsdp_flat.comm.groups import Axis
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
-__all__ = ["Letter", "Mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes", "wait_for"]
+__all__ = ["Letter", "Mailbox", "known_mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes", "wait_for"]
 
 _CPU = torch.device("cpu")
 # Every rank has a socket to every other one, and a few files of each.
@@ -360,6 +360,12 @@ class Mailbox:
             else:
                 self._early[source].append((segment, start, nbytes, purpose))
 
+    def unexpected(self) -> tuple[int, str] | None:
+        """A rank that has sent what nobody here expects yet, and what it is for; None if there is none."""
+        for rank in self._peers:
+            self.look(rank)
+        return next(((rank, _PURPOSES[early[0][-1]]) for rank, early in self._early.items() if early), None)
+
     def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a segment of another rank's."""
         return self._theirs[source, segment][start : start + nbytes]
@@ -470,6 +476,11 @@ def mailbox_of(axis: Axis) -> Mailbox | None:
     if axis.group not in _mailboxes:
         _mailboxes[axis.group] = _connect(axis, axis.group)
     return _mailboxes[axis.group]
+
+
+def known_mailbox(axis: Axis) -> Mailbox | None:
+    """The mailbox of an axis, if its ranks have made one already."""
+    return None if axis.group is None else _mailboxes.get(axis.group)
 
 
 def shared_nbytes() -> int:

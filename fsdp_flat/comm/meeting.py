@@ -12,11 +12,13 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.collectives import is_simulated
 from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.mailbox import known_mailbox
 from fsdp_flat.errors import UsageError
 
 __all__ = ["meet"]
 
 PATIENCE_S = 20.0
+GLANCE_S = 1.0
 
 
 def meet(what: str, axis: Axis) -> None:
@@ -25,14 +27,16 @@ def meet(what: str, axis: Axis) -> None:
     Every rank of the axis must call this. Costs each rank three requests to the store.
 
     Rank 0 does most of what one rank does alone (evaluating, writing files), so others may wait for it for minutes;
-    they only warn. That rank 0 waits and nobody else has come for 20 seconds is taken for a call on rank 0 only.
+    they only warn. That rank 0 waits and nobody else has come for 20 seconds is taken for a call on rank 0 only. Where
+    ranks share memory, a rank that sends something else in the meantime is found out at once.
 
     Args:
         what: what is called, for the texts.
         axis: the ranks.
 
     Raises:
-        UsageError: this is rank 0 and no other rank has come; or not all have come within the group's timeout.
+        UsageError: this is rank 0 and no other rank has come; another rank does something else; or not all have come
+            within the group's timeout.
     """
     group = axis.group
     if group is None or axis.size == 1 or is_simulated(group):
@@ -41,11 +45,21 @@ def meet(what: str, axis: Axis) -> None:
     if meeting.is_complete:
         return
     limit = default_pg_timeout.total_seconds()
+    patience = min(PATIENCE_S, limit)
+    mailbox = known_mailbox(axis)
     begun = time.monotonic()
     warned = False
-    while not meeting.wait(min(PATIENCE_S, limit)):
-        missing = meeting.missing()
+    while not meeting.wait(patience if mailbox is None else min(patience, GLANCE_S)):
+        if mailbox is not None and (found := mailbox.unexpected()) is not None and meeting.leave():
+            other, purpose = found
+            raise UsageError(
+                f"{what} was called on rank {axis.rank} of the group, and rank {other} has not called it but goes on "
+                f"with a {purpose}. It is a collective: every rank of the group must call it, at the same point."
+            )
         waited = time.monotonic() - begun
+        if waited < patience:
+            continue
+        missing = meeting.missing()
         if (len(missing) == axis.size - 1 and axis.rank == 0) or waited >= limit:
             if meeting.leave():
                 raise UsageError(

@@ -321,3 +321,22 @@ def test_units_of_several_process_groups_are_saved_together(rank0_only: bool, ra
         state = model.state_dict()
     if rank == 0 or not rank0_only:
         assert_equal({name: state[name] for name in expected}, expected)
+
+
+@pytest.mark.parametrize("kind", [FULL, SHARDED])
+@on_ranks(2)
+def test_a_save_on_another_rank_alone_is_found_when_rank_zero_goes_on_to_train(kind: Any, rank: int) -> None:
+    model = shard(seeded())
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    train(model, optimizer, TASKS["uneven"], range(1))
+    if rank == 1:
+        begun = time.monotonic()
+        with (
+            FSDP.state_dict_type(model, kind),
+            pytest.raises(UsageError, match=r"^state_dict was called on rank 1 .* rank 0 has not .* with a gather"),
+        ):
+            model.state_dict()
+        assert time.monotonic() - begun < 5
+    # Rank 0's gather waits for it, and nothing is lost.
+    train(model, optimizer, TASKS["uneven"], range(1, 2))
+    whole_state(model)
