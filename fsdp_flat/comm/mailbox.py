@@ -284,7 +284,8 @@ class Mailbox:
                 return
             except BlockingIOError:
                 # The other side has many notes to read, and may be waiting for room for one of its own.
-                wait_for([(self, each) for each in self._peers], _PURPOSES[purpose], room_at=rank)
+                others = [each for each in self._peers if each == rank or each not in self._gone]
+                wait_for([(self, each) for each in others], _PURPOSES[purpose], room_at=rank)
             except ConnectionError as error:
                 # Who has ended need not know what was read of theirs.
                 if kind == _POST:
