@@ -20,7 +20,7 @@ __all__ = ["NOTE", "main", "measure_routes"]
 
 NOTE = (
     "Sizes are those of the whole buffer. fsdp_flat takes shared memory between ranks of one host; else it gathers by "
-    "broadcasts and reduces by all_to_all and add, than which send and receive is not faster.\n"
+    "broadcasts and reduces by all_to_all and add. Send and receive is about as fast as those.\n"
 )
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
