@@ -61,7 +61,7 @@ def page(results: Path, pictures: Path, *, note: str = "") -> str:
     if found is not None:
         parts += ["## Host time and memory by units and ranks\n", scale.NOTE, scale.scale_table(found)]
     if (results / "micro.md").exists():
-        parts += ["## Collectives over gloo alone\n", micro.NOTE, (results / "micro.md").read_text()]
+        parts += ["## Collectives alone\n", micro.NOTE, (results / "micro.md").read_text()]
     return "\n".join([*parts, *_projection(results)])
 
 
