@@ -15,28 +15,22 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
 import weakref
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
 from fsdp_flat.comm.groups import Axis
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
-__all__ = ["Letter", "Mailbox", "known_mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes", "wait_for"]
+__all__ = ["Letter", "Mailbox", "close_all", "wait_for"]
 
-_CPU = torch.device("cpu")
-# Every rank has a socket to every other one, and a few files of each.
-_MOST_RANKS = 16
 # Messages of one segment begin at multiples of this, so that any dtype may lie there.
 _ALIGN_NBYTES = 64
 # A segment takes files on every rank, so short messages share one.
@@ -46,9 +40,6 @@ _IDLE_SENDS = 1024
 
 _POST, _READ = 0, 1
 _NOTE = struct.Struct("<qqqqq")  # kind, segment, start, nbytes, purpose
-_HELLO = struct.Struct("<q")  # rank
-_CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
-_SETUP_S = 10.0
 
 
 class Letter:
@@ -69,11 +60,6 @@ class Letter:
         self.source = source
         self.nbytes = nbytes
         self.purpose = purpose
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the message was taken in."""
-        return self._place is not None
 
     def is_completed(self) -> bool:
         """Whether the message has come."""
@@ -159,7 +145,7 @@ class _Segment:
 
 
 class Mailbox:
-    """This rank's end of the connections of one axis, for one thread. Made by :func:`mailbox_of`.
+    """This rank's end of the connections of one axis, for one thread. Made by ``mailbox_of``.
 
     Args:
         axis: the ranks.
@@ -188,7 +174,7 @@ class Mailbox:
         # What showed that the ranks do not do the same; nothing can be trusted from then on.
         self._mismatch: RankMismatchError | None = None
         self._files: list[int] = []
-        self._close = weakref.finalize(self, _close, list(peers.values()), self._files)
+        self._close = weakref.finalize(self, close_all, list(peers.values()), self._files)
         _open.add(self)
 
     def leave(self) -> None:
@@ -443,17 +429,14 @@ def _mapped(fd: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
     return shared, torch.frombuffer(shared, dtype=torch.uint8)
 
 
-def _close(sockets: list[socket.socket], files: list[int]) -> None:
+def close_all(sockets: Iterable[socket.socket], files: Iterable[int] = ()) -> None:
+    """Close connections and files."""
     for peer in sockets:
         peer.close()
     for fd in files:
         os.close(fd)
 
 
-# -- meeting -----------------------------------------------------------------------------------------------------
-
-# As torch keeps its groups: whichever unit of a group comes first, there is one mailbox.
-_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = weakref.WeakKeyDictionary()
 _open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
 
 
@@ -464,96 +447,3 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
-
-
-def mailbox_of(axis: Axis) -> Mailbox | None:
-    """The mailbox of an axis of more than one rank; None where its ranks cannot share memory.
-
-    They can if they are at most 16 and run on one Linux kernel as one user, in one network namespace, unless the
-    environment variable ``FSDP_FLAT_SHARED_MEMORY`` is 0 for any of them. The first call for a group is a collective:
-    every rank of it must make it at the same point.
-    """
-    assert axis.group is not None
-    if axis.group not in _mailboxes:
-        _mailboxes[axis.group] = _connect(axis, axis.group)
-    return _mailboxes[axis.group]
-
-
-def known_mailbox(axis: Axis) -> Mailbox | None:
-    """The mailbox of an axis, if its ranks have made one already."""
-    return None if axis.group is None else _mailboxes.get(axis.group)
-
-
-def shared_nbytes() -> int:
-    """Bytes of this process that its mailboxes use or keep for the next messages."""
-    return sum(mailbox.nbytes for mailbox in _mailboxes.values() if mailbox is not None)
-
-
-def sent_nbytes() -> int:
-    """Bytes that this process has sent by its mailboxes, once for each rank they went to."""
-    return sum(mailbox.sent_nbytes for mailbox in _mailboxes.values() if mailbox is not None)
-
-
-def _connect(axis: Axis, group: dist.ProcessGroup) -> Mailbox | None:
-    """Connect all ranks, or none of them."""
-    timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
-    # A rank that cannot connect lets the others wait, who then have to be in time for the group.
-    listener = _listen(min(_SETUP_S, timeout_s / 4)) if axis.size <= _MOST_RANKS else None
-    said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
-    everyone = exchange_bytes(said, group, _CPU)
-    peers: dict[int, socket.socket] = {}
-    if listener is not None:
-        if len({said.split(b" ")[0] for said in everyone}) == 1:
-            with suppress(OSError, struct.error):
-                _meet(axis, listener, [said.split(b" ")[1] for said in everyone], peers)
-        listener.close()
-    connected = exchange_ints([int(len(peers) == axis.size - 1)], group, _CPU)
-    if not all(row[0] for row in connected):
-        _close(list(peers.values()), [])
-        return None
-    return Mailbox(axis, peers, timeout_s)
-
-
-def _host() -> bytes:
-    """What ranks must have in common: the running kernel, the namespace of its socket names, and the user."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        boot = file.read().strip()
-    return b"%s-%d-%d" % (boot, os.stat("/proc/self/ns/net").st_ino, os.getuid())
-
-
-def _shares_memory() -> bool:
-    """Whether this system has what is needed here: Linux has."""
-    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")
-
-
-def _listen(timeout_s: float) -> socket.socket | None:
-    if os.environ.get("FSDP_FLAT_SHARED_MEMORY") == "0" or not _shares_memory():
-        return None
-    try:
-        _host()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(b"\0fsdp_flat-" + secrets.token_hex(16).encode())
-        listener.listen(_MOST_RANKS)
-        listener.settimeout(timeout_s)
-    except OSError:
-        return None
-    return listener
-
-
-def _meet(axis: Axis, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]) -> None:
-    """Put a socket to every other rank into ``peers``: later ranks call earlier ones."""
-    for rank in range(axis.rank):
-        peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        peers[rank].settimeout(listener.gettimeout())
-        peers[rank].connect(addresses[rank])
-        peers[rank].send(_HELLO.pack(axis.rank))
-    while len(peers) < axis.size - 1:
-        peer, _ = listener.accept()
-        peer.settimeout(listener.gettimeout())
-        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        if user == os.getuid():
-            peers[_HELLO.unpack(peer.recv(_HELLO.size))[0]] = peer
-        else:
-            peer.close()
-    for peer in peers.values():
-        peer.setblocking(False)

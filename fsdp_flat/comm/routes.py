@@ -19,7 +19,8 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending, moves_by_gloo, own_slice
 from fsdp_flat.comm.groups import Axis
-from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of
+from fsdp_flat.comm.mailbox import Letter, Mailbox
+from fsdp_flat.comm.neighbours import mailbox_of
 
 __all__ = ["collectives_for"]
 

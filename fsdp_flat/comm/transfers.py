@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.collectives import moves_by_gloo
 from fsdp_flat.comm.groups import Axis
-from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of, wait_for
+from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
+from fsdp_flat.comm.neighbours import mailbox_of
 from fsdp_flat.layout import Moves
 
 __all__ = ["Lanes", "Transfers"]
@@ -60,19 +61,21 @@ class Transfers:
             target[moves.kept[1]].copy_(source[moves.kept[0]])
         for rank, run in moves.receives:
             assert target is not None
-            self._enter(target[run], [rank], self._short_receives, self._receive)
+            if not _is_packed(target[run], (rank,), self._short_receives):
+                self._receive(target[run], rank)
         by_run: dict[tuple[int, int], list[int]] = {}
         for rank, run in moves.sends:
             by_run.setdefault((run.start, run.stop), []).append(rank)
         for (start, stop), ranks in by_run.items():
             assert source is not None
-            self._enter(source[start:stop], ranks, self._short_sends, self._send)
+            if not _is_packed(source[start:stop], ranks, self._short_sends):
+                self._send(source[start:stop].contiguous(), ranks)
 
     def wait(self) -> None:
         """Return when everything that was added has arrived, here and at the others."""
         for (rank, _), runs in self._short_receives.items():
             packed = torch.empty(sum(run.numel() for run in runs), dtype=runs[0].dtype, device=runs[0].device)
-            self._receive(packed, [rank])
+            self._receive(packed, rank)
             self._after.append(partial(_unpack, packed, runs))
         for (rank, _), runs in self._short_sends.items():
             self._send(torch.cat(runs), [rank])
@@ -82,30 +85,26 @@ class Transfers:
         self._after = []
         self._short_sends, self._short_receives = {}, {}
 
-    def _enter(
-        self,
-        run: torch.Tensor,
-        ranks: Sequence[int],
-        short: dict[tuple[int, torch.dtype], list[torch.Tensor]],
-        begin: Callable[[torch.Tensor, Sequence[int]], None],
-    ) -> None:
-        # Both sides see the same length and dtype, so they decide alike.
-        if run.nbytes < _SHORT_NBYTES:
-            for rank in ranks:
-                short.setdefault((rank, run.dtype), []).append(run)
-        else:
-            begin(run.contiguous(), ranks)
-
     def _send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         self._carrier.send(run.to(self._carrier.device), to)
 
-    def _receive(self, run: torch.Tensor, sources: Sequence[int]) -> None:
+    def _receive(self, run: torch.Tensor, source: int) -> None:
         target = run
         if run.device.type != self._carrier.device.type:
             run = torch.empty_like(run, device=self._carrier.device)
             self._after.append(lambda: target.copy_(run))
-        (source,) = sources
         self._carrier.receive(run, source)
+
+
+def _is_packed(
+    run: torch.Tensor, ranks: Sequence[int], short: dict[tuple[int, torch.dtype], list[torch.Tensor]]
+) -> bool:
+    """Whether a run is short, and then put with the others of its rank and dtype; both sides see that alike."""
+    if run.nbytes >= _SHORT_NBYTES:
+        return False
+    for rank in ranks:
+        short.setdefault((rank, run.dtype), []).append(run)
+    return True
 
 
 class _Carrier(Protocol):
@@ -131,9 +130,12 @@ class _Carrier(Protocol):
 
 
 class _ByGroup:
-    """By the group's messages, begun at once (gloo) or all together, as other backends want it."""
+    """By the group's messages, begun at once (gloo) or all together, as other backends want it.
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, *, at_once: bool) -> None:
+    One rank alone has no group, and nothing to move.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, at_once: bool) -> None:
         self.device = device
         self._group = group
         self._at_once = at_once
@@ -144,18 +146,18 @@ class _ByGroup:
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         self._alive.append(run)
         for rank in to:
-            peer = dist.get_global_rank(self._group, rank)
-            if self._at_once:
-                self._begun.append(dist.isend(run, dst=peer, group=self._group))
-            else:
-                self._batch.append(dist.P2POp(dist.isend, run, peer, self._group))
+            self._begin(dist.isend, run, rank)
 
     def receive(self, run: torch.Tensor, source: int) -> None:
-        peer = dist.get_global_rank(self._group, source)
+        self._begin(dist.irecv, run, source)
+
+    def _begin(self, operation: Callable[..., Any], run: torch.Tensor, rank: int) -> None:
+        assert self._group is not None
+        peer = dist.get_global_rank(self._group, rank)
         if self._at_once:
-            self._begun.append(dist.irecv(run, src=peer, group=self._group))
+            self._begun.append(operation(run, peer, group=self._group))
         else:
-            self._batch.append(dist.P2POp(dist.irecv, run, peer, self._group))
+            self._batch.append(dist.P2POp(operation, run, peer, self._group))
 
     def wait(self) -> None:
         if self._batch:
@@ -180,7 +182,9 @@ class MailRoom:
         """Send a piece, when so much of what was sent before is read that little memory is in use."""
         # A rank that only sends would else fill its memory with what nobody has had time to read.
         self._mailboxes.add(mailbox)
-        self._make_room(max(0, _MOST_UNREAD_NBYTES - piece.nbytes))
+        most = max(0, _MOST_UNREAD_NBYTES - piece.nbytes)
+        if self._unread_nbytes() > most:
+            self._read_until(lambda: self._unread_nbytes() <= most)
         mailbox.send("transfer", [(piece, to)])
 
     def expect(self, mailbox: Mailbox, piece: torch.Tensor, source: int) -> None:
@@ -190,16 +194,11 @@ class MailRoom:
 
     def finish(self) -> None:
         """Return when everything has come, and everything that was sent is read."""
-        self._read()
-        while self._letters:
-            wait_for(self._letters, "transfer")
-            self._read()
-        self._make_room(0)
+        self._read_until(lambda: not self._letters and self._unread_nbytes() == 0)
 
-    def _make_room(self, most_nbytes: int) -> None:
-        if self._unread_nbytes() > most_nbytes:
-            self._read()
-        while self._unread_nbytes() > most_nbytes:
+    def _read_until(self, is_over: Callable[[], bool]) -> None:
+        self._read()
+        while not is_over():
             readers = {(mailbox, rank) for mailbox in self._mailboxes for rank in mailbox.unread("transfer")}
             wait_for(readers.union(self._letters), "transfer")
             self._read()
@@ -244,26 +243,9 @@ def _pieces(run: torch.Tensor) -> Sequence[torch.Tensor]:
     return run.split(_PIECE_NBYTES // run.itemsize) if run.nbytes > _PIECE_NBYTES else (run,)
 
 
-class _Nothing:
-    """One rank alone moves nothing."""
-
-    device = torch.device("cpu")
-
-    def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
-        raise AssertionError("there is nobody to send to")
-
-    def receive(self, run: torch.Tensor, source: int) -> None:
-        raise AssertionError("there is nobody to receive from")
-
-    def wait(self) -> None:
-        return
-
-
 def _carrier_for(axis: Axis, device: torch.device, room: MailRoom) -> _Carrier:
     group = axis.group
-    if group is None:
-        return _Nothing()
-    if not moves_by_gloo(group, device):
+    if group is None or not moves_by_gloo(group, device):
         return _ByGroup(group, device, at_once=False)
     # gloo sends CPU tensors only.
     mailbox = mailbox_of(axis) if axis.size > 1 else None

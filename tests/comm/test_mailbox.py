@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import Axis
+from fsdp_flat.comm import Axis, neighbours
 from fsdp_flat.comm import mailbox as module
-from fsdp_flat.comm.mailbox import Letter, Mailbox, mailbox_of, wait_for
+from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
+from fsdp_flat.comm.neighbours import mailbox_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from tests.support import RankFailure, assert_equal, on_ranks
 
@@ -57,10 +58,10 @@ def test_messages_arrive_in_order_whether_or_not_they_are_expected_yet(rank: int
             dist.barrier()
             box.look(peer)
             letters = [box.expect("transfer", peer, 12) for _ in range(3)]
-            assert all(letter.is_there for letter in letters)
+            assert all(letter.is_completed() for letter in letters)
         for index, letter in enumerate(letters):
             assert_equal(read(letter), torch.full((3,), 10.0 * index + peer))
-        assert all(not letter.is_there for letter in letters)
+        assert all(not letter.is_completed() for letter in letters)
 
 
 @on_ranks(2)
@@ -180,7 +181,7 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
                 box.send("gather", [])
             with pytest.raises(RankMismatchError, match=match):
                 box.expect("gather", 0, 4)
-            assert not letter.is_there
+            assert not letter.is_completed()
         dist.barrier()
 
 
@@ -303,8 +304,8 @@ def test_files_and_connections_of_a_group_go_with_it(rank: int) -> None:
 
 OBSTACLES = {
     "switched off": mock.patch.dict(os.environ, {"FSDP_FLAT_SHARED_MEMORY": "0"}),
-    "no shared memory": mock.patch.object(module, "_shares_memory", return_value=False),
-    "another host": mock.patch.object(module, "_host", return_value=b"elsewhere"),
+    "no shared memory": mock.patch.object(neighbours, "_shares_memory", return_value=False),
+    "another host": mock.patch.object(neighbours, "_host", return_value=b"elsewhere"),
     "no connections": mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError),
 }
 
@@ -313,7 +314,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", list(OBSTACLES))
 def test_ranks_that_cannot_all_share_memory_do_without(obstacle: str, rank: int, num_ranks: int) -> None:
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(module, "_SETUP_S", 1.0))
+        patches.enter_context(mock.patch.object(neighbours, "_SETUP_S", 1.0))
         if rank == num_ranks - 1:
             patches.enter_context(OBSTACLES[obstacle])
         axis = Axis.of(dist.new_group())

@@ -18,7 +18,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm import routes, transfers
-from fsdp_flat.comm.mailbox import Mailbox, mailbox_of
+from fsdp_flat.comm.mailbox import Mailbox
+from fsdp_flat.comm.neighbours import mailbox_of
 from fsdp_flat.runtime import Phase, Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, LocalStateDictConfig, ShardedStateDictConfig
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import meeting
-from fsdp_flat.comm.mailbox import shared_nbytes
+from fsdp_flat.comm.neighbours import shared_nbytes
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import units_of
 from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
