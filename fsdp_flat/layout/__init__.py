@@ -6,24 +6,29 @@ Integers and strings only; nothing here imports torch. Unless a name says otherw
 from __future__ import annotations
 
 from fsdp_flat.layout.boxes import Box, boxes
-from fsdp_flat.layout.chunks import Moves, chunk_interval, chunk_rows, chunk_shape, moves_between
+from fsdp_flat.layout.chunks import Moves, chunk_cut, chunk_rows, chunk_shape, moves_between
 from fsdp_flat.layout.flat_layout import FlatLayout, ParamSlot, SlotShard, alignment_numel
 from fsdp_flat.layout.fqn import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.layout.interval import Interval
+from fsdp_flat.layout.spread import Cut, Runs, Spread, Whole
 
 __all__ = [
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
     "Box",
+    "Cut",
     "FlatLayout",
     "Interval",
     "Moves",
     "ParamSlot",
+    "Runs",
     "SlotShard",
+    "Spread",
+    "Whole",
     "alignment_numel",
     "boxes",
-    "chunk_interval",
+    "chunk_cut",
     "chunk_rows",
     "chunk_shape",
     "clean_fqn",

@@ -9,12 +9,13 @@ one, is an interval as well: every form of checkpoint is made by :func:`moves_be
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdp_flat.layout.interval import Interval
+from fsdp_flat.layout.spread import Cut, Spread
 
-__all__ = ["Moves", "chunk_interval", "chunk_rows", "chunk_shape", "moves_between"]
+__all__ = ["Moves", "chunk_cut", "chunk_rows", "chunk_shape", "moves_between"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,30 +33,29 @@ class Moves:
     kept: tuple[slice, slice] | None
 
 
-def moves_between(held: Sequence[Interval], wanted: Sequence[Interval], rank: int) -> Moves:
+@lru_cache(maxsize=1 << 14)
+def moves_between(held: Spread, wanted: Spread, rank: int) -> Moves:
     """How rank ``rank`` takes part in bringing a tensor from where it is to where it is wanted.
 
+    A training run asks the same of every checkpoint, so answers are kept.
+
     Args:
-        held: by rank, the elements of the flattened tensor that it has; no element twice.
-        wanted: by rank, the elements that it is to have.
+        held: the elements of the flattened tensor that each rank has; no element twice.
+        wanted: the elements that each is to have.
         rank: the rank that asks.
     """
     own, target = held[rank], wanted[rank]
-    sends = []
-    receives = []
+    both = own.intersect(target)
     kept = None
-    for other in range(len(held)):
-        out = own.intersect(wanted[other])
-        if other == rank:
-            if not out.is_empty:
-                kept = (out.shift(-own.start).to_slice(), out.shift(-target.start).to_slice())
-            continue
-        if not out.is_empty:
-            sends.append((other, out.shift(-own.start).to_slice()))
-        into = target.intersect(held[other])
-        if not into.is_empty:
-            receives.append((other, into.shift(-target.start).to_slice()))
-    return Moves(tuple(sends), tuple(receives), kept)
+    if not both.is_empty:
+        kept = (both.shift(-own.start).to_slice(), both.shift(-target.start).to_slice())
+    return Moves(_shared(own, wanted, rank), _shared(target, held, rank), kept)
+
+
+def _shared(run: Interval, spread: Spread, rank: int) -> tuple[tuple[int, slice], ...]:
+    """What other ranks than ``rank`` have of ``run``, as elements of it."""
+    parts = ((other, run.intersect(spread[other])) for other in spread.ranks(run) if other != rank)
+    return tuple((other, part.shift(-run.start).to_slice()) for other, part in parts if not part.is_empty)
 
 
 def chunk_rows(rows: int, world_size: int, rank: int) -> Interval:
@@ -71,8 +71,7 @@ def chunk_shape(shape: tuple[int, ...], world_size: int, rank: int) -> tuple[int
     return (chunk_rows(shape[0], world_size, rank).numel, *shape[1:])
 
 
-def chunk_interval(shape: tuple[int, ...], world_size: int, rank: int) -> Interval:
-    """A rank's dim-0 chunk as elements of the flattened parameter; empty if it has none."""
-    rows = chunk_rows(shape[0] if shape else 1, world_size, rank)
-    width = math.prod(shape[1:]) if shape else 1
-    return Interval(rows.start * width, rows.stop * width)
+def chunk_cut(shape: tuple[int, ...], world_size: int) -> Cut:
+    """The dim-0 chunks of all ranks as elements of the flattened parameter."""
+    rows, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
+    return Cut(rows * width, math.ceil(rows / world_size) * width, 0, world_size)

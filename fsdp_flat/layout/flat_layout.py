@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
+from fsdp_flat.layout.spread import Cut
 
 __all__ = ["FlatLayout", "ParamSlot", "SlotShard", "alignment_numel"]
 
@@ -248,6 +249,15 @@ class FlatLayout:
             in_buffer.intersect(shard).shift(-in_buffer.start),
             shard.intersect(in_buffer).shift(-shard.start),
         )
+
+    def pieces(self, index: int) -> Cut:
+        """Return the pieces of slot ``index`` that the ranks hold, as elements of the flattened parameter.
+
+        Raises:
+            OptionError: if there is no such slot.
+        """
+        slot = self._slot(index)
+        return Cut(slot.numel, self.shard_numel, slot.offset, self.world_size)
 
     def shard_slots(self, rank: int) -> tuple[SlotShard, ...]:
         """Return the non-empty pieces that ``rank`` holds, in the shard's order; computed once per rank.

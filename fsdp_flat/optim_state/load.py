@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_flat.comm import Lanes
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import Interval, moves_between
+from fsdp_flat.layout import Spread, Whole, moves_between
 from fsdp_flat.optim_state.handlers import OptimStateHandler
 from fsdp_flat.optim_state.names import ParamNames, current_names, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
@@ -32,7 +32,6 @@ from fsdp_flat.state_dict import (
     dtype_of,
     fitting_chunk,
     is_chunked,
-    pieces_of,
     shape_of,
     write_chunks,
 )
@@ -105,7 +104,7 @@ class _Plan:
         self._device = device
         self.copies: list[Callable[[], object]] = []
         self._chunks: list[tuple[Row, torch.Tensor]] = []
-        self._scattered: list[tuple[FromRankZero, Sequence[Interval], torch.Tensor]] = []
+        self._scattered: list[tuple[FromRankZero, Spread, torch.Tensor]] = []
         self._afterwards: list[Callable[[], object]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -117,14 +116,14 @@ class _Plan:
         self.lines.append(f"{name}: {row.form.shape} {row.piece.dtype} in chunks")
         self._chunks.append((row, chunk))
 
-    def scatter(self, value: FromRankZero, wanted: Sequence[Interval], target: torch.Tensor) -> None:
+    def scatter(self, value: FromRankZero, wanted: Spread, target: torch.Tensor) -> None:
         """Fetch this rank's piece of what rank 0 has."""
         self._scattered.append((value, wanted, target))
 
     def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
         """Fetch the whole tensor and hand it on."""
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self.scatter(value, [Interval(0, whole.numel())] * value.axis.size, whole.view(-1))
+        self.scatter(value, Whole(whole.numel(), None, value.axis.size), whole.view(-1))
         self._afterwards.append(lambda: then(whole))
 
     def carry_out(self) -> None:
@@ -134,7 +133,7 @@ class _Plan:
         write_chunks(self._chunks)
         lanes = Lanes()
         for value, wanted, target in self._scattered:
-            held = [Interval(0, 0 if rank else value.shape.numel()) for rank in range(value.axis.size)]
+            held = Whole(value.shape.numel(), 0, value.axis.size)
             source = None if value.tensor is None else value.tensor.detach().reshape(-1)
             moves, nbytes = moves_between(held, wanted, value.axis.rank), value.shape.numel() * value.dtype.itemsize
             lanes.add(value.axis, self._device, moves, source, target, nbytes=nbytes)
@@ -228,10 +227,10 @@ def _for_handle(
             # Sorted: every rank has to exchange in the same order.
             for key in sorted(row):
                 value = row[key]
-                if not _is_elementwise(key, value, handle.layout.slots[index].shape, elementwise):
-                    found[index][key] = _plain(value)
-                elif key in unit.optim_state_handlers:
+                if key in unit.optim_state_handlers:
                     _split(unit, handle, index, key, value, found[index], plan)
+                elif not _is_elementwise(key, value, handle.layout.slots[index].shape, elementwise):
+                    found[index][key] = _plain(value)
                 else:
                     flat = _new_piece(value, pieces[index].numel, handle)
                     found[index][key] = flat.view(visible[index].shape)
@@ -241,10 +240,10 @@ def _for_handle(
     first = next(row for row in rows if row is not None)
     result: dict[str, Any] = {}
     for key in sorted(first):
-        if key not in elementwise and is_scalar(first[key]):
-            result[key] = _plain(first[key])
-        elif key in unit.optim_state_handlers:
+        if key in unit.optim_state_handlers:
             _split(unit, handle, 0, key, first[key], result, plan)
+        elif key not in elementwise and is_scalar(first[key]):
+            result[key] = _plain(first[key])
         else:
             shard = result[key] = _new_piece(first[key], handle.layout.shard_numel, handle)
             for index, row in enumerate(rows):
@@ -313,8 +312,8 @@ def _fill(
         if guise is not PLAIN:
             plan.receive(value, piece.device, lambda whole: piece.copy_(guise.part(whole).reshape(-1)[run]))
         else:
-            everything = [Interval(0, slot.numel)] * value.axis.size
-            plan.scatter(value, pieces_of(handle, index) if axis.size > 1 else everything, piece)
+            everything = Whole(slot.numel, None, value.axis.size)
+            plan.scatter(value, handle.layout.pieces(index) if axis.size > 1 else everything, piece)
     elif isinstance(value, BoxedTensor):
         check_boxes(value, handle.layout, index, axis.rank)
         own, elements = value, handle.views.pieces[index].in_param
@@ -333,6 +332,6 @@ def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
     """A state of a parameter that no unit manages."""
     if isinstance(value, FromRankZero):
         target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
-        plan.scatter(value, [Interval(0, target.numel())] * value.axis.size, target)
+        plan.scatter(value, Whole(target.numel(), None, value.axis.size), target)
         return target.view(value.shape)
     return _plain(value)

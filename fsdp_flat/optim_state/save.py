@@ -9,15 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes, Transfers, exchange_bytes, meet
-from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.comm import Lanes, Transfers, dtype_named, exchange_bytes, meet
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import Interval, moves_between
+from fsdp_flat.layout import Whole, moves_between
 from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, dtype_named, names_of
+from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
 from fsdp_flat.runtime import Unit, Words, agree
-from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, pieces_of, refuse_split, whole_moves
+from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, refuse_split, whole_moves
 
 __all__ = ["save_optim_state"]
 
@@ -47,7 +46,8 @@ def save_optim_state(
         rank0_only: with ``whole``, ranks other than 0 of their shard group send what they have and return an empty
             dict.
         offload_to_cpu: values on the CPU.
-        boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then.
+        boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then, but for
+            the states of handlers.
 
     Raises:
         OptionError: the optimizer holds a parameter that is none of the model's.
@@ -57,7 +57,12 @@ def save_optim_state(
     """
     names = names_of(model)
     boxes = boxes and not whole
-    groups, states = _read_alone(names, contents) if boxes else _agreed_states(names, contents)
+    if boxes:
+        for unit, _, _ in names.handles:
+            refuse_split(unit, "The sharded optimizer state")
+    # A handler is registered on every rank, so all take the same way.
+    alone = boxes and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
+    groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     to_zero = whole and rank0_only
     keep = not to_zero or all(unit.options.groups.primary.rank == 0 for unit, _, _ in names.handles)
     with torch.no_grad():
@@ -67,7 +72,7 @@ def save_optim_state(
             values = _whole_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
         else:
             values = _chunked_values(names, states, offload=offload_to_cpu)
-        _add_handled(names, states, values)
+        _add_handled(names, states, values, offload=offload_to_cpu)
     if not keep:
         return {}
     by_name: dict[str, dict[str, Any]] = {}
@@ -88,17 +93,7 @@ def save_optim_state(
 def _read_alone(
     names: ParamNames, contents: OptimContents
 ) -> tuple[list[dict[str, Any]], dict[FlatParamHandle, HandleStates]]:
-    states = read_states(names, contents)
-    for unit, handle, _ in names.handles:
-        refuse_split(unit, "The sharded optimizer state")
-        handled = [name for row in states[handle].handled for name in row]
-        if handled:
-            raise UnsupportedError(
-                f"State {handled[0]!r} of unit {unit.name!r} has a handler, which needs all ranks' parts at "
-                "once. Boxes and save_checkpoint have only this rank's; save it by FSDP.optim_state_dict in its FULL "
-                "or SHARDED form."
-            )
-    return _groups(names, contents), states
+    return _groups(names, contents), read_states(names, contents)
 
 
 def _agreed_states(
@@ -204,7 +199,9 @@ def _chunked_values(names: ParamNames, states: dict[FlatParamHandle, HandleState
     return values
 
 
-def _add_handled(names: ParamNames, states: dict[FlatParamHandle, HandleStates], values: _Values) -> None:
+def _add_handled(
+    names: ParamNames, states: dict[FlatParamHandle, HandleStates], values: _Values, *, offload: bool
+) -> None:
     for unit, handle, _ in names.handles:
         for index, row in enumerate(states[handle].handled):
             for name, tensor in row.items():
@@ -212,12 +209,13 @@ def _add_handled(names: ParamNames, states: dict[FlatParamHandle, HandleStates],
                 assert isinstance(handler, OptimStateHandler)
                 parts = _gathered(unit, handle, index, tensor)
                 shape = torch.Size(handle.layout.slots[index].shape)
-                values[handle][index][name] = handler.merge(parts, shape).detach().clone()
+                whole = handler.merge(parts, shape).detach().clone()
+                values[handle][index][name] = whole.cpu() if offload else whole
 
 
 def _gathered(unit: Unit, handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) -> list[StatePart]:
     """Every rank's part of a state of any shape."""
-    axis, pieces, device = unit.options.groups.shard, pieces_of(handle, index), unit.options.device
+    axis, pieces, device = unit.options.groups.shard, handle.layout.pieces(index), unit.options.device
     if axis.group is None or axis.size == 1:
         return [] if tensor is None else [StatePart(tensor.detach(), pieces[0].start, pieces[0].stop)]
     own = None if tensor is None or pieces[axis.rank].is_empty else tensor.detach().to(device).contiguous()
@@ -230,11 +228,10 @@ def _gathered(unit: Unit, handle: FlatParamHandle, index: int, tensor: torch.Ten
         dtype, shape = dtype_named(header[0]), torch.Size(header[1])
         part = own if rank == axis.rank and own is not None else torch.empty(shape, dtype=dtype, device=device)
         # Everything of it is on one rank and wanted on all.
-        whole = Interval(0, part.numel())
-        held = [whole if other == rank else Interval(0, 0) for other in range(axis.size)]
+        held, wanted = (Whole(part.numel(), where, axis.size) for where in (rank, None))
         lane = Transfers(axis, device)
         source = part.view(-1)
-        lane.add(moves_between(held, [whole] * axis.size, axis.rank), source, None if part is own else source)
+        lane.add(moves_between(held, wanted, axis.rank), source, None if part is own else source)
         lane.wait()
         found.append(StatePart(part, pieces[rank].start, pieces[rank].stop))
     return found

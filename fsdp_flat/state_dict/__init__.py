@@ -7,7 +7,6 @@ from fsdp_flat.state_dict.chunks import (
     chunk_form,
     chunks_of,
     fitting_chunk,
-    pieces_of,
     whole_moves,
     write_chunks,
 )
@@ -35,7 +34,6 @@ __all__ = [
     "fitting_chunk",
     "is_chunked",
     "own_piece",
-    "pieces_of",
     "refuse_split",
     "settings_for",
     "shape_of",

@@ -20,12 +20,12 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_flat.comm import Axis, Lanes
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import PLAIN, DTensorGuise, FlatParamHandle
-from fsdp_flat.layout import Interval, Moves, chunk_interval, chunk_rows, chunk_shape, moves_between
+from fsdp_flat.layout import Interval, Moves, Runs, Spread, Whole, chunk_cut, chunk_rows, chunk_shape, moves_between
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict._torch import root_mesh
-from fsdp_flat.state_dict.torch_types import describe, dtensor, local_chunk, sharded_tensor
+from fsdp_flat.state_dict.torch_types import ShardedTensors, describe, dtensor, local_chunk
 
-__all__ = ["ChunkForm", "Row", "chunk_form", "chunks_of", "fitting_chunk", "pieces_of", "whole_moves", "write_chunks"]
+__all__ = ["ChunkForm", "Row", "chunk_form", "chunks_of", "fitting_chunk", "whole_moves", "write_chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class _Second:
     """The way along the tensor-parallel axis: between the rows that lie there and those of the chunks."""
 
     axis: Axis
-    held: tuple[Interval, ...]
-    wanted: tuple[Interval, ...]
+    held: Spread
+    wanted: Spread
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class ChunkForm:
     Attributes:
         device: the device of compute.
         axis: the shard axis.
-        pieces: by rank of it, its piece of the flattened parameter (of the tensor-parallel part where it is split).
-        chunks: by rank of it, its chunk, in the same elements.
+        pieces: its ranks' pieces of the flattened parameter (of the tensor-parallel part where it is split).
+        chunks: their chunks, in the same elements.
         shape: shape of the whole tensor.
         chunk_shape: shape of this rank's chunk.
         mesh: the mesh of the DTensor; None for a ShardedTensor, or a plain tensor where nothing is sharded.
@@ -55,21 +55,21 @@ class ChunkForm:
 
     device: torch.device
     axis: Axis
-    pieces: tuple[Interval, ...]
-    chunks: tuple[Interval, ...]
+    pieces: Spread
+    chunks: Spread
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
     second: _Second | None
 
-    def dress(self, chunk: torch.Tensor) -> torch.Tensor:
-        """torch's type for a tensor of which this rank holds ``chunk``."""
+    def dress(self, chunk: torch.Tensor, tensors: ShardedTensors) -> torch.Tensor:
+        """torch's type for a tensor of which this rank holds ``chunk``; ``tensors`` are those of the same save."""
         if self.mesh is not None:
             return dtensor(chunk, self.shape, self.mesh, self.placements)
         if self.axis.size == 1:
             return chunk
-        return sharded_tensor(chunk, self.shape, self.axis)
+        return tensors.make(chunk, self.shape, self.axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,18 +85,10 @@ class Row:
     piece: torch.Tensor
 
 
-def pieces_of(handle: FlatParamHandle, index: int) -> tuple[Interval, ...]:
-    """By rank of the shard axis, its piece of a slot."""
-    layout = handle.layout
-    return tuple(layout.piece(index, rank).in_param for rank in range(layout.world_size))
-
-
 def whole_moves(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> Moves:
     """How rank ``rank`` of the shard axis takes part in making a slot whole on rank ``dst``, or for None on all."""
-    everything = Interval(0, handle.layout.slots[index].numel)
-    held = pieces_of(handle, index)
-    wanted = [everything if dst in (None, each) else Interval(0, 0) for each in range(len(held))]
-    return moves_between(held, wanted, rank)
+    held = handle.layout.pieces(index)
+    return moves_between(held, Whole(held.numel, dst, held.size), rank)
 
 
 def chunk_form(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkForm:
@@ -108,7 +100,7 @@ def chunk_form(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkForm:
     groups = unit.options.groups
     shape = handle.layout.slots[index].shape
     guise = handle.views.params[index].guise
-    axis, pieces = groups.shard, pieces_of(handle, index)
+    axis, pieces = groups.shard, handle.layout.pieces(index)
     if isinstance(guise, DTensorGuise):
         return _split_form(unit, handle.layout.slots[index].fqn, shape, guise, pieces)
     assert guise is PLAIN
@@ -117,18 +109,8 @@ def chunk_form(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkForm:
     if groups.mesh is not None and axis.size > 1:
         mesh, dim = _mesh_of(unit)
         placements = _placements(mesh, {dim: Shard(0)})
-    chunks = tuple(chunk_interval(shape, axis.size, rank) for rank in range(axis.size))
-    return ChunkForm(
-        unit.options.device,
-        axis,
-        pieces,
-        chunks,
-        shape,
-        chunk_shape(shape, axis.size, axis.rank),
-        mesh,
-        placements,
-        None,
-    )
+    chunks, own_shape = chunk_cut(shape, axis.size), chunk_shape(shape, axis.size, axis.rank)
+    return ChunkForm(unit.options.device, axis, pieces, chunks, shape, own_shape, mesh, placements, None)
 
 
 def _mesh_of(unit: Unit) -> tuple[Any, int]:
@@ -146,36 +128,33 @@ def _placements(mesh: DeviceMesh, by_dim: dict[int, Placement]) -> tuple[Placeme
     return tuple(by_dim.get(dim, Replicate()) for dim in range(mesh.ndim))
 
 
-def _split_form(
-    unit: Unit, name: str, part_shape: tuple[int, ...], guise: DTensorGuise, pieces: tuple[Interval, ...]
-) -> ChunkForm:
+def _split_form(unit: Unit, name: str, part_shape: tuple[int, ...], guise: DTensorGuise, pieces: Spread) -> ChunkForm:
     axis, whole = unit.options.groups.shard, tuple(guise.shape)
     if axis.size == 1:
-        own = (Interval(0, math.prod(part_shape)),)
+        own = Whole(math.prod(part_shape), None, 1)
         return ChunkForm(unit.options.device, axis, pieces, own, whole, part_shape, guise.mesh, guise.placements, None)
     root, shard_dim, split_dim = _joined_mesh(unit, name, guise)
     placement = guise.placements[0]
     placements = _placements(root, {shard_dim: Shard(0), split_dim: placement})
     if not (isinstance(placement, Shard) and placement.dim == 0 and split_dim > shard_dim):
-        chunks = tuple(chunk_interval(part_shape, axis.size, rank) for rank in range(axis.size))
-        own_shape = chunk_shape(part_shape, axis.size, axis.rank)
+        chunks, own_shape = chunk_cut(part_shape, axis.size), chunk_shape(part_shape, axis.size, axis.rank)
         return ChunkForm(unit.options.device, axis, pieces, chunks, whole, own_shape, root, placements, None)
     # DTensor cuts dim 0 along the shard axis first, tensor parallelism did along its own: rows change ranks on both.
     tensor_axis = Axis.of(guise.mesh.get_group(0))
     width = math.prod(whole[1:])
     part = chunk_rows(whole[0], tensor_axis.size, tensor_axis.rank)
     blocks = [chunk_rows(whole[0], axis.size, rank) for rank in range(axis.size)]
-    chunks = tuple(_times(part.intersect(block).shift(-part.start), width) for block in blocks)
+    in_blocks = Runs(tuple(_times(part.intersect(block).shift(-part.start), width) for block in blocks))
     block = blocks[axis.rank]
     parts = [chunk_rows(whole[0], tensor_axis.size, rank) for rank in range(tensor_axis.size)]
     wanted = [chunk_rows(block.numel, tensor_axis.size, rank).shift(block.start) for rank in range(tensor_axis.size)]
     second = _Second(
         tensor_axis,
-        tuple(_times(other.intersect(block), width) for other in parts),
-        tuple(_times(rows, width) for rows in wanted),
+        Runs(tuple(_times(other.intersect(block), width) for other in parts)),
+        Runs(tuple(_times(rows, width) for rows in wanted)),
     )
     own_shape = (wanted[tensor_axis.rank].numel, *whole[1:])
-    return ChunkForm(unit.options.device, axis, pieces, chunks, whole, own_shape, root, placements, second)
+    return ChunkForm(unit.options.device, axis, pieces, in_blocks, whole, own_shape, root, placements, second)
 
 
 def fitting_chunk(form: ChunkForm, value: torch.Tensor) -> tuple[torch.Tensor | None, str]:
@@ -246,8 +225,10 @@ def chunks_of(rows: Sequence[Row], *, offload: bool) -> list[torch.Tensor]:
             on_their_way.add(row.form, second.axis, second.held, second.wanted, found[index], target)
             found[index] = target
     on_their_way.wait()
+    tensors = ShardedTensors()
     chunks = (chunk.view(row.form.chunk_shape) for row, chunk in zip(rows, found, strict=True))
-    return [row.form.dress(chunk.cpu() if offload else chunk) for row, chunk in zip(rows, chunks, strict=True)]
+    dressed = zip(rows, chunks, strict=True)
+    return [row.form.dress(chunk.cpu() if offload else chunk, tensors) for row, chunk in dressed]
 
 
 def write_chunks(rows: Sequence[tuple[Row, torch.Tensor]]) -> None:
@@ -276,25 +257,21 @@ def write_chunks(rows: Sequence[tuple[Row, torch.Tensor]]) -> None:
 
 
 class _Rows:
-    """Rows of one save or load on their way, and each plan of moves made once."""
+    """Rows of one save or load on their way."""
 
     def __init__(self) -> None:
         self._lanes = Lanes()
-        self._moves: dict[tuple[int, int], Moves] = {}
 
     def add(
         self,
         form: ChunkForm,
         axis: Axis,
-        held: Sequence[Interval],
-        wanted: Sequence[Interval],
+        held: Spread,
+        wanted: Spread,
         source: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        key = (id(held), id(wanted))
-        moves = self._moves.get(key)
-        if moves is None:
-            moves = self._moves[key] = moves_between(held, wanted, axis.rank)
+        moves = moves_between(held, wanted, axis.rank)
         nbytes = math.prod(form.shape) * target.itemsize
         self._lanes.add(axis, form.device, moves, source, target, nbytes=nbytes)
 

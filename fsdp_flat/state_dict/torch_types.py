@@ -21,7 +21,17 @@ from fsdp_flat.comm import Axis
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import chunk_rows, chunk_shape
 
-__all__ = ["describe", "dtensor", "dtype_of", "flat_sharded", "is_chunked", "local_chunk", "shape_of", "sharded_tensor"]
+__all__ = [
+    "ShardedTensors",
+    "describe",
+    "dtensor",
+    "dtype_of",
+    "flat_sharded",
+    "is_chunked",
+    "local_chunk",
+    "shape_of",
+    "sharded_tensor",
+]
 
 
 def dtensor(
@@ -32,7 +42,7 @@ def dtensor(
     return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
+def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> ShardedTensor:
     """A ShardedTensor of ``shape`` in dim-0 chunks over ``axis``, of which this rank holds ``chunk``.
 
     Source of the form: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
@@ -50,6 +60,38 @@ def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> t
     return _sharded_tensor(chunk, shape, axis, metadata)
 
 
+class ShardedTensors:
+    """Makes the ShardedTensors of one save, as :func:`sharded_tensor` does.
+
+    torch derives and checks what tells where the chunks are for every tensor anew, in a time that grows with the number
+    of ranks. Here it does so for the first tensor of a kind, and the others of that shape are made like it.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Any, ShardedTensor] = {}
+
+    def make(self, chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
+        """A ShardedTensor of ``shape`` in dim-0 chunks over ``axis``, of which this rank holds ``chunk``."""
+        kind = (shape, axis, chunk.dtype, chunk.device)
+        first = self._first.get(kind)
+        if first is None:
+            made = self._first[kind] = sharded_tensor(chunk, shape, axis)
+            return made
+        properties = first.metadata().tensor_properties
+        made = ShardedTensor.__new__(
+            ShardedTensor,
+            first.sharding_spec(),
+            first.metadata().size,
+            dtype=properties.dtype,
+            layout=properties.layout,
+            pin_memory=properties.pin_memory,
+            requires_grad=properties.requires_grad,
+        )
+        made._local_shards = [Shard(chunk, shard.metadata) for shard in first.local_shards()]
+        made._prepare_init(process_group=axis.group)
+        return made
+
+
 def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, axis: Axis) -> torch.Tensor:
     """A 1-D ShardedTensor of ``numel`` elements, ``shard_numel`` a rank, of which this rank holds ``local``."""
     metadata = [
@@ -62,7 +104,7 @@ def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, axis: Axis) 
 
 def _sharded_tensor(
     local: torch.Tensor, shape: tuple[int, ...], axis: Axis, metadata: list[tuple[int, list[int], list[int]]]
-) -> torch.Tensor:
+) -> ShardedTensor:
     shards = [ShardMetadata(offsets, sizes, _placement(axis, rank, local.device)) for rank, offsets, sizes in metadata]
     own = [Shard(local, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == axis.rank]
     properties = TensorProperties(

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import Axis, Transfers
-from fsdp_flat.layout import Interval, moves_between
+from fsdp_flat.layout import Interval, Runs, Whole, moves_between
 from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
 
@@ -34,7 +34,7 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
         whole = torch.arange(numel).to(dtype)
         held = even(numel, num_ranks)
         target = torch.empty(numel, dtype=dtype)
-        moves = moves_between(held, [Interval(0, numel)] * num_ranks, rank)
+        moves = moves_between(Runs(tuple(held)), Whole(numel, None, num_ranks), rank)
         transfers.add(moves, whole[held[rank].to_slice()].clone(), target)
         found.append((target, whole))
     transfers.wait()
@@ -52,7 +52,7 @@ def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) ->
     with recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):
-            moves = moves_between(even(8, 2), [Interval(0, 8)] * 2, rank)
+            moves = moves_between(Runs(tuple(even(8, 2))), Whole(8, None, 2), rank)
             transfers.add(moves, torch.full((4,), 10.0 * index + rank), target)
         transfers.wait()
     assert record.counts() == ({"transfer": 1} if shared else {"irecv": 1, "isend": 1})

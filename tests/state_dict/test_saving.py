@@ -150,6 +150,8 @@ def test_the_chunks_are_those_of_the_peer(use_orig_params: bool) -> None:
             assert_equal(value, other, what=name)
             continue
         assert value.metadata() == other.metadata(), name
+        assert value.sharding_spec() == other.sharding_spec(), name
+        assert vars(value).keys() == vars(other).keys(), name
         for part, expected in zip(value.local_shards(), other.local_shards(), strict=True):
             assert_equal(part.tensor, expected.tensor, what=name)
 
