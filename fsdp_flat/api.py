@@ -154,7 +154,8 @@ class ShardedStateDictConfig(StateDictConfig):
     """Options of ``SHARDED_STATE_DICT``; ``_use_dtensor`` is set from the device mesh.
 
     With ``boxes`` values are neither ShardedTensors nor DTensors but boxes of the live shard, which
-    ``torch.distributed.checkpoint`` saves and loads without any communication here. (Not in FSDP1.)
+    ``torch.distributed.checkpoint`` saves and loads without any communication here. (Not in FSDP1.) Optimizer states
+    that have a handler are exchanged, since it makes them whole.
     """
 
     _use_dtensor: bool = False

@@ -22,7 +22,7 @@ from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, group_of
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.optim_state import blank_states, contents_of, load_optim_state, save_optim_state
+from fsdp_flat.optim_state import OptimContents, blank_states, contents_of, load_optim_state, save_optim_state
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state_dict import BoxedTensor
 
@@ -144,7 +144,11 @@ def save_checkpoint(
     with together.failing():
         _check_arguments(step, keep_last)
         bar = progress_bar("Saving", 0, asked=progress, here=together.rank == 0)
-        state, plain = _collected(model, optim, copy=background)
+        state, plain = _collected(model, copy=background)
+        contents = None if optim is None else contents_of(optim)
+    with together.failing():
+        if contents is not None:
+            _add_optim(state, plain, model, contents, copy=background)
         blob = _packed({"extra": extra, **plain})
     with together.failing():
         number = _next_step(directory) if step is None and together.rank == 0 else step
@@ -230,10 +234,8 @@ def _packed(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _collected(
-    model: nn.Module, optim: torch.optim.Optimizer | None, *, copy: bool
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors for the files, in boxes, and the plain values beside them."""
+def _collected(model: nn.Module, *, copy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The model's tensors for the files, in boxes, and the plain values beside them."""
     for unit in units_of(model):
         check_idle(unit, "save_checkpoint")
     values = _boxed_model(model, copy=copy)
@@ -242,18 +244,20 @@ def _collected(
     if copy:
         # Boxes are copies already; buffers are the live ones.
         tensors = {name: _copied(value) for name, value in tensors.items()}
-    state: dict[str, Any] = {"model": tensors}
-    if optim is not None:
-        found = save_optim_state(
-            model, contents_of(optim), whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True
-        )
-        rows = found["state"]
-        state["optim"] = {"state": {fqn: {k: v for k, v in row.items() if _is_array(v)} for fqn, row in rows.items()}}
-        plain["optim"] = {
-            "state": {fqn: {k: v for k, v in row.items() if not _is_array(v)} for fqn, row in rows.items()},
-            "param_groups": found["param_groups"],
-        }
-    return state, plain
+    return {"model": tensors}, plain
+
+
+def _add_optim(
+    state: dict[str, Any], plain: dict[str, Any], model: nn.Module, contents: OptimContents, *, copy: bool
+) -> None:
+    """Add the optimizer's. Every rank must call this: states that have a handler are made whole."""
+    found = save_optim_state(model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True)
+    rows = found["state"]
+    state["optim"] = {"state": {fqn: {k: v for k, v in row.items() if _is_array(v)} for fqn, row in rows.items()}}
+    plain["optim"] = {
+        "state": {fqn: {k: v for k, v in row.items() if not _is_array(v)} for fqn, row in rows.items()},
+        "param_groups": found["param_groups"],
+    }
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
@@ -287,12 +291,10 @@ def _write(
     with together.failing():
         own = [_put(writing / _name_of(together.rank), blob)]
     # Imported here, since it takes long and only savers need it.
-    import torch.distributed.checkpoint as dcp
+    from fsdp_flat.checkpoint.tensor_files import write_tensors
 
-    with together.failing(), _watched(writing, bar), warnings.catch_warnings():
-        # torch's own: it asks itself for names that it has deprecated.
-        warnings.filterwarnings("ignore", module="torch")
-        dcp.save(state, storage_writer=dcp.FileSystemWriter(writing), process_group=together.group)
+    with _watched(writing, bar):
+        write_tensors(state, writing, together)
     with together.failing():
         own += [disk.flush(path) for path in sorted(writing.glob(f"__{together.rank}_*.distcp"))]
         if together.rank == 0:
@@ -403,9 +405,8 @@ def _whole(directory: Path, step: int, together: Together) -> tuple[disk.Commit,
 
 
 def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | None, together: Together) -> Any:
-    import torch.distributed.checkpoint as dcp
-
     from fsdp_flat.checkpoint.metadata import SafeReader
+    from fsdp_flat.checkpoint.tensor_files import read_tensors
 
     with together.failing():
         metadata = SafeReader(found.path).read_metadata().state_dict_metadata
@@ -413,9 +414,8 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         template: dict[str, Any] = {"model": _model_template(model, metadata, found.path)}
         if optim is not None:
             template["optim"] = {"state": _optim_template(model, metadata, plain, found.path)}
-    with together.failing(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", module="torch")
-        dcp.load(template, storage_reader=SafeReader(found.path), process_group=together.group)
+    with together.failing():
+        read_tensors(template, found.path)
     with together.failing():
         extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
     if optim is not None:

@@ -1,6 +1,6 @@
 """Floor 1: process groups, streams and collectives on 1-D tensors."""
 
-from fsdp_flat.comm.agreement import digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.comm.agreement import digest_of, dtype_named, exchange_bytes, exchange_ints
 from fsdp_flat.comm.collectives import (
     Collectives,
     Pending,
@@ -34,6 +34,7 @@ __all__ = [
     "begin_all_reduce",
     "collectives_for",
     "digest_of",
+    "dtype_named",
     "exchange_bytes",
     "exchange_ints",
     "is_simulated",

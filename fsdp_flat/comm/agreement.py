@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.collectives import is_simulated
 
-__all__ = ["control_device", "digest_of", "exchange_bytes", "exchange_ints"]
+__all__ = ["control_device", "digest_of", "dtype_named", "exchange_bytes", "exchange_ints"]
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -27,6 +27,13 @@ def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 def digest_of(data: bytes) -> int:
     """A hash that fits a signed 64-bit integer, to be exchanged in place of ``data``."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The dtype that ``str(dtype)`` has given ``name`` to, as ranks tell each other."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:

@@ -19,6 +19,8 @@ Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.Tensor]]:
     """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's pieces of parameters that are sharded.
 
+    States that have a handler are whole, as it made them.
+
     Args:
         model: the model that has the parameters.
         wanted: by parameter name and state name, the whole shape and the dtype.
@@ -36,8 +38,9 @@ def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if fqn in others:
-                expected = others[fqn]
+            if fqn in others or name in sharded[fqn][0].optim_state_handlers:
+                # What a handler splits was saved whole, in a shape that only the handler knows.
+                expected = others.get(fqn, shape)
                 value = torch.zeros(shape, dtype=dtype)
             else:
                 unit, handle, index = sharded[fqn]
@@ -48,8 +51,9 @@ def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.
                     value = boxed_value(shape, run, torch.zeros(run.numel, dtype=dtype))
             if shape != expected:
                 raise LoadError(
-                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. Nothing "
-                    "was loaded."
+                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
+                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
+                    "merge=..., split=...). Nothing was loaded."
                 )
             found.setdefault(fqn, {})[name] = value
     return found

@@ -21,7 +21,6 @@ __all__ = [
     "ParamNames",
     "contents_of",
     "current_names",
-    "dtype_named",
     "is_scalar",
     "names_of",
     "ordered_params",
@@ -182,10 +181,3 @@ def names_of(model: nn.Module) -> ParamNames:
 def is_scalar(value: Any) -> bool:
     """Whether a state is one number or no tensor at all, so the same for every part of a parameter."""
     return len(shape_of(value)) == 0
-
-
-def dtype_named(name: str) -> torch.dtype:
-    """The dtype that ``str(dtype)`` has given ``name`` to."""
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

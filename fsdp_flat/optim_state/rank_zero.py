@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import Axis, exchange_bytes
+from fsdp_flat.comm import Axis, dtype_named, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
-from fsdp_flat.optim_state.names import ParamNames, dtype_named
+from fsdp_flat.optim_state.names import ParamNames
 
 __all__ = ["FromRankZero", "shared_from_rank_zero"]
 

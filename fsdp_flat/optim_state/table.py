@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Axis, digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.comm import Axis, digest_of, dtype_named, exchange_bytes, exchange_ints
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, dtype_named, is_scalar
+from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_scalar
 from fsdp_flat.runtime import Unit
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]

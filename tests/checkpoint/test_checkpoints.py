@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -16,9 +17,18 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, StateDictType, load_checkpoint, save_checkpoint
+from fsdp_flat import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    StateDictType,
+    load_checkpoint,
+    register_optim_state_handler,
+    save_checkpoint,
+)
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError
+from tests.optim_state.factored import factored, merge_rows, split_rows
+from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, train, whole_state
 
@@ -409,3 +419,49 @@ def test_what_a_save_that_was_cut_off_has_left_is_removed_by_the_next(tmp_path: 
     save_checkpoint(tmp_path, model, step=1)
     dist.barrier()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+# -- what ranks tell each other --------------------------------------------------------------------------------------
+
+
+@KINDS
+@on_ranks(2)
+def test_neither_a_save_nor_a_load_exchanges_objects_or_tensors(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    optimizer = adamw(model)
+    train(model, optimizer, rank, range(1))
+    with recorded() as record, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        save_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(tmp_path, model, optimizer)
+    assert not set(record.counts()) & {*OBJECT_COLLECTIVES, "transfer", "gather", "isend", "irecv"}
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("saved_by, loaded_by", [(2, 2), (2, 4), (4, 2)])
+def test_states_with_a_handler_go_into_a_checkpoint_and_out_of_it(
+    ranks: RanksOf, tmp_path: Path, saved_by: int, loaded_by: int, background: bool
+) -> None:
+    saved = ranks(saved_by).run(save_factored, str(tmp_path), background)
+    for loaded in ranks(loaded_by).run(load_factored, str(tmp_path)):
+        assert_equal(loaded, saved[0])
+
+
+def save_factored(path: str, background: bool) -> dict[str, Any]:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = factored(model)
+    register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split_rows)
+    save_checkpoint(path, model, optimizer, background=background).wait()
+    return FSDP.optim_state_dict(model, optimizer)["state"]
+
+
+def load_factored(path: str) -> dict[str, Any]:
+    model = shard(seeded(seed=3), use_orig_params=True)
+    optimizer = factored(model)
+    with pytest.raises(LoadError, match="register_optim_state_handler"):
+        load_checkpoint(path, model, optimizer)
+    register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split_rows)
+    load_checkpoint(path, model, optimizer)
+    return FSDP.optim_state_dict(model, optimizer)["state"]

@@ -1,0 +1,119 @@
+"""Tensors as files of torch.distributed.checkpoint, written and read in step without exchanging a pickled object.
+
+``dcp.save`` and ``dcp.load`` send plans from rank to rank as pickles. Here the same planner and the same writer do the
+work, and what ranks have to tell each other (who writes which box, and where it then lies) goes as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from fsdp_flat.checkpoint.metadata import SafeReader
+from fsdp_flat.checkpoint.together import Together
+from fsdp_flat.comm import dtype_named
+
+__all__ = ["read_tensors", "write_tensors"]
+
+
+def write_tensors(state: dict[str, Any], path: Path, together: Together) -> None:
+    """Write a checkpoint that ``dcp.load`` reads. Every rank must call this; if it raises on one it raises on all.
+
+    Args:
+        state: nested dicts of tensors, with the same replicated ones on every rank.
+        path: the directory.
+        together: the ranks.
+    """
+    with warnings.catch_warnings():
+        # torch's own: it asks itself for names that it has deprecated.
+        warnings.filterwarnings("ignore", module="torch")
+        planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
+        is_first = together.rank == 0
+        text = ""
+        with together.failing():
+            planner.set_up_planner(state, writer.storage_meta(), is_first)
+            writer.set_up_storage_writer(is_first)
+            plan = writer.prepare_local_plan(planner.create_local_plan())
+            text = _plan_text(plan)
+        texts = together.texts(text)
+        with together.failing():
+            if is_first:
+                # What several ranks have is left to one of them.
+                plans, metadata = planner.create_global_plan([_plan_of(each) for each in texts])
+                text = json.dumps([[_place(item.index) for item in each.items] for each in plans])
+        kept = {(name, offset) for name, offset in _places(json.loads(together.texts(text)[0])[together.rank])}
+        with together.failing():
+            items = [item for item in plan.items if (item.index.fqn, item.index.offset) in kept]
+            # The writer names files after the position of a plan.
+            mine = dataclasses.replace(plan, items=items)
+            mine = writer.prepare_global_plan([mine] * (together.rank + 1))[together.rank]
+            text = _results_text(writer.write_data(planner.finish_plan(mine), planner).wait())
+        texts = together.texts(text)
+        with together.failing():
+            if is_first:
+                writer.finish(metadata, [_results_of(each) for each in texts])
+
+
+def read_tensors(state: dict[str, Any], path: Path) -> None:
+    """Read this rank's part of a checkpoint into the tensors of ``state``; nothing is exchanged.
+
+    Args:
+        state: nested dicts of tensors.
+        path: the directory.
+    """
+    with warnings.catch_warnings():
+        # That nothing is exchanged is meant, and torch's own ask for names that it has deprecated.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", module="torch")
+        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+
+
+def _place(index: MetadataIndex) -> list[Any]:
+    return [index.fqn, None if index.offset is None else list(index.offset)]
+
+
+def _places(given: list[Any]) -> list[tuple[str, torch.Size | None]]:
+    return [(name, None if offset is None else torch.Size(offset)) for name, offset in given]
+
+
+def _plan_text(plan: SavePlan) -> str:
+    items = []
+    for item in plan.items:
+        data = item.tensor_data
+        assert data is not None, f"{item.index.fqn} is no tensor"
+        chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
+        items.append([_place(item.index), item.type.name, chunk, str(data.properties.dtype), list(data.size)])
+    # The planner's own: the keys under which a flattened name was nested.
+    nested = [[name, list(keys)] for name, keys in (plan.planner_data or {}).items()]
+    return json.dumps([items, nested])
+
+
+def _plan_of(text: str) -> SavePlan:
+    items, nested = json.loads(text)
+    found = []
+    for place, kind, (offsets, sizes), dtype, size in items:
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(chunk, TensorProperties(dtype=dtype_named(dtype)), torch.Size(size))
+        found.append(WriteItem(MetadataIndex(*_places([place])[0]), WriteItemType[kind], tensor_data=data))
+    return SavePlan(found, planner_data={name: tuple(keys) for name, keys in nested})
+
+
+def _results_text(results: list[WriteResult]) -> str:
+    return json.dumps([[_place(each.index), each.size_in_bytes, vars(each.storage_data)] for each in results])
+
+
+def _results_of(text: str) -> list[WriteResult]:
+    return [
+        WriteResult(MetadataIndex(*_places([place])[0]), nbytes, _StorageInfo(**where))
+        for place, nbytes, where in json.loads(text)
+    ]
