@@ -34,6 +34,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageErro
 from fsdp_flat.flat import FlatParameter, untraced_here
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fsdp_flat.life import LifeMethods
+from fsdp_flat.loading import end_load
 from fsdp_flat.optim_methods import OptimStateMethods
 from fsdp_flat.runtime import (
     LOW_PRECISION_HOOKS,
@@ -55,7 +56,7 @@ from fsdp_flat.semi_private import (
     describe_flat_params,
 )
 from fsdp_flat.state_dict import DEFAULT_SETTINGS
-from fsdp_flat.state_methods import StateDictMethods, end_load
+from fsdp_flat.state_methods import StateDictMethods
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Beside the class, what FSDP1 users import from the module of this name.

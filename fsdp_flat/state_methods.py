@@ -8,18 +8,18 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import meet
 from fsdp_flat.errors import OptionTypeError, PhaseError
-from fsdp_flat.layout import FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
+from fsdp_flat.loading import Snapshot, forget, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state_dict import FORMS, LoadReport, settings_for
+from fsdp_flat.state_dict import FORMS, settings_for
 
-__all__ = ["StateDictMethods", "end_load"]
+__all__ = ["StateDictMethods"]
 
 
 class StateDictMethods(SemiPrivateNames):
@@ -199,15 +199,13 @@ class StateDictMethods(SemiPrivateNames):
             state_dict = OrderedDict(state_dict)
             known = {name: versions[clean] for name, clean in here.items() if clean in versions}
             state_dict._metadata = {**versions, **known}  # type: ignore[attr-defined]
-        plain = _Snapshot(self, assign=assign)
-        self.__dict__["_load_strict"] = strict
+        plain = Snapshot(self, assign=assign)
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except BaseException:
             plain.restore()
+            forget(self)
             raise
-        finally:
-            del self.__dict__["_load_strict"]
 
     def _load_from_state_dict(
         self,
@@ -219,54 +217,12 @@ class StateDictMethods(SemiPrivateNames):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        report: LoadReport | None = self.__dict__.get("_load_report")
-        if report is None or report.errors is not error_msgs:
-            # The outermost wrapper of this load; the list of errors tells it from one that an exception ended.
-            report = LoadReport(strict, missing_keys, error_msgs, owner=self)
-            for wrapper in _wrappers(self):
-                wrapper.__dict__["_load_report"] = report
+        report = report_of(self, missing_keys, error_msgs)
         FORMS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
 
-class _Snapshot:
-    """What a load may overwrite besides shards: buffers, and parameters that no unit manages."""
-
-    def __init__(self, root: nn.Module, *, assign: bool) -> None:
-        managed = {
-            param for unit in units_of(root) for handle in unit.handles for param in handle.views.visible_params()
-        }
-        self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
-        for module in root.modules():
-            for tensors in (module._buffers, module._parameters):
-                for name, tensor in tensors.items():
-                    if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:
-                        continue
-                    copied = None if assign else tensor.detach().clone()
-                    self._held.append((tensors, name, tensor, copied))
-
-    def restore(self) -> None:
-        """Put it back."""
-        with torch.no_grad():
-            for tensors, name, tensor, copied in self._held:
-                tensors[name] = tensor
-                if copied is not None:
-                    tensor.copy_(copied)
-
-
 def _wrappers(module: nn.Module) -> list[StateDictMethods]:
     return [child for child in module.modules() if isinstance(child, StateDictMethods)]
-
-
-def end_load(module: nn.Module, keys: Any) -> None:
-    """A load hook: errors without wrapper words, and at the outermost wrapper the writing, if there are none."""
-    keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
-    keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
-    report: LoadReport = module.__dict__.pop("_load_report")
-    # By now the wrapped modules have added theirs to the list.
-    report.errors[:] = [text.replace(FSDP_PREFIX, "") for text in report.errors]
-    if report.owner is module:
-        strict = module.__dict__.get("_load_strict", False)
-        report.carry_out(refused=strict and bool(keys.missing_keys or keys.unexpected_keys))

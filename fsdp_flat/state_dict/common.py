@@ -46,8 +46,8 @@ class LoadReport:
     Attributes:
         missing: names that are missing, the list that ``nn.Module.load_state_dict`` makes its error of.
         errors: one line per value that does not fit, likewise.
-        strict: note names that are missing; whether they are an error is decided at the end.
-        owner: the outermost wrapper of the load.
+        strict: names that are missing or unexpected are an error.
+        owner: the module that is being loaded, at the end of which everything is written.
         writes: to be done if everything fits.
         chunks: this rank's chunks that go to every rank's pieces, with their names.
         meets: units whose ranks exchange chunks.
@@ -178,8 +178,7 @@ def prepare_load(
         own = {id(param) for param in handle.views.visible_params()}
         for entry in handle.views.params:
             given = [(site, state_dict.pop(inner + site.fqn, None)) for site in entry.sites]
-            if report.strict:
-                report.missing.extend(prefix + site.fqn for site, value in given if value is None)
+            report.missing.extend(prefix + site.fqn for site, value in given if value is None)
             values.append(next((value for _, value in given if value is not None and id(value) not in own), None))
         taken[handle] = values
     return taken

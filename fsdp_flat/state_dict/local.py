@@ -88,7 +88,7 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
             if unit.options.groups.shard.size == 1 and all(entry is not None for entry in given[handle]):
                 for index, entry in enumerate(given[handle]):
                     copy_whole(unit, handle, index, entry, prefix, report)
-            elif report.strict:
+            else:
                 report.missing.append(name)
             continue
         local = local_chunk(value)

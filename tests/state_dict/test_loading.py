@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -179,6 +180,50 @@ def test_a_plain_parent_tells_wrapped_modules_the_version_that_they_were_saved_w
     other["net"].body[1].loaded_version = None
     other.load_state_dict(state)
     assert other["net"].body[1].loaded_version == 3
+
+
+@on_ranks(2)
+def test_a_plain_parent_tells_wrapped_modules_the_version_of_a_plain_model() -> None:
+    parent = nn.ModuleDict({"net": FSDP(seeded(Adapter))})
+    parent["net"].body[1].loaded_version = None
+    parent.load_state_dict(nn.ModuleDict({"net": seeded(Adapter)}).state_dict())
+    assert parent["net"].body[1].loaded_version == 3
+
+
+def parent_of_units(seed: int, use_orig_params: bool) -> nn.Module:
+    torch.manual_seed(seed)
+    parts = {name: FSDP(nn.Linear(5, 5), use_orig_params=use_orig_params) for name in ("first", "second")}
+    return nn.ModuleDict({**parts, "head": nn.Linear(5, 2)})
+
+
+@KINDS
+@FORMS
+@on_ranks(2)
+def test_of_a_load_by_a_plain_parent_that_does_not_fit_no_unit_is_written(kind: Any, use_orig_params: bool) -> None:
+    model, other = (parent_of_units(seed, use_orig_params) for seed in (0, 1))
+    state, expected, before = saved(other, kind), wholes(other), wholes(model)
+    key = "second._flat_param" if kind is LOCAL else "second.weight"
+    for change, text in (
+        ({"head.bias": None}, 'Missing key(s) in state_dict: "head.bias"'),
+        ({key: None}, f'Missing key(s) in state_dict: "{key}"'),
+        ({"more": torch.ones(1)}, 'Unexpected key(s) in state_dict: "more"'),
+        ({"head.weight": torch.ones(3, 3)}, "size mismatch for head.weight"),
+        ({key: torch.ones(7)}, key),
+    ):
+        given = {name: value for name, value in {**state, **change}.items() if value is not None}
+        with FSDP.state_dict_type(model, kind), pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(given)
+        assert text in str(caught.value)
+        assert_equal(wholes(model), before, what=text)
+    twin = copy.deepcopy(model)
+    del state["head.bias"]
+    with FSDP.state_dict_type(twin, kind):
+        assert twin.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
+    assert_equal(wholes(twin), expected)
+
+
+def wholes(parent: Any) -> list[Any]:
+    return [whole_state(parent[name]) for name in ("first", "second")]
 
 
 @FORMS
