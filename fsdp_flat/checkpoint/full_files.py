@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -120,7 +121,8 @@ def _is_replica(model: nn.Module) -> bool:
     """Whether other ranks hold what this rank holds, and are to write it."""
     groups = [unit.options.groups for unit in units_of(model)]
     sharded = [each for each in groups if each.shard.size > 1]
-    return (sharded or groups)[0].replicate.rank != 0
+    guises = [entry.guise for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
+    return (sharded or groups)[0].replicate.rank != 0 or any(guise.is_copy for guise in guises)
 
 
 def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
@@ -335,8 +337,18 @@ class _Source:
         """The elements of ``name`` that this rank holds of ``entry``, 1-D."""
         if entry.handle is None:
             return self._read(name, 0, torch.Size(entry.shape).numel())
-        interval = entry.handle.views.pieces[entry.index].in_param
-        return self._read(name, interval.start, interval.stop)
+        run, local = entry.handle.views.pieces[entry.index].in_param, entry.handle.layout.slots[entry.index].shape
+        if local == entry.shape:
+            return self._read(name, run.start, run.stop)
+        # Of a part of the tensor: the rows that its elements lie in, and out of these the part's.
+        start = entry.handle.views.params[entry.index].guise.start(local)
+        width, whole_width = (math.prod(shape[1:]) for shape in (local, entry.shape))
+        first, last = (run.start // width, -(-run.stop // width)) if run.numel else (0, 0)
+        rows = self._read(name, (first + start[0]) * whole_width, (last + start[0]) * whole_width)
+        part = rows.view(last - first, *entry.shape[1:])
+        for dim in range(1, len(local)):
+            part = part.narrow(dim, start[dim], local[dim])
+        return part.reshape(-1)[run.start - first * width : run.stop - first * width]
 
 
 class _Opened:

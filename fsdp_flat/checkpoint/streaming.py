@@ -16,7 +16,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state_dict import own_piece, refuse_split, whole_moves
+from fsdp_flat.state_dict import own_piece, whole_moves
 
 __all__ = ["Entry", "entries_of", "iter_full_state_dict", "shard_axis"]
 
@@ -64,7 +64,7 @@ def entries_of(
         trainable_only: parameters with ``requires_grad`` only, no buffers: an adapter, say.
 
     Raises:
-        UnsupportedError: an entry is no tensor, or a parameter is split by tensor parallelism too.
+        UnsupportedError: an entry is no tensor.
         PhaseError: in the middle of a step.
     """
     where = _slots_by_name(model)
@@ -92,7 +92,7 @@ def entries_of(
             found.append(Entry(name, value.detach(), tuple(value.shape), value.dtype))
             continue
         same_as = first.setdefault((id(handle), index), name)
-        shape = handle.layout.slots[index].shape
+        shape = handle.views.params[index].guise.whole_shape(handle.layout.slots[index].shape)
         entry = Entry(name, None, shape, handle.orig_dtype, unit, handle, index, None if same_as == name else same_as)
         found.append(entry)
     return found
@@ -104,7 +104,6 @@ def _slots_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, i
         unit = unit_of(module)
         if unit is None:
             continue
-        refuse_split(unit, "A streamed state dict")
         for handle in unit.handles:
             for index, param in enumerate(handle.views.params):
                 for site in param.sites:
@@ -131,20 +130,21 @@ def shard_axis(entries: list[Entry]) -> Axis:
 def whole_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
     """The whole tensor of an entry on rank ``dst`` of its shard axis (every rank for None), else None.
 
-    Every rank of the shard axis must call this.
+    Every rank of the shard axis must call this, and of tensor parallelism too, where that has split the parameter; of
+    that all ranks get the tensor.
     """
     if entry.unit is None or entry.handle is None:
         return None if entry.value is None else entry.value.clone()
     axis = entry.unit.options.groups.shard
     # What is not sharded is whole on every rank already.
     dst = dst if axis.size > 1 else None
-    own = entry.held()
-    whole = own.new_empty(entry.shape) if dst in (None, axis.rank) else None
+    own, guise = entry.held(), entry.handle.views.params[entry.index].guise
+    part = own.new_empty(entry.handle.layout.slots[entry.index].shape) if dst in (None, axis.rank) else None
     lane = Transfers(axis, entry.unit.options.device)
     moves = whole_moves(entry.handle, entry.index, axis.rank, dst)
-    lane.add(moves, own, None if whole is None else whole.view(-1))
+    lane.add(moves, own, None if part is None else part.view(-1))
     lane.wait()
-    return whole
+    return None if part is None else guise.whole(guise.shown(part))
 
 
 def iter_full_state_dict(

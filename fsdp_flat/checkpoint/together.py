@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ from torch import nn
 from fsdp_flat.comm import Axis, exchange_bytes, meet
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import Words, agree, units_of
+from fsdp_flat.state_dict import axes_of
 
 __all__ = ["SAVING", "Together", "group_of"]
 
@@ -25,21 +27,29 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
     Raises:
         OptionError: it holds no wrapper.
-        UnsupportedError: a hybrid strategy over some of the ranks.
+        UnsupportedError: several axes (hybrid strategies, tensor parallelism) over some of the ranks.
     """
     units = units_of(model)
     if not units:
         raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
-    groups = units[0].options.groups
-    both = groups.shard.size > 1 and groups.replicate.size > 1
-    if both and groups.num_ranks != dist.get_world_size():
-        raise UnsupportedError(
-            f"The model is on {groups.num_ranks} of {dist.get_world_size()} ranks, sharded and replicated, and no "
-            "process group joins just these. Save it by state_dict() and torch.distributed.checkpoint."
-        )
-    group = dist.group.WORLD if both else groups.process_group
-    assert group is not None
-    return group
+    guises = [entry.guise for unit in units for handle in unit.handles for entry in handle.views.params]
+    groups = [axis.group for axis in axes_of(units) if axis.group is not None]
+    groups += [group for guise in guises for group in guise.mesh_groups if dist.get_world_size(group) > 1]
+    # There may be several groups of the same ranks; every rank has to take the same one.
+    axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    for group in groups:
+        axes.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+    joint = next(iter(axes.values()), units[0].options.groups.process_group)
+    if len(axes) > 1:
+        joint, num_ranks = dist.group.WORLD, math.prod(map(len, axes))
+        if num_ranks != dist.get_world_size():
+            raise UnsupportedError(
+                f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(axes)} axes (sharded, "
+                "replicated, tensor parallel), and no process group joins just these. Save it by state_dict() and "
+                "torch.distributed.checkpoint."
+            )
+    assert joint is not None
+    return joint
 
 
 class Together:

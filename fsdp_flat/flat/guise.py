@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.layout import Interval, chunk_rows
 
 __all__ = ["PLAIN", "DTensorGuise", "Guise", "check_guise", "guise_if_dtensor", "guise_of"]
 
@@ -46,9 +47,23 @@ class Guise:
         """Shape of the whole tensor."""
         return local_shape
 
+    def start(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Where the process's own part begins in the whole tensor, by dim."""
+        return (0,) * len(local_shape)
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether another process has, or makes, the same whole tensor and is to write it."""
+        return False
+
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
         """Groups over which the elements are split, besides the unit's shard axis."""
+        return ()
+
+    @property
+    def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        """:attr:`groups`, and those over which the tensor is replicated."""
         return ()
 
 
@@ -88,14 +103,31 @@ class DTensorGuise(Guise):
     def part(self, whole: torch.Tensor) -> torch.Tensor:
         if isinstance(whole, DTensor):
             return self.local(whole)
-        for dim, placement in enumerate(self.placements):
+        for dim, run in enumerate(self._own()):
+            whole = whole.narrow(dim, run.start, run.numel)
+        return whole
+
+    def _own(self) -> list[Interval]:
+        """The process's own part, by dim."""
+        own = [Interval(0, length) for length in self.shape]
+        for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
                 # DTensor's rule: as torch.chunk, so the last ranks may have less, or nothing.
-                length = whole.shape[placement.dim]
-                step = -(-length // self.mesh.size(dim))
-                start = min(self.mesh.get_local_rank(dim) * step, length)
-                whole = whole.narrow(placement.dim, start, min(step, length - start))
-        return whole
+                run = own[placement.dim]
+                rows = chunk_rows(run.numel, self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim))
+                own[placement.dim] = rows.shift(run.start)
+        return own
+
+    def start(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(run.start for run in self._own())
+
+    @property
+    def is_copy(self) -> bool:
+        return any(self.mesh.get_coordinate() or ())
+
+    @property
+    def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim))
 
     def whole_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.shape)

@@ -40,6 +40,11 @@ class Box:
         if numel != self.interval.numel:
             raise OptionError(f"a Box of sizes {self.sizes} has {numel} elements, its interval {self.interval.numel}")
 
+    def within(self, start: Sequence[int]) -> Box:
+        """The same block in a larger tensor, of which this one is the part from ``start`` on; the interval stays."""
+        offsets = tuple(offset + by for offset, by in zip(self.offsets, start, strict=True))
+        return Box(offsets, self.sizes, self.interval)
+
 
 def boxes(shape: Sequence[int], interval: Interval) -> tuple[Box, ...]:
     """Split a flat interval of a row-major tensor into at most ``max(1, 2 * ndim - 1)`` boxes.

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat.errors import LoadError
 from fsdp_flat.optim_state.names import names_of
-from fsdp_flat.state_dict import boxed_value, refuse_split
+from fsdp_flat.state_dict import boxed_value
 
 __all__ = ["blank_states"]
 
@@ -43,12 +43,9 @@ def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.
                 expected = others.get(fqn, shape)
                 value = torch.zeros(shape, dtype=dtype)
             else:
-                unit, handle, index = sharded[fqn]
-                refuse_split(unit, "A checkpoint")
-                expected, run = handle.layout.slots[index].shape, handle.views.pieces[index].in_param
-                value = torch.zeros(0)
-                if shape == expected:
-                    value = boxed_value(shape, run, torch.zeros(run.numel, dtype=dtype))
+                _, handle, index = sharded[fqn]
+                expected = handle.views.params[index].guise.whole_shape(handle.layout.slots[index].shape)
+                value = boxed_value(handle, index, torch.zeros(handle.views.pieces[index].numel, dtype=dtype))
             if shape != expected:
                 raise LoadError(
                     f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "

@@ -315,9 +315,9 @@ def _fill(
             everything = Whole(slot.numel, None, value.axis.size)
             plan.scatter(value, handle.layout.pieces(index) if axis.size > 1 else everything, piece)
     elif isinstance(value, BoxedTensor):
-        check_boxes(value, handle.layout, index, axis.rank)
-        own, elements = value, handle.views.pieces[index].in_param
-        plan.copies.append(lambda: boxes_to_shard(own, elements, piece))
+        check_boxes(value, handle, index)
+        own = value
+        plan.copies.append(lambda: boxes_to_shard(own, handle, index, piece))
     elif is_chunked(value):
         form = chunk_form(unit, handle, index)
         chunk, problem = fitting_chunk(form, value)

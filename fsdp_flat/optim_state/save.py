@@ -16,7 +16,7 @@ from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
 from fsdp_flat.runtime import Unit, Words, agree
-from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, refuse_split, whole_moves
+from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, whole_moves
 
 __all__ = ["save_optim_state"]
 
@@ -57,9 +57,6 @@ def save_optim_state(
     """
     names = names_of(model)
     boxes = boxes and not whole
-    if boxes:
-        for unit, _, _ in names.handles:
-            refuse_split(unit, "The sharded optimizer state")
     # A handler is registered on every rank, so all take the same way.
     alone = boxes and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
@@ -177,9 +174,8 @@ def _boxed_values(names: ParamNames, states: dict[FlatParamHandle, HandleStates]
         for name, row in states[handle].pieces.items():
             for index, piece in enumerate(row):
                 if piece is not None:
-                    run, shape = handle.views.pieces[index].in_param, handle.layout.slots[index].shape
                     own = piece.to("cpu", copy=True) if offload else piece
-                    values[handle][index][name] = boxed_value(shape, run, own)
+                    values[handle][index][name] = boxed_value(handle, index, own)
     return values
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from fsdp_flat.errors import LoadError, UnsupportedError
-from fsdp_flat.layout import Box, FlatLayout, Interval, boxes
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import Box, boxes
 
 __all__ = ["BoxedTensor", "boxed_value", "boxes_to_shard", "check_boxes"]
 
@@ -114,44 +115,56 @@ def _chunk(box: Box) -> Any:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def boxed_value(shape: tuple[int, ...], run: Interval, piece: torch.Tensor) -> torch.Tensor:
+def _shape_and_boxes(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """Of a slot the shape of the whole tensor, and the boxes of it that this rank holds."""
+    shape, guise = handle.layout.slots[index].shape, handle.views.params[index].guise
+    start = guise.start(shape)
+    return guise.whole_shape(shape), tuple(
+        box.within(start) for box in boxes(shape, handle.views.pieces[index].in_param)
+    )
+
+
+def boxed_value(handle: FlatParamHandle, index: int, piece: torch.Tensor) -> torch.Tensor:
     """A parameter, or an optimizer's state of one, as boxes of this rank's piece; nothing is communicated or copied.
 
     Args:
-        shape: shape of the whole tensor.
-        run: the elements of the flattened tensor that the piece holds.
-        piece: 1-D.
+        handle: the handle that holds the parameter.
+        index: the parameter's slot.
+        piece: 1-D, what this rank holds.
 
     Returns:
         A :class:`BoxedTensor` whose parts are views of ``piece``; a plain empty tensor where the whole has no
         elements, of which no box could tell that it exists.
     """
+    shape, found = _shape_and_boxes(handle, index)
     if math.prod(shape) == 0:
         return piece.new_empty(shape)
-    found = boxes(shape, run)
-    parts = [piece[box.interval.shift(-run.start).to_slice()].view(box.sizes) for box in found]
+    start = handle.views.pieces[index].in_param.start
+    parts = [piece[box.interval.shift(-start).to_slice()].view(box.sizes) for box in found]
     return BoxedTensor(shape, found, parts, piece.dtype, piece.device)
 
 
-def check_boxes(value: BoxedTensor, layout: FlatLayout, index: int, rank: int) -> None:
-    """Raise if boxes of one parameter do not fit what ``rank`` holds of it.
+def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None:
+    """Raise if boxes of one parameter do not fit what this rank holds of it.
 
     Raises:
         LoadError: the shape, or the boxes, are not those of this rank.
     """
-    slot, piece = layout.slots[index], layout.piece(index, rank)
-    if tuple(value.shape) != slot.shape:
-        raise LoadError(f"{slot.fqn!r}: a tensor of shape {tuple(value.shape)}; expected {slot.shape}.")
-    if value.boxes != boxes(slot.shape, piece.in_param):
+    fqn, run = handle.layout.slots[index].fqn, handle.views.pieces[index].in_param
+    shape, expected = _shape_and_boxes(handle, index)
+    if tuple(value.shape) != shape:
+        raise LoadError(f"{fqn!r}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
+    if value.boxes != expected:
         raise LoadError(
-            f"{slot.fqn!r}: {value!r} does not hold what rank {rank} of {layout.world_size} holds, the elements "
-            f"{piece.in_param.start} to {piece.in_param.stop}. Boxes fit the sharding that they were made for: load "
-            "the checkpoint into this model's own state_dict() with torch.distributed.checkpoint, which reshards."
+            f"{fqn!r}: {value!r} does not hold what rank {handle.spec.rank} of {handle.layout.world_size} holds, the "
+            f"elements {run.start} to {run.stop}. Boxes fit the sharding that they were made for: load the checkpoint "
+            "into this model's own state_dict() with torch.distributed.checkpoint, which reshards."
         )
 
 
-def boxes_to_shard(value: BoxedTensor, run: Interval, piece: torch.Tensor) -> None:
-    """Copy checked boxes into this rank's piece (1-D, the elements ``run``), where they are not views of it already."""
+def boxes_to_shard(value: BoxedTensor, handle: FlatParamHandle, index: int, piece: torch.Tensor) -> None:
+    """Copy checked boxes into this rank's piece (1-D), where they are not views of it already."""
+    run = handle.views.pieces[index].in_param
     for box, part in zip(value.boxes, value.parts, strict=True):
         target = piece[box.interval.shift(-run.start).to_slice()]
         if target.data_ptr() != part.data_ptr():

@@ -11,8 +11,8 @@ import torch
 from torch.overrides import is_tensor_like
 
 from fsdp_flat.comm import Axis
-from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError, UnsupportedError
-from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError
+from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import Unit, Words, agree
 from fsdp_flat.state_dict.chunks import Row, write_chunks
@@ -28,7 +28,6 @@ __all__ = [
     "own_pieces",
     "prepare_load",
     "put",
-    "refuse_split",
     "restore_buffers",
 ]
 
@@ -127,21 +126,6 @@ def own_pieces(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor]:
 def own_piece(handle: FlatParamHandle, index: int) -> torch.Tensor:
     """This rank's piece of one slot (1-D), a view of the shard, into which assigned parameters were adopted."""
     return handle.flat_param.data[handle.views.pieces[index].in_shard.to_slice()]
-
-
-def refuse_split(unit: Unit, what: str) -> None:
-    """Raise if tensor parallelism has split a parameter of ``unit``; boxes of such parts have no form yet.
-
-    Raises:
-        UnsupportedError: it has.
-    """
-    for handle in unit.handles:
-        for entry in handle.views.params:
-            if entry.guise is not PLAIN:
-                raise UnsupportedError(
-                    f"{what} of unit {unit.name!r} holds {entry.fqn!r}, a DTensor of tensor parallelism, which cannot "
-                    "be saved as boxes. Leave boxes=True out, which gives DTensors."
-                )
 
 
 def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> None:

@@ -23,7 +23,6 @@ from fsdp_flat.state_dict.common import (
     own_pieces,
     prepare_load,
     put,
-    refuse_split,
     restore_buffers,
 )
 from fsdp_flat.state_dict.torch_types import is_chunked, shape_of
@@ -79,8 +78,6 @@ def save_sharded(
         gathered: what :func:`gather_sharded` gave for the unit.
     """
     check_idle(unit, "state_dict")
-    if _as_boxes(config):
-        refuse_split(unit, "The sharded state dict")
     with _names_shown(unit):
         destination = inner()
     if _as_boxes(config):
@@ -114,9 +111,8 @@ def _names_shown(unit: Unit) -> Iterator[None]:
 def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: dict[str, Any]) -> None:
     for handle in unit.handles:
         for index, piece in enumerate(own_pieces(unit, handle)):
-            run = handle.views.pieces[index].in_param
             own = piece.to("cpu", copy=True) if config.offload_to_cpu else piece
-            put(destination, handle, index, prefix, boxed_value(handle.layout.slots[index].shape, run, own))
+            put(destination, handle, index, prefix, boxed_value(handle, index, own))
     restore_buffers(unit, destination, prefix)
 
 
@@ -151,12 +147,11 @@ def _load_boxes(
     handle: FlatParamHandle, index: int, value: BoxedTensor, prefix: str, piece: torch.Tensor, report: LoadReport
 ) -> None:
     try:
-        check_boxes(value, handle.layout, index, handle.spec.rank)
+        check_boxes(value, handle, index)
     except LoadError as error:
         report.errors.append(f"{prefix}{error}")
     else:
-        run = handle.views.pieces[index].in_param
-        report.writes.append(lambda: boxes_to_shard(value, run, piece))
+        report.writes.append(lambda: boxes_to_shard(value, handle, index, piece))
 
 
 def _checked(form: ChunkForm, value: Any, name: str, report: LoadReport) -> torch.Tensor | None:
