@@ -29,6 +29,7 @@ fix: $(INSTALLED)
 
 # Which sizes, ranks and implementations: make bench BENCH="--preset communication --rounds 3".
 bench: $(INSTALLED)
+	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks --states $(BENCH)
 
 bench-scale: $(INSTALLED)

@@ -20,7 +20,9 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument("--preset", choices=PRESETS, default="compute", help="sizes; other flags change single ones")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of fresh processes")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, help="implementations (default: all)")
-    parser.add_argument("--states", action="store_true", help="also save and load every kind of state dict")
+    parser.add_argument(
+        "--states", action="store_true", help="state dicts of every kind, saved and loaded, in place of steps"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON, table, picture")
     parser.add_argument("--name", help="name of the files (default: made of the flags)")
     for field in FLAGS:
@@ -39,7 +41,8 @@ def main(argv: list[str] | None = None) -> Path:
     path = args.out / f"{name}.json"
     path.write_text(json.dumps(results, indent=1))
     print(write_table(results, args.out / f"{name}.md"))
-    write_picture(results, args.out / f"{name}.png")
+    if results["rounds"]:
+        write_picture(results, args.out / f"{name}.png")
     return path
 
 

@@ -10,14 +10,14 @@ from typing import Any
 from benchmarks import micro, projection, scale
 from benchmarks.__main__ import main as bench
 from benchmarks.runner import ROOT
-from benchmarks.tables import describe, markdown, states_table, step_table, write_picture
+from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table, write_picture
 
 __all__ = ["main"]
 
 # File name, what the command line of ``python -m benchmarks`` adds, and the heading.
 RUNS = {
     "compute": (["--preset", "compute"], "Compute-heavy, fp32"),
-    "states": (["--preset", "compute", "--steps", "1", "--states"], "State dicts"),
+    "states": (["--preset", "compute", "--states", "--only", *STATE_PEERS.values(), *STATE_PEERS], "State dicts"),
     "compute-bf16": (["--preset", "compute", "--bf16"], "Compute-heavy, bf16"),
     "communication": (["--preset", "communication"], "Communication-heavy, fp32"),
     "communication-bf16": (["--preset", "communication", "--bf16"], "Communication-heavy, bf16"),
@@ -44,6 +44,10 @@ python -m benchmarks.report --measure        # everything, and this page
 ```
 """
 
+STATES_NOTE = """Rows of boxes are `ShardedStateDictConfig(boxes=True)`, compared with the peer's sharded dict. A value
+has memory of its own everywhere but in boxes and local dicts.
+"""
+
 
 def page(results: Path, pictures: Path, *, note: str = "") -> str:
     """The page in Markdown, from the JSON files in ``results``; pictures go to ``pictures``."""
@@ -53,7 +57,7 @@ def page(results: Path, pictures: Path, *, note: str = "") -> str:
         if found is not None:
             parts += [f"## {heading}\n", describe(found)]
             if found["states"]:
-                parts.append(states_table(found))
+                parts += [states_table(found), STATES_NOTE]
                 continue
             write_picture(found, pictures / f"performance-{name}.png")
             parts += [step_table(found), f"![step time and memory](performance-{name}.png)\n"]

@@ -98,26 +98,28 @@ def _wait(
 def measure(
     names: Sequence[str], setting: Setting, *, rounds: int, states: bool, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """Time ``names`` in ``rounds`` interleaved rounds, count each once, and with ``states`` time state dicts.
+    """Time the steps of ``names`` in ``rounds`` interleaved rounds and count each once, or with ``states`` state dicts.
 
     Returns:
-        ``rounds`` (a list of {name: mean over ranks}), ``counts`` and ``states`` by name, all plain values.
+        ``rounds`` (a list of {name: mean over ranks}), ``counts`` by name, ``states`` (a list of {name: {kind: seconds
+        on rank 0}}), all plain values.
     """
-    results: dict[str, Any] = {"rounds": [], "counts": {}, "states": {}}
+    results: dict[str, Any] = {"rounds": [], "counts": {}, "states": []}
     for index in range(rounds):
         row: dict[str, Any] = {}
         # Every other round backwards, so that a machine that slows down slows everybody down.
         for name in names if index % 2 == 0 else reversed(names):
-            row[name] = _over_ranks(run_processes(Job(name, "time", setting)))
-            say(f"round {index + 1}/{rounds} {name}: {1e3 * row[name]['step']:.1f} ms a step")
-        results["rounds"].append(row)
-    for name in names:
+            if states:
+                row[name] = run_processes(Job(name, "states", setting))[0]
+                say(f"round {index + 1}/{rounds} {name}: {len(row[name])} kinds of state dicts")
+            else:
+                row[name] = _over_ranks(run_processes(Job(name, "time", setting)))
+                say(f"round {index + 1}/{rounds} {name}: {1e3 * row[name]['step']:.1f} ms a step")
+        results["states" if states else "rounds"].append(row)
+    for name in () if states else names:
         if name != "local":
             results["counts"][name] = _over_ranks(run_processes(Job(name, "count", setting)))
             say(f"counted {name}: {results['counts'][name]['sent'] / 1e6:.1f} MB sent a step")
-    for name in names if states else ():
-        results["states"][name] = run_processes(Job(name, "states", setting))[0]
-        say(f"state dicts of {name}")
     return results
 
 

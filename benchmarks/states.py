@@ -69,6 +69,7 @@ def _fsdp1_kinds(name: str, model: Any, optimizer: torch.optim.Optimizer) -> Ite
         "full, rank 0": of("Full", rank0_only=True),
         "sharded": of("Sharded"),
         "local": of("Local"),
+        **({} if name.startswith("fsdp1") else {"boxes": of("Sharded", boxes=True)}),
     }
     for kind, setting in settings.items():
 

@@ -9,7 +9,17 @@ from typing import Any
 
 from benchmarks.spec import IMPLEMENTATIONS
 
-__all__ = ["describe", "markdown", "medians", "ratios", "states_table", "step_table", "write_picture", "write_table"]
+__all__ = [
+    "STATE_PEERS",
+    "describe",
+    "markdown",
+    "medians",
+    "ratios",
+    "states_table",
+    "step_table",
+    "write_picture",
+    "write_table",
+]
 
 # For each of ours, the peers of which the faster one in each round is compared with.
 PEERS = {
@@ -17,6 +27,8 @@ PEERS = {
     "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
 }
+# For each of ours, whose state dicts its own are compared with.
+STATE_PEERS = {"flat-full-flat": "fsdp1-full-flat", "flat-full-orig": "fsdp1-full-orig"}
 
 
 def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -52,7 +64,9 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def step_table(results: Mapping[str, Any]) -> str:
-    """Time, memory and bytes of a step, in Markdown."""
+    """Time, memory and bytes of a step, in Markdown; empty if none were measured."""
+    if not results["rounds"]:
+        return ""
     header = ["implementation", "step ms", "forward", "backward", "optimizer", "CPU ms", "x local", "x DDP", "x peer"]
     header += ["MB sent", "MB counted", "MB shared", "MB RSS", "wrap ms"]
     rows = []
@@ -76,18 +90,35 @@ def step_table(results: Mapping[str, Any]) -> str:
 
 
 def states_table(results: Mapping[str, Any]) -> str:
-    """Milliseconds by kind of state dict and implementation, in Markdown; empty if none were measured."""
-    states: Mapping[str, Mapping[str, Any]] = results["states"]
-    kinds = list(dict.fromkeys(kind for row in states.values() for kind in row))
-    if not kinds:
+    """Milliseconds by kind of state dict and implementation, and ratios, in Markdown; empty if none were measured."""
+    rows: Sequence[Mapping[str, Any]] = results["states"]
+    if not rows:
         return ""
+    names = list(rows[0])
+    kinds = list(dict.fromkeys(kind for name in names for kind in rows[0][name]))
+    pairs = [(ours, theirs) for ours, theirs in STATE_PEERS.items() if ours in names and theirs in names]
 
-    def cell(value: Any) -> str:
-        return "" if value is None else "fails" if isinstance(value, str) else _number(1e3 * value, ".1f")
+    def cell(name: str, kind: str) -> str:
+        times = [row[name].get(kind) for row in rows]
+        if any(isinstance(time, str) for time in times):
+            return "fails"
+        return "" if None in times else _number(1e3 * statistics.median(times), ".1f")
 
     return markdown(
-        ["state dict, ms", *states], [[kind, *(cell(row.get(kind)) for row in states.values())] for kind in kinds]
+        ["state dict, ms", *names, *(f"x {theirs}" for _, theirs in pairs)],
+        [
+            [kind, *(cell(name, kind) for name in names), *(_number(_of_peer(rows, kind, *pair)) for pair in pairs)]
+            for kind in kinds
+        ],
     )
+
+
+def _of_peer(rows: Sequence[Mapping[str, Any]], kind: str, ours: str, theirs: str) -> float | None:
+    """Median over rounds of our time over the peer's, which has chunks where we have boxes too."""
+    pairs = [(row[ours].get(kind), row[theirs].get(kind.replace("boxes", "sharded"))) for row in rows]
+    if not all(isinstance(one, float) and isinstance(other, float) for one, other in pairs):
+        return None
+    return statistics.median(one / other for one, other in pairs)
 
 
 def describe(results: Mapping[str, Any]) -> str:
@@ -101,8 +132,9 @@ def describe(results: Mapping[str, Any]) -> str:
     ]
     return (
         f"{s['layers']} blocks, width {s['width']}, vocabulary {s['vocab']}, sequence {s['seq']}, batch {s['batch']}, "
-        f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}. {len(results['rounds'])} rounds of fresh "
-        f"processes, {s['steps']} timed steps each.\n"
+        f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}. "
+        f"{len(results['rounds'] or results['states'])} rounds of fresh processes, "
+        f"{str(s['steps']) + ' timed steps' if results['rounds'] else 'the median of 3 times'} each.\n"
         f"{w['cores']} cores ({w['cpu']}), {w['system']}, Python {w['python']}, torch {w['torch']}, {w['date']}.\n"
     )
 

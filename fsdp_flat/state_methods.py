@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import meet
 from fsdp_flat.errors import OptionTypeError, PhaseError
+from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.loading import Snapshot, forget, report_of
 from fsdp_flat.runtime import Unit, units_of
@@ -132,7 +133,7 @@ class StateDictMethods(SemiPrivateNames):
                 for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
                     meet("state_dict", axis)
                 # What a hook further in does to parameters has to come before they are gathered.
-                if not any(module._state_dict_pre_hooks for module in self.modules() if module is not self):
+                if not any(module._state_dict_pre_hooks for module in modules_of(self) if module is not self):
                     # A nested wrapper that was given a form of its own gathers for itself.
                     alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
                     gathered.update(form.gather(alike, config))
@@ -225,4 +226,4 @@ class StateDictMethods(SemiPrivateNames):
 
 
 def _wrappers(module: nn.Module) -> list[StateDictMethods]:
-    return [child for child in module.modules() if isinstance(child, StateDictMethods)]
+    return [child for child in modules_of(module) if isinstance(child, StateDictMethods)]

@@ -7,7 +7,15 @@ from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.flat.untraced import active_compiler, untraced, untraced_here
-from fsdp_flat.flat.walk import FlattenedBy, ManagedParam, Site, collect_params, held_locally, named_sites
+from fsdp_flat.flat.walk import (
+    FlattenedBy,
+    ManagedParam,
+    Site,
+    collect_params,
+    held_locally,
+    modules_of,
+    named_sites,
+)
 
 __all__ = [
     "PLAIN",
@@ -31,6 +39,7 @@ __all__ = [
     "held_locally",
     "in_backward",
     "look_at_operations",
+    "modules_of",
     "named_sites",
     "untraced",
     "untraced_here",

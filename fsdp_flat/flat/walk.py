@@ -13,7 +13,7 @@ from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 
-__all__ = ["ManagedParam", "Site", "collect_params", "held_locally", "named_sites"]
+__all__ = ["ManagedParam", "Site", "collect_params", "held_locally", "modules_of", "named_sites"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,6 +57,18 @@ class ManagedParam:
     def shape(self) -> torch.Size:
         """Shape of the whole parameter."""
         return self.param.shape
+
+
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+    """What ``root.modules()`` gives, without a generator for every level of nesting and without names."""
+    seen: set[nn.Module] = set()
+    ahead = [root]
+    while ahead:
+        module = ahead.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            ahead.extend(child for child in reversed(module._modules.values()) if child is not None)
 
 
 def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
@@ -46,8 +47,11 @@ class Box:
         return Box(offsets, self.sizes, self.interval)
 
 
-def boxes(shape: Sequence[int], interval: Interval) -> tuple[Box, ...]:
+@lru_cache(maxsize=1 << 14)
+def boxes(shape: tuple[int, ...], interval: Interval) -> tuple[Box, ...]:
     """Split a flat interval of a row-major tensor into at most ``max(1, 2 * ndim - 1)`` boxes.
+
+    A training run asks the same of every checkpoint, so answers are kept.
 
     Let ``stride[d]`` be the product of ``shape[d + 1:]``. From the position reached so far, the next box runs along
     the outermost dim ``d`` with ``position % stride[d] == 0`` and ``stop - position >= stride[d]``, for
@@ -67,7 +71,6 @@ def boxes(shape: Sequence[int], interval: Interval) -> tuple[Box, ...]:
     Raises:
         OptionError: if the interval reaches beyond the tensor, or a dim is negative.
     """
-    shape = tuple(shape)
     strides: list[int] = []
     numel = 1
     for size in reversed(shape):

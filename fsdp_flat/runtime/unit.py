@@ -25,7 +25,7 @@ from fsdp_flat.comm import (
     streams_for,
 )
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward
+from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, modules_of
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction
@@ -493,4 +493,4 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """Every unit at or below ``module``, parents before children."""
-    return [unit for child in module.modules() if (unit := unit_of(child)) is not None]
+    return [unit for child in modules_of(module) if (unit := unit_of(child)) is not None]

@@ -118,10 +118,8 @@ def _chunk(box: Box) -> Any:
 def _shape_and_boxes(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """Of a slot the shape of the whole tensor, and the boxes of it that this rank holds."""
     shape, guise = handle.layout.slots[index].shape, handle.views.params[index].guise
-    start = guise.start(shape)
-    return guise.whole_shape(shape), tuple(
-        box.within(start) for box in boxes(shape, handle.views.pieces[index].in_param)
-    )
+    start, found = guise.start(shape), boxes(shape, handle.views.pieces[index].in_param)
+    return guise.whole_shape(shape), tuple(box.within(start) for box in found) if any(start) else found
 
 
 def boxed_value(handle: FlatParamHandle, index: int, piece: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,20 @@ def test_a_run_writes_json_a_table_and_a_picture(tmp_path: Path) -> None:
     assert IMPLEMENTATIONS["flat-full-orig"] in page
 
 
+def test_state_dicts_are_compared_within_a_round_and_boxes_with_the_peers_chunks() -> None:
+    rounds = [(2.0, 1.0, 0.5), (30.0, 3.0, 0.3), (4.0, 1.0, 0.2)]
+    results = {
+        "states": [
+            {"fsdp1-full-orig": {"model sharded": peer}, "flat-full-orig": {"model sharded": own, "model boxes": boxes}}
+            for peer, own, boxes in rounds
+        ]
+    }
+    table = tables.states_table(results).splitlines()
+    assert table[2:] == ["| model sharded | 4000.0 | 1000.0 | 0.25 |", "| model boxes |  | 300.0 | 0.05 |"]
+    results["states"][1]["flat-full-orig"]["model boxes"] = "OSError: disk"
+    assert tables.states_table(results).splitlines()[3] == "| model boxes |  | fails |  |"
+
+
 def test_ratios_are_taken_within_a_round_against_the_fastest_of_the_others() -> None:
     results = {
         "rounds": [
@@ -64,9 +78,9 @@ def test_every_kind_of_state_dict_is_saved_and_loaded_by_every_implementation_th
         training.step()
         measured = measure_states(name, training.model, training.optimizer, repeats=1)
         assert {key for key, value in measured.items() if isinstance(value, str)} == set()
-        kinds = {"model full", "load model full", "optimizer full", "load optimizer full", "model full, rank 0"}
-        kinds |= {"optimizer full, rank 0", "model sharded", "load model sharded", "optimizer sharded"}
-        kinds |= {"load optimizer sharded"} | ({"model local", "load model local"} if name.endswith("flat") else set())
+        kinds = {f"{what} {form}" for what in ("model", "optimizer") for form in ("full", "sharded", "boxes")}
+        kinds |= {"model local"} if name.endswith("flat") else set()
+        kinds |= {f"load {kind}" for kind in kinds} | {"model full, rank 0", "optimizer full, rank 0"}
         assert set(measured) == kinds
 
 
