@@ -245,7 +245,7 @@ def _for_handle(
         elif key not in elementwise and is_scalar(first[key]):
             result[key] = _plain(first[key])
         else:
-            shard = result[key] = _new_piece(first[key], handle.layout.shard_numel, handle)
+            shard = result[key] = _new_shard(first[key], handle)
             for index, row in enumerate(rows):
                 piece = shard[pieces[index].in_shard.to_slice()]
                 value = row[key] if row else None
@@ -254,7 +254,16 @@ def _for_handle(
 
 
 def _new_piece(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:
-    return torch.zeros(numel, dtype=dtype_of(value), device=handle.flat_param.device)
+    """Memory for a piece, all of which will be written."""
+    return torch.empty(numel, dtype=dtype_of(value), device=handle.flat_param.device)
+
+
+def _new_shard(value: Any, handle: FlatParamHandle) -> torch.Tensor:
+    """Memory for a shard, of which everything but the padding will be written."""
+    shard, own = _new_piece(value, handle.layout.shard_numel, handle), handle.layout.shard(handle.spec.rank)
+    for padding in handle.layout.paddings():
+        shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
+    return shard
 
 
 def _plain(value: Any) -> Any:

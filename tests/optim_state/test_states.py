@@ -169,6 +169,20 @@ def test_a_dict_with_too_few_groups_leaves_the_optimizer_as_it_was() -> None:
     assert_equal(save(model, optimizer, FULL)[1], before)
 
 
+@FORMS
+@on_ranks(2)
+def test_the_padding_of_a_flat_state_that_was_loaded_is_zero(kind: Any) -> None:
+    model, optimizer = pair(use_orig_params=False)
+    states = save(model, optimizer, kind)[1]
+    # Memory that is not zero lies about, of every length that a shard may have.
+    spoiled = [torch.full((size,), 7.0) for size in range(1, 500)]
+    del spoiled
+    with FSDP.state_dict_type(model, kind):
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, states)
+    for index, param in enumerate(optimizer.param_groups[0]["params"]):
+        assert_equal(loaded["state"][index]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
+
+
 # ------------------------------------------------------------------------------------------- states of other shapes
 
 
