@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fsdp_flat.comm.agreement import digest_of
 from fsdp_flat.comm.groups import Axis
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
@@ -39,7 +40,7 @@ _SEGMENT_NBYTES = 1 << 22
 _IDLE_SENDS = 1024
 
 _POST, _READ = 0, 1
-_NOTE = struct.Struct("<qqqqq")  # kind, segment, start, nbytes, purpose
+_NOTE = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
 
 
 class Letter:
@@ -167,8 +168,10 @@ class Mailbox:
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
         # Expected messages that have not come, and notes of those that came before they were expected, in order.
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
-        self._early: dict[int, deque[tuple[int, int, int, int]]] = {rank: deque() for rank in peers}
+        self._early: dict[int, deque[tuple[int, int, int, int, int]]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
+        # Units by name and by what stands for them in notes.
+        self._numbers: dict[str, int] = {"": 0}
         # Ranks that have ended, so that nothing more comes from them.
         self._gone: set[int] = set()
         # What showed that the ranks do not do the same; nothing can be trusted from then on.
@@ -193,8 +196,13 @@ class Mailbox:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> None:
+    def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: str = "") -> None:
         """Send each tensor (1-D, contiguous, on the CPU) to the ranks beside it; it is copied before this returns.
+
+        Args:
+            purpose: what for, in a word.
+            messages: tensors and ranks.
+            unit: name of the unit whose they are; a rank that expects those of another one raises.
 
         Raises:
             PeerFailureError: one of them has ended.
@@ -208,7 +216,7 @@ class Mailbox:
             segment, start = self._room_for(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
             for rank in ranks:
-                self._post(rank, segment, start, nbytes, purpose)
+                self._post(rank, segment, start, nbytes, purpose, self._number_of(unit))
         for segment in self._segments:
             idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
             if idle and not segment.is_empty:
@@ -239,13 +247,13 @@ class Mailbox:
         self._files.append(made.fd)
         return made
 
-    def _post(self, rank: int, segment: _Segment, start: int, nbytes: int, purpose: str) -> None:
+    def _post(self, rank: int, segment: _Segment, start: int, nbytes: int, purpose: str, unit: int) -> None:
         self.sent_nbytes += nbytes
         segment.num_unread += 1
         self._unread[_number(purpose)][rank] += nbytes
         fds = () if rank in segment.known_to else (segment.fd,)
         segment.known_to.add(rank)
-        self.tell(rank, _POST, segment.index, start, nbytes, _number(purpose), fds)
+        self.tell(rank, _POST, segment.index, start, nbytes, _number(purpose), unit, fds)
 
     def tell(
         self,
@@ -255,12 +263,13 @@ class Mailbox:
         start: int,
         nbytes: int,
         purpose: int,
+        unit: int = 0,
         fds: Sequence[int] = (),
     ) -> None:
         """Send a note."""
         if rank not in self._peers:
             return
-        note = _NOTE.pack(kind, segment, start, nbytes, purpose)
+        note = _NOTE.pack(kind, segment, start, nbytes, purpose, unit)
         while True:
             try:
                 if fds:
@@ -280,11 +289,11 @@ class Mailbox:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def expect(self, purpose: str, source: int, nbytes: int) -> Letter:
+    def expect(self, purpose: str, source: int, nbytes: int, *, unit: str = "") -> Letter:
         """The next message of ``source`` that nobody expects yet."""
         self._check()
         letter = Letter(self, source, nbytes, purpose)
-        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose))
+        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose), self._number_of(unit))
         early = self._early[source]
         if early:
             self._deliver(expected, source, *early.popleft())
@@ -292,13 +301,15 @@ class Mailbox:
             self._expected[source].append(expected)
         return letter
 
-    def _deliver(self, expected: _Expected, source: int, segment: int, start: int, nbytes: int, purpose: int) -> None:
-        if (nbytes, purpose) != (expected.nbytes, expected.purpose):
+    def _deliver(
+        self, expected: _Expected, source: int, segment: int, start: int, nbytes: int, purpose: int, unit: int
+    ) -> None:
+        if (nbytes, purpose, unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group sent {nbytes} bytes of a {_PURPOSES[purpose]} where rank {self._rank} "
-                f"expects {expected.nbytes} bytes of a {_PURPOSES[expected.purpose]}: they do not run the same units "
-                "in the same order. Check that every rank builds the same model and takes the same branches, and that "
-                "an exception on one rank alone was not caught."
+                f"Rank {source} of the group sent {nbytes} bytes of {self._what(purpose, unit)} where rank "
+                f"{self._rank} expects {expected.nbytes} bytes of {self._what(expected.purpose, expected.unit)}: they "
+                "do not run the same units in the same order. Check that every rank builds the same model and takes "
+                "the same branches, and that an exception on one rank alone was not caught."
             )
             return
         letter = expected.letter()
@@ -306,6 +317,15 @@ class Mailbox:
             self.tell(source, _READ, segment, start, nbytes, purpose)  # nobody waits for it any more
         else:
             letter.arrive(segment, start)
+
+    def _what(self, purpose: int, unit: int) -> str:
+        # Of a unit that has exchanged nothing here yet, the number says no more than that it is another one.
+        names = (f" of unit {name!r}" for name, number in self._numbers.items() if number == unit)
+        return f"a {_PURPOSES[purpose]}" + (next(names, " of another unit") if unit else "")
+
+    def _number_of(self, unit: str) -> int:
+        number = self._numbers.get(unit)
+        return self._numbers.setdefault(unit, digest_of(unit.encode())) if number is None else number
 
     def _check(self) -> None:
         if self._mismatch is not None:
@@ -334,7 +354,7 @@ class Mailbox:
                     f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            kind, segment, start, nbytes, purpose = _NOTE.unpack(note)
+            kind, segment, start, nbytes, purpose, unit = _NOTE.unpack(note)
             if kind == _READ:
                 self._segments[segment].num_unread -= 1
                 self._unread[purpose][source] -= nbytes
@@ -343,15 +363,15 @@ class Mailbox:
                 _, self._theirs[source, segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
                 os.close(fds[0])
             if self._expected[source]:
-                self._deliver(self._expected[source].popleft(), source, segment, start, nbytes, purpose)
+                self._deliver(self._expected[source].popleft(), source, segment, start, nbytes, purpose, unit)
             else:
-                self._early[source].append((segment, start, nbytes, purpose))
+                self._early[source].append((segment, start, nbytes, purpose, unit))
 
     def unexpected(self) -> tuple[int, str] | None:
         """A rank that has sent what nobody here expects yet, and what it is for; None if there is none."""
         for rank in self._peers:
             self.look(rank)
-        return next(((rank, _PURPOSES[early[0][-1]]) for rank, early in self._early.items() if early), None)
+        return next(((rank, _PURPOSES[early[0][3]]) for rank, early in self._early.items() if early), None)
 
     def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a segment of another rank's."""
@@ -415,6 +435,7 @@ class _Expected:
     letter: weakref.ref[Letter]
     nbytes: int
     purpose: int
+    unit: int
 
 
 _PURPOSES = ("gather", "reduction", "transfer")

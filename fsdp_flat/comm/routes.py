@@ -82,27 +82,28 @@ class GlooCollectives(_Axial):
 
 
 class HostCollectives(_Axial):
-    """CPU tensors through memory that all ranks share; the same bits as by gloo."""
+    """CPU tensors through memory that all ranks share; the same bits as by gloo. ``unit`` names whose they are."""
 
-    def __init__(self, axis: Axis, mailbox: Mailbox) -> None:
+    def __init__(self, axis: Axis, mailbox: Mailbox, unit: str) -> None:
         super().__init__(axis)
         self._mailbox = mailbox
+        self._unit = unit
         self._others = [rank for rank in range(axis.size) if rank != axis.rank]
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
-        self._mailbox.send("gather", [(chunks[self.rank], self._others)])
+        self._mailbox.send("gather", [(chunks[self.rank], self._others)], unit=self._unit)
         letters = self._expect("gather", chunks[self.rank].nbytes)
         return Pending(letters.values(), full, lambda: _filled(full, chunks, letters))
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         chunks = full.chunk(self.size)
-        self._mailbox.send("reduction", [(chunks[rank], (rank,)) for rank in self._others])
+        self._mailbox.send("reduction", [(chunks[rank], (rank,)) for rank in self._others], unit=self._unit)
         letters = self._expect("reduction", chunks[self.rank].nbytes)
         return Pending(letters.values(), full, lambda: self._summed(chunks[self.rank], letters), alive=(full,))
 
     def _expect(self, purpose: str, nbytes: int) -> dict[int, Letter]:
-        return {rank: self._mailbox.expect(purpose, rank, nbytes) for rank in self._others}
+        return {rank: self._mailbox.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
     def _summed(self, own: torch.Tensor, letters: dict[int, Letter]) -> torch.Tensor:
         parts = {rank: letter.content(own.dtype) for rank, letter in letters.items()}
@@ -122,14 +123,16 @@ def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[
 class CpuCollectives(_Axial):
     """CPU tensors of a gloo group, by shared memory if all ranks have it in common, which the first call finds out."""
 
-    def __init__(self, axis: Axis) -> None:
+    def __init__(self, axis: Axis, unit: str = "") -> None:
         super().__init__(axis)
+        self._unit = unit
         self._chosen: Collectives | None = None
 
     def _choose(self) -> Collectives:
         if self._chosen is None:
             mailbox = mailbox_of(self.axis)
-            self._chosen = GlooCollectives(self.axis) if mailbox is None else HostCollectives(self.axis, mailbox)
+            own = None if mailbox is None else HostCollectives(self.axis, mailbox, self._unit)
+            self._chosen = GlooCollectives(self.axis) if own is None else own
         return self._chosen
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
@@ -159,9 +162,12 @@ def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
     ]
 
 
-def collectives_for(axis: Axis, device: torch.device) -> Collectives:
-    """The cheapest gather and reduction for an axis of more than one rank on ``device``."""
+def collectives_for(axis: Axis, device: torch.device, *, unit: str = "") -> Collectives:
+    """The cheapest gather and reduction for an axis of more than one rank on ``device``.
+
+    Where ranks tell each other whose tensors they are, those of another unit than ``unit`` are an error.
+    """
     assert axis.group is not None
     if moves_by_gloo(axis.group, device):
-        return CpuCollectives(axis) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
+        return CpuCollectives(axis, unit) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
     return BackendCollectives(axis)

@@ -88,7 +88,10 @@ class Unit:
         self.tree: Tree | None = None
         self.streams: Streams = streams_for(options.device)
         shard = options.groups.shard
-        self._collectives: Collectives | None = collectives_for(shard, options.device) if shard.size > 1 else None
+        # By the name as it is now: ranks may come to know the unit's place in its tree at different times.
+        self._collectives: Collectives | None = (
+            collectives_for(shard, options.device, unit=name) if shard.size > 1 else None
+        )
         # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
         self._step_collectives = self._collectives
         self._gathers: list[Pending] = []

@@ -15,12 +15,15 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import Axis, neighbours
 from fsdp_flat.comm import mailbox as module
 from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
 from fsdp_flat.comm.neighbours import mailbox_of
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import RankFailure, assert_equal, on_ranks
 
 PAGE = 4096
@@ -183,6 +186,18 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
                 box.expect("gather", 0, 4)
             assert not letter.is_completed()
         dist.barrier()
+
+
+@on_ranks(2)
+def test_ranks_that_run_units_of_one_size_in_another_order_are_told_both(rank: int) -> None:
+    torch.manual_seed(0)
+    blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model = FSDP(blocks, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    with pytest.raises(RankMismatchError, match=rf"of a gather of another unit where .* of a gather of unit '{rank}'"):
+        model.module[rank](torch.ones(2, 4))
+    with pytest.raises(RankMismatchError, match="another unit"):
+        model(torch.ones(2, 4))
+    dist.barrier()
 
 
 @on_ranks(2)
