@@ -176,7 +176,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             ignored, inherited = prepare(module, name, options, arguments, FullyShardedDataParallel._child)
         else:
             ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
             warnings.warn(
                 f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
                 "gathered. Wrap its entries, or the module that calls them.",

@@ -1,85 +1,200 @@
-"""One ``load_state_dict``, from its first wrapper to its end: all of it is written, or nothing."""
+"""One ``load_state_dict``: all of it is written, or nothing.
+
+Where the module that is loaded is a wrapper, everything is looked at before anything is written. A plain module with
+wrappers further in does not let them know what the others or the plain modules lack, so each is written in its turn, as
+plain modules are, and put back if the load is refused in the end.
+"""
 
 from __future__ import annotations
 
 import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_flat.errors import FsdpFlatError, LoadError
+from fsdp_flat.flat import FlatParamHandle, modules_of
 from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
-from fsdp_flat.runtime import unit_of, units_of
-from fsdp_flat.state_dict import LoadReport
+from fsdp_flat.runtime import Unit, unit_of, units_of
+from fsdp_flat.state_dict import LoadReport, failed_anywhere
 
-__all__ = ["Snapshot", "end_load", "forget", "report_of"]
+__all__ = ["Snapshot", "carry_out_late", "end_load", "forget", "report_of"]
 
-_REPORT = "_load_report"
+
+@dataclass(eq=False, slots=True)
+class _Load:
+    """A call of ``load_state_dict`` that wrappers take part in.
+
+    Attributes:
+        root: the module that it was called on.
+        strict: names that are missing or unexpected are an error.
+        missing, errors: the lists that torch keeps for the call.
+        owner: the wrapper that is being loaded, the outermost one; None between wrappers.
+        report: what was found wrong with the owner.
+        undo: puts back what was written below a plain root.
+        meets: units below a plain root whose ranks exchanged chunks.
+        at_end: what is to be done once it is over, however it ends.
+    """
+
+    root: nn.Module
+    strict: bool
+    missing: list[str]
+    errors: list[str]
+    owner: nn.Module | None = None
+    report: LoadReport | None = None
+    undo: list[Callable[[], object]] = field(default_factory=list)
+    meets: list[Unit] = field(default_factory=list)
+    at_end: list[Callable[[], object]] = field(default_factory=list)
+
+    def refuses(self, keys: Any) -> bool:
+        """Whether torch will raise for names alone."""
+        return self.strict and bool(keys.missing_keys or keys.unexpected_keys)
+
+
+# By the identity of the list of errors, until the call is over.
+_going_on: dict[int, _Load] = {}
+_LATE = "_load_put_off"
 
 
 def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> LoadReport:
-    """What the load that is going on has found so far.
+    """What the load that is going on has found wrong so far, and what it is to write.
 
     Args:
-        wrapper: a wrapper that is being loaded.
-        missing, errors: the lists that torch keeps for the load.
+        wrapper: a wrapper whose turn it is.
+        missing, errors: the lists that torch keeps for the call.
     """
-    report: LoadReport | None = wrapper.__dict__.get(_REPORT)
-    # The list of errors tells this load from one that an exception ended.
-    if report is None or report.errors is not errors:
-        root, strict, versions = _load_going_on(errors) or (wrapper, False, None)
-        report = LoadReport(strict, missing, errors, owner=root)
-        for module in root.modules():
-            if module is root or unit_of(module) is not None:
-                module.__dict__[_REPORT] = report
-        if unit_of(root) is None:
-            if end_load not in root._load_state_dict_post_hooks.values():
-                root.register_load_state_dict_post_hook(end_load)
-            _tell_versions(root, versions)
-    return report
+    load = _going_on.get(id(errors))
+    if load is None:
+        load = _begun(wrapper, missing, errors)
+    if load.report is None:
+        load.owner, load.report = wrapper, LoadReport(missing, errors)
+    return load.report
 
 
-def _load_going_on(errors: list[str]) -> tuple[nn.Module, bool, dict[str, Any] | None] | None:
-    """The module whose ``load_state_dict`` this is, whether it is strict, and the versions that were saved.
+def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
+    call = _call_with(errors)
+    load = _Load(call.get("self", wrapper), call.get("strict", False), missing, errors)
+    _going_on[id(errors)] = load
+    if "load" in call:
+        # torch's own inner function is what dies with the call, however that ends.
+        weakref.finalize(call["load"], _end, load)
+    if unit_of(load.root) is None:
+        hooks: OrderedDict[int, Callable[..., Any]] = load.root._load_state_dict_post_hooks  # type: ignore[assignment]
+        if end_load not in hooks.values():
+            load.root.register_load_state_dict_post_hook(end_load)
+        # After hooks of the user's, which may forgive what is missing.
+        hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
+        load.undo.append(Snapshot(load.root, assign=call.get("assign", False)).restore)
+        load.at_end = _tell_versions(load.root, call.get("metadata"))
+    return load
 
-    torch tells them to no module further in, but what a plain parent will find wrong after its wrapped children are
-    loaded has to be known before anything is written. So they are read off the call itself.
-    """
+
+def _end(load: _Load) -> None:
+    if _going_on.get(id(load.errors)) is load:
+        del _going_on[id(load.errors)]
+        for finish in load.at_end:
+            finish()
+
+
+def _call_with(errors: list[str]) -> Mapping[str, Any]:
+    """Variables of the ``load_state_dict`` that keeps this list of errors; torch hands them to nobody further in."""
     frame = sys._getframe().f_back
     while frame is not None:
         found = frame.f_locals if frame.f_code.co_name == "load_state_dict" else {}
         if found.get("error_msgs") is errors:
-            return found["self"], found["strict"], found.get("metadata")
+            return found
         frame = frame.f_back
-    return None
-
-
-def _tell_versions(root: nn.Module, versions: dict[str, Any] | None) -> None:
-    """Note the versions that a plain model was saved with under the names of wrapped modules too."""
-    if versions is not None:
-        for name, _ in root.named_modules():
-            saved = versions.get(clean_fqn(name))
-            if saved is not None:
-                versions.setdefault(name, saved)
+    return {}
 
 
 def end_load(module: nn.Module, keys: Any) -> None:
-    """A load hook: errors without wrapper words, and at the root of the load the writing, if there are none."""
-    report: LoadReport | None = module.__dict__.pop(_REPORT, None)
-    if report is None:
+    """A load hook: errors without wrapper words, and at the outermost wrapper the writing, if there are none."""
+    load = next((each for each in _going_on.values() if each.missing is keys.missing_keys), None)
+    if load is None:
         return
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
     # By now the wrapped modules have added theirs to the list.
-    report.errors[:] = [text.replace(FSDP_PREFIX, "") for text in report.errors]
-    if report.owner is module:
-        report.carry_out(refused=report.strict and bool(keys.missing_keys or keys.unexpected_keys))
+    load.errors[:] = [text.replace(FSDP_PREFIX, "") for text in load.errors]
+    report = load.report
+    if report is not None and load.owner is module:
+        load.owner = load.report = None
+        if module is load.root:
+            _end(load)
+            refused = load.refuses(keys)
+            if refused:
+                module.__dict__[_LATE] = report
+            if not refused or report.meets:
+                report.carry_out(refused=refused)
+        else:
+            load.undo += [_put_back(handle) for unit in units_of(module) for handle in unit.handles]
+            load.meets += report.meets
+            report.carry_out(refused=False)
+    elif module is load.root:
+        _end(load)
+        _end_below_plain_root(load, keys)
+
+
+def _end_below_plain_root(load: _Load, keys: Any) -> None:
+    error: FsdpFlatError | None = None
+    if load.errors or load.refuses(keys):
+        error = LoadError("; ".join(load.errors[:3]) or "keys are missing or unexpected")
+    elsewhere = failed_anywhere(load.meets, error)
+    load.errors += elsewhere
+    if error is not None or elsewhere:
+        with torch.no_grad():
+            for undo in load.undo:
+                undo()
+
+
+def _put_back(handle: FlatParamHandle) -> Callable[[], object]:
+    held = handle.flat_param.data.to("cpu", copy=True)
+
+    def put_back() -> None:
+        handle.flat_param.data.copy_(held)
+        handle.views.rewritten()
+
+    return put_back
+
+
+def _tell_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
+    """Note the versions that a plain model was saved with under the names of wrapped modules too, until the end."""
+    if versions is None:
+        return []
+    names = {name: clean_fqn(name) for name, _ in root.named_modules()}
+    added = {name: versions[clean] for name, clean in names.items() if clean in versions and name not in versions}
+    versions.update(added)
+    return [partial(versions.pop, name, None) for name in added]
 
 
 def forget(root: nn.Module) -> None:
-    """Let go of what a load has read that an exception ended."""
-    for module in root.modules():
-        module.__dict__.pop(_REPORT, None)
+    """Let go of what was put off: torch has raised."""
+    root.__dict__.pop(_LATE, None)
+
+
+def carry_out_late(root: nn.Module) -> None:
+    """Write what was put off because names are missing or unexpected, since torch has not raised after all.
+
+    Raises:
+        LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
+    """
+    report: LoadReport | None = root.__dict__.pop(_LATE, None)
+    if report is None:
+        return
+    if not report.meets:
+        report.carry_out(refused=False)
+    if report.meets or report.errors:
+        raise LoadError(
+            "; ".join(report.errors)
+            or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the list. "
+            "Load sharded state dicts with strict=False instead."
+        )
 
 
 class Snapshot:
@@ -90,7 +205,7 @@ class Snapshot:
             param for unit in units_of(root) for handle in unit.handles for param in handle.views.visible_params()
         }
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
-        for module in root.modules():
+        for module in modules_of(root):
             for tensors in (module._buffers, module._parameters):
                 for name, tensor in tensors.items():
                     if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:

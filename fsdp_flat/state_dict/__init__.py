@@ -10,7 +10,7 @@ from fsdp_flat.state_dict.chunks import (
     whole_moves,
     write_chunks,
 )
-from fsdp_flat.state_dict.common import LOADING, LoadReport, axes_of, own_piece
+from fsdp_flat.state_dict.common import LOADING, LoadReport, axes_of, failed_anywhere, own_piece
 from fsdp_flat.state_dict.forms import FORMS, Form
 from fsdp_flat.state_dict.settings import DEFAULT_SETTINGS, settings_for
 from fsdp_flat.state_dict.torch_types import dtype_of, is_chunked, shape_of
@@ -31,6 +31,7 @@ __all__ = [
     "chunk_form",
     "chunks_of",
     "dtype_of",
+    "failed_anywhere",
     "fitting_chunk",
     "is_chunked",
     "own_piece",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ __all__ = [
     "LoadReport",
     "axes_of",
     "copy_whole",
+    "failed_anywhere",
     "finish_load",
     "own_piece",
     "own_pieces",
@@ -45,17 +46,13 @@ class LoadReport:
     Attributes:
         missing: names that are missing, the list that ``nn.Module.load_state_dict`` makes its error of.
         errors: one line per value that does not fit, likewise.
-        strict: names that are missing or unexpected are an error.
-        owner: the module that is being loaded, at the end of which everything is written.
         writes: to be done if everything fits.
         chunks: this rank's chunks that go to every rank's pieces, with their names.
         meets: units whose ranks exchange chunks.
     """
 
-    strict: bool
     missing: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
-    owner: object = None
     writes: list[Callable[[], object]] = field(default_factory=list)
     chunks: list[tuple[str, Row, torch.Tensor]] = field(default_factory=list)
     meets: list[Unit] = field(default_factory=list)
@@ -76,21 +73,33 @@ class LoadReport:
         error: FsdpFlatError | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
         if refused and error is None:
             error = LoadError("keys are missing or unexpected")
-        if self.meets:
-            try:
-                lines = [f"{name}: {'x'.join(map(str, row.form.shape))}" for name, row, _ in self.chunks]
-                agree(lines, error, axes_of(self.meets), self.meets[0].options.device, LOADING)
-            except (PeerFailureError, RankMismatchError) as found:
-                self.errors.append(str(found))
-                return
-            except LoadError:
-                return
-        if error is not None:
+        lines = [f"{name}: {'x'.join(map(str, row.form.shape))}" for name, row, _ in self.chunks]
+        elsewhere = failed_anywhere(self.meets, error, lines)
+        self.errors.extend(elsewhere)
+        if error is not None or elsewhere:
             return
         with torch.no_grad():
             for write in self.writes:
                 write()
             write_chunks([(row, chunk) for _, row, chunk in self.chunks])
+
+
+def failed_anywhere(meets: list[Unit], error: FsdpFlatError | None, lines: Sequence[str] = ()) -> list[str]:
+    """What is wrong on other ranks, in a line; nothing if all is well there or nobody is to be asked.
+
+    Args:
+        meets: units whose ranks all call this.
+        error: what is wrong here.
+        lines: what has to be the same on every rank.
+    """
+    if meets:
+        try:
+            agree(lines, error, axes_of(meets), meets[0].options.device, LOADING)
+        except (PeerFailureError, RankMismatchError) as found:
+            return [str(found)]
+        except LoadError:
+            pass
+    return []
 
 
 def axes_of(units: list[Unit]) -> list[Axis]:

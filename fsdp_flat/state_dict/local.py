@@ -77,7 +77,7 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
         for handle in unit.handles
         for name in [prefix + flat_key(unit, handle)]
     }
-    quiet = LoadReport(strict=False)
+    quiet = LoadReport()
     given = prepare_load(unit, state_dict, prefix, quiet)
     # The parameters' own names are not there to be missed, but what has to be done before any write is the same.
     report.writes.extend(quiet.writes)

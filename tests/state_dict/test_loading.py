@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -186,8 +188,20 @@ def test_a_plain_parent_tells_wrapped_modules_the_version_that_they_were_saved_w
 def test_a_plain_parent_tells_wrapped_modules_the_version_of_a_plain_model() -> None:
     parent = nn.ModuleDict({"net": FSDP(seeded(Adapter))})
     parent["net"].body[1].loaded_version = None
-    parent.load_state_dict(nn.ModuleDict({"net": seeded(Adapter)}).state_dict())
+    state = nn.ModuleDict({"net": seeded(Adapter)}).state_dict()
+    names = set(state._metadata)
+    parent.load_state_dict(state)
     assert parent["net"].body[1].loaded_version == 3
+    assert set(state._metadata) == names
+
+
+class Parts(nn.ModuleDict):
+    """Modules by name, one after another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.values():
+            x = part(x)
+        return x
 
 
 def parent_of_units(seed: int, use_orig_params: bool) -> nn.Module:
@@ -220,6 +234,103 @@ def test_of_a_load_by_a_plain_parent_that_does_not_fit_no_unit_is_written(kind: 
     with FSDP.state_dict_type(twin, kind):
         assert twin.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
     assert_equal(wholes(twin), expected)
+
+
+@on_ranks(2)
+def test_a_refused_load_by_a_plain_parent_puts_back_what_lies_beside_the_units() -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        body = FSDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
+        body.module[1].running_mean.fill_(seed + 1.0)
+        return nn.ModuleDict({"body": body, "head": nn.Linear(3, 2)})
+
+    model, state = make(0), saved(make(1), FULL)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="more"):
+        model.load_state_dict({**state, "more": torch.ones(1)})
+    assert_equal(dict(model.state_dict()), before)
+    model.load_state_dict(state)
+    assert_equal(dict(model.state_dict()), state)
+
+
+@KINDS
+@FORMS
+@pytest.mark.parametrize("root", ["plain", "wrapped"])
+@on_ranks(2)
+def test_a_unit_at_two_places_is_loaded_and_so_is_what_comes_before_and_after(
+    kind: Any, root: str, use_orig_params: bool
+) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        block = FSDP(nn.Linear(3, 3), use_orig_params=use_orig_params)
+        first, last = (FSDP(nn.Linear(3, 3), use_orig_params=use_orig_params) for _ in range(2))
+        made = Parts({"first": first, "one": block, "two": block, "last": last})
+        return FSDP(made, use_orig_params=use_orig_params) if root == "wrapped" else made
+
+    model, other = make(0), make(1)
+    with FSDP.state_dict_type(model, kind):
+        model.load_state_dict(saved(other, kind))
+    for name in ("first", "one", "last"):
+        whole = [whole_state((each.module if root == "wrapped" else each)[name]) for each in (model, other)]
+        assert_equal(*whole, what=name)
+
+
+@pytest.mark.parametrize("root", ["plain", "wrapped"])
+@FORMS
+@on_ranks(2)
+def test_hooks_of_the_users_forgive_what_is_missing_and_see_what_was_loaded(kind: Any, root: str) -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        made = Parts({"body": FSDP(nn.Linear(3, 3)), "head": nn.Linear(3, 2)})
+        return FSDP(made) if root == "wrapped" else made
+
+    def part(model: nn.Module, name: str) -> Any:
+        return (model.module if root == "wrapped" else model)[name]
+
+    model, other = make(0), make(1)
+    with FSDP.state_dict_type(model, kind):
+        model.load_state_dict(saved(other, kind))  # from here on it has hooks of ours
+        seen = []
+        part(model, "body").register_load_state_dict_post_hook(lambda module, _: seen.append(whole_state(module)))
+        model.register_load_state_dict_post_hook(lambda _module, keys: keys.missing_keys.clear())
+        newest = make(2)
+        state = saved(newest, kind)
+        del state["body._flat_param" if kind is LOCAL else "body.bias"]
+        if kind is SHARDED and root == "wrapped":
+            with pytest.raises(RuntimeError, match="a load hook has taken them off the list"):
+                model.load_state_dict(state)
+            return
+        model.load_state_dict(state)
+    name = "head.weight"
+    assert_equal(saved(model, FULL)[name], saved(newest, FULL)[name])
+    if kind is not LOCAL:
+        assert_equal(saved(model, FULL)["body.weight"], saved(newest, FULL)["body.weight"])
+        assert_equal(saved(model, FULL)["body.bias"], saved(other, FULL)["body.bias"])
+    if kind is FULL and root == "plain":
+        assert_equal(seen[0]["weight"], saved(newest, FULL)["body.weight"])
+
+
+class Failing(nn.Linear):
+    """Its load ends with an exception."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        raise ValueError("no")
+
+
+@on_ranks(2)
+def test_a_load_that_an_exception_ends_keeps_nothing_and_leaves_the_dict_as_it_was() -> None:
+    model = nn.ModuleDict({"body": FSDP(seeded(Adapter)), "tail": Failing(2, 2)})
+    plain = nn.ModuleDict({"body": seeded(Adapter), "tail": nn.Linear(2, 2)})
+    state = plain.state_dict()
+    names = set(state._metadata)
+    with pytest.raises(ValueError, match="no"):
+        model.load_state_dict(state)
+    gc.collect()
+    assert set(state._metadata) == names
+    held = [weakref.ref(value) for value in state.values()]
+    del state, plain
+    gc.collect()
+    assert [ref() for ref in held] == [None] * len(held)
 
 
 def wholes(parent: Any) -> list[Any]:
