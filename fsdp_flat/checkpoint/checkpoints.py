@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, group_of
+from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, all_of
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.optim_state import OptimContents, blank_states, contents_of, load_optim_state, save_optim_state
@@ -27,6 +27,8 @@ from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state_dict import BoxedTensor
 
 _OPTIM_PREFIX = "optim.state."
+# Saves in the background have a gloo group.
+_CPU = torch.device("cpu")
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -138,7 +140,7 @@ def save_checkpoint(
         PhaseError: in the middle of a step.
     """
     directory = Path(directory)
-    together = Together(group_of(model), SAVING)
+    together = all_of(model, SAVING)
     _wait_for_the_last(model)
     together.meet("save_checkpoint")
     with together.failing():
@@ -162,7 +164,7 @@ def save_checkpoint(
 
     def work() -> None:
         with bar:
-            _write(directory, step, state, blob, keep_last, Together(background_saver.group, SAVING), bar)
+            _write(directory, step, state, blob, keep_last, Together(background_saver.group, SAVING, _CPU), bar)
 
     saving._begin(work)
     background_saver.last = saving
@@ -364,7 +366,7 @@ def load_checkpoint(
     """
     directory = Path(directory)
     _wait_for_the_last(model)
-    together = Together(group_of(model), LOADING)
+    together = all_of(model, LOADING)
     together.meet("load_checkpoint")
     steps: list[int] = []
     cut_off: list[str] = []

@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
 from fsdp_flat.checkpoint.streaming import Entry, entries_of, shard_axis, whole_on
-from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, group_of
+from fsdp_flat.checkpoint.together import LOADING, SAVING, all_of
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.runtime import check_idle, units_of
 
@@ -78,7 +78,7 @@ def save_full(
         UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype without a code.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together = Together(group_of(model), SAVING)
+    together = all_of(model, SAVING)
     together.meet("save_full")
     with together.failing():
         if max_file_bytes <= 0:
@@ -252,7 +252,7 @@ def load_full(
     """
     for unit in units_of(model):
         check_idle(unit, "load_full")
-    together = Together(group_of(model), LOADING)
+    together = all_of(model, LOADING)
     together.meet("load_full")
     error: Exception | None = None
     missing: list[str] = []

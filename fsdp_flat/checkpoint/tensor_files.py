@@ -39,29 +39,48 @@ def write_tensors(state: dict[str, Any], path: Path, together: Together) -> None
         warnings.filterwarnings("ignore", module="torch")
         planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
         is_first = together.rank == 0
-        text = ""
+        own = ""
         with together.failing():
             planner.set_up_planner(state, writer.storage_meta(), is_first)
             writer.set_up_storage_writer(is_first)
             plan = writer.prepare_local_plan(planner.create_local_plan())
-            text = _plan_text(plan)
-        texts = together.texts(text)
+            own = _plan_text(plan)
+        plans = together.texts_to_first(own)
+        answers: list[str] = []
         with together.failing():
             if is_first:
-                # What several ranks have is left to one of them.
-                plans, metadata = planner.create_global_plan([_plan_of(each) for each in texts])
-                text = json.dumps([[_place(item.index) for item in each.items] for each in plans])
-        kept = {(name, offset) for name, offset in _places(json.loads(together.texts(text)[0])[together.rank])}
+                given = [_plan_of(text) for text in plans]
+                kept, metadata = planner.create_global_plan(_without_copies(given))
+                answers = [_left_to_others(one, other) for one, other in zip(given, kept, strict=True)]
+        left = set(json.loads(together.texts_from_first(answers)))
+        written = ""
         with together.failing():
-            items = [item for item in plan.items if (item.index.fqn, item.index.offset) in kept]
-            # The writer names files after the position of a plan.
+            items = [item for position, item in enumerate(plan.items) if position not in left]
+            # The writer names files after the position of a plan among those of all ranks.
             mine = dataclasses.replace(plan, items=items)
             mine = writer.prepare_global_plan([mine] * (together.rank + 1))[together.rank]
-            text = _results_text(writer.write_data(planner.finish_plan(mine), planner).wait())
-        texts = together.texts(text)
+            written = _results_text(writer.write_data(planner.finish_plan(mine), planner).wait())
+        results = together.texts_to_first(written)
         with together.failing():
             if is_first:
-                writer.finish(metadata, [_results_of(each) for each in texts])
+                writer.finish(metadata, [_results_of(text) for text in results])
+
+
+def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
+    """Plans in which every whole tensor is the first rank's that has it: all are from one rank where they differ."""
+    seen: set[str] = set()
+    found = []
+    for plan in plans:
+        items = [item for item in plan.items if item.type is not WriteItemType.TENSOR or item.index.fqn not in seen]
+        seen.update(item.index.fqn for item in items if item.type is WriteItemType.TENSOR)
+        found.append(dataclasses.replace(plan, items=items))
+    return found
+
+
+def _left_to_others(given: SavePlan, kept: SavePlan) -> str:
+    """Positions of the items that a rank does not write, since another one does."""
+    indices = {item.index for item in kept.items}
+    return json.dumps([position for position, item in enumerate(given.items) if item.index not in indices])
 
 
 def read_tensors(state: dict[str, Any], path: Path) -> None:
@@ -94,7 +113,8 @@ def _plan_text(plan: SavePlan) -> str:
         chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
         items.append([_place(item.index), item.type.name, chunk, str(data.properties.dtype), list(data.size)])
     # The planner's own: the keys under which a flattened name was nested.
-    nested = [[name, list(keys)] for name, keys in (plan.planner_data or {}).items()]
+    names = {item.index.fqn for item in plan.items}
+    nested = [[name, list(keys)] for name, keys in (plan.planner_data or {}).items() if name in names]
     return json.dumps([items, nested])
 
 

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import Axis, exchange_bytes, meet
+from fsdp_flat.comm import Axis, exchange_bytes, gather_bytes, meet, scatter_bytes
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import Words, agree, units_of
 from fsdp_flat.state_dict import axes_of
 
-__all__ = ["SAVING", "Together", "group_of"]
+__all__ = ["LOADING", "SAVING", "Together", "all_of"]
 
-_CPU = torch.device("cpu")
 SAVING = Words("saving", "Ranks save different things.", "Call it with the same model and arguments on every rank.")
 LOADING = Words("loading", "Ranks load different things.", "Call it with the same model and arguments on every rank.")
 
@@ -36,11 +35,15 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     groups = [axis.group for axis in axes_of(units) if axis.group is not None]
     groups += [group for guise in guises for group in guise.mesh_groups if dist.get_world_size(group) > 1]
     # There may be several groups of the same ranks; every rank has to take the same one.
-    axes: dict[tuple[int, ...], dist.ProcessGroup] = {}
+    axes: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
-        axes.setdefault(tuple(dist.get_process_group_ranks(group)), group)
+        axes.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
     joint = next(iter(axes.values()), units[0].options.groups.process_group)
-    if len(axes) > 1:
+    everybody = frozenset().union(*axes)
+    if everybody in axes:
+        joint = axes[everybody]
+    elif len(axes) > 1:
+        # Axes of a grid cross in this rank alone, and it has a rank for every combination.
         joint, num_ranks = dist.group.WORLD, math.prod(map(len, axes))
         if num_ranks != dist.get_world_size():
             raise UnsupportedError(
@@ -58,15 +61,17 @@ class Together:
     Args:
         group: the group.
         words: how errors call what the ranks do.
+        device: the device of compute, for groups that know no other.
 
     Attributes:
         rank: this rank in the group.
         size: the number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, words: Words) -> None:
+    def __init__(self, group: dist.ProcessGroup, words: Words, device: torch.device) -> None:
         self.group = group
         self._words = words
+        self._device = device
         self._axis = Axis.of(group)
         self.rank, self.size = self._axis.rank, self._axis.size
 
@@ -88,8 +93,21 @@ class Together:
         """Raise on every rank if any rank has an error. Every rank must call this."""
         if error is not None and self.size == 1:
             raise error
-        agree((), error, [self._axis], _CPU, self._words)
+        agree((), error, [self._axis], self._device, self._words)
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, by rank. Every rank must call this."""
-        return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, _CPU)]
+        return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, self._device)]
+
+    def texts_to_first(self, text: str) -> list[str]:
+        """Every rank's text on rank 0, nothing on the others. Every rank must call this."""
+        return [payload.decode() for payload in gather_bytes(text.encode(), self.group, self._device)]
+
+    def texts_from_first(self, texts: list[str]) -> str:
+        """This rank's text, of those that rank 0 has for all. Every rank must call this."""
+        return scatter_bytes([text.encode() for text in texts], self.group, self._device).decode()
+
+
+def all_of(model: nn.Module, words: Words) -> Together:
+    """The ranks of a model; see :func:`group_of`."""
+    return Together(group_of(model), words, units_of(model)[0].options.device)

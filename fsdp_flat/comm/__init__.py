@@ -1,6 +1,13 @@
 """Floor 1: process groups, streams and collectives on 1-D tensors."""
 
-from fsdp_flat.comm.agreement import digest_of, dtype_named, exchange_bytes, exchange_ints
+from fsdp_flat.comm.agreement import (
+    digest_of,
+    dtype_named,
+    exchange_bytes,
+    exchange_ints,
+    gather_bytes,
+    scatter_bytes,
+)
 from fsdp_flat.comm.collectives import (
     Collectives,
     Pending,
@@ -37,9 +44,11 @@ __all__ = [
     "dtype_named",
     "exchange_bytes",
     "exchange_ints",
+    "gather_bytes",
     "is_simulated",
     "meet",
     "resolve_groups",
+    "scatter_bytes",
     "strategy_from",
     "streams_for",
 ]

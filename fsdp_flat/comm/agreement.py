@@ -12,7 +12,15 @@ import torch.distributed as dist
 
 from fsdp_flat.comm.collectives import is_simulated
 
-__all__ = ["control_device", "digest_of", "dtype_named", "exchange_bytes", "exchange_ints"]
+__all__ = [
+    "control_device",
+    "digest_of",
+    "dtype_named",
+    "exchange_bytes",
+    "exchange_ints",
+    "gather_bytes",
+    "scatter_bytes",
+]
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -54,12 +62,43 @@ def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.devic
     size = dist.get_world_size(group)
     if size == 1 or is_simulated(group):
         return [payload] * size
-    where = control_device(group, device)
-    longest = max(1, *lengths)
-    own = torch.zeros(longest, dtype=torch.uint8)
-    if payload:
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    own = own.to(where)
+    own = _padded(payload, max(1, *lengths), control_device(group, device))
     everyone = [torch.empty_like(own) for _ in range(size)]
     dist.all_gather(everyone, own, group=group)
-    return [bytes(row[:length].tolist()) for row, length in zip(everyone, lengths, strict=True)]
+    return [_content(row, length) for row, length in zip(everyone, lengths, strict=True)]
+
+
+def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
+    """Gather a byte string of any length from every rank on rank 0 of the group; nothing on the others."""
+    lengths = [row[0] for row in exchange_ints([len(payload)], group, device)]
+    size, rank = dist.get_world_size(group), dist.get_rank(group)
+    if size == 1 or is_simulated(group):
+        return [payload] * size
+    own = _padded(payload, max(1, *lengths), control_device(group, device))
+    rows = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
+    dist.gather(own, rows, dst=dist.get_global_rank(group, 0), group=group)
+    return [_content(row, length) for row, length in zip(rows or [], lengths, strict=rank == 0)]
+
+
+def scatter_bytes(payloads: list[bytes], group: dist.ProcessGroup, device: torch.device) -> bytes:
+    """This rank's byte string, by rank in ``payloads`` of rank 0 of the group, which the others leave empty."""
+    if dist.get_world_size(group) == 1 or is_simulated(group):
+        return payloads[0]
+    longest = exchange_ints([max((len(each) for each in payloads), default=0)], group, device)[0][0]
+    where = control_device(group, device)
+    # A number of 8 bytes first: how long it is.
+    rows = [_padded(len(each).to_bytes(8, "big") + each, longest + 8, where) for each in payloads]
+    own = torch.empty(longest + 8, dtype=torch.uint8, device=where)
+    dist.scatter(own, rows or None, src=dist.get_global_rank(group, 0), group=group)
+    return _content(own[8:], int.from_bytes(_content(own, 8), "big"))
+
+
+def _padded(payload: bytes, length: int, where: torch.device) -> torch.Tensor:
+    own = torch.zeros(length, dtype=torch.uint8)
+    if payload:
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return own.to(where)
+
+
+def _content(row: torch.Tensor, length: int) -> bytes:
+    return row[:length].cpu().numpy().tobytes()

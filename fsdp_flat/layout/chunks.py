@@ -54,6 +54,8 @@ def moves_between(held: Spread, wanted: Spread, rank: int) -> Moves:
 
 def _shared(run: Interval, spread: Spread, rank: int) -> tuple[tuple[int, slice], ...]:
     """What other ranks than ``rank`` have of ``run``, as elements of it."""
+    if run.is_empty:
+        return ()
     parts = ((other, run.intersect(spread[other])) for other in spread.ranks(run) if other != rank)
     return tuple((other, part.shift(-run.start).to_slice()) for other, part in parts if not part.is_empty)
 

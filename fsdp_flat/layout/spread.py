@@ -53,7 +53,7 @@ class Cut:
 
     def ranks(self, run: Interval) -> Sequence[int]:
         if run.is_empty:
-            return ()
+            return range(0)
         last = (run.stop - 1 + self.offset) // self.step
         return range((run.start + self.offset) // self.step, min(last + 1, self.size))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,7 +73,7 @@ class ShardedTensors:
 
     def make(self, chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
         """A ShardedTensor of ``shape`` in dim-0 chunks over ``axis``, of which this rank holds ``chunk``."""
-        kind = (shape, axis, chunk.dtype, chunk.device)
+        kind = (shape, axis, chunk.dtype, chunk.device, chunk.is_pinned())
         first = self._first.get(kind)
         if first is None:
             made = self._first[kind] = sharded_tensor(chunk, shape, axis)
@@ -87,7 +88,7 @@ class ShardedTensors:
             pin_memory=properties.pin_memory,
             requires_grad=properties.requires_grad,
         )
-        made._local_shards = [Shard(chunk, shard.metadata) for shard in first.local_shards()]
+        made._local_shards = [Shard(chunk, replace(shard.metadata)) for shard in first.local_shards()]
         made._prepare_init(process_group=axis.group)
         return made
 

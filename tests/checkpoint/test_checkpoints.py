@@ -28,7 +28,7 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError
 from tests.optim_state.factored import factored, merge_rows, split_rows
-from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
+from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, train, whole_state
 
@@ -436,7 +436,9 @@ def test_neither_a_save_nor_a_load_exchanges_objects_or_tensors(
         warnings.simplefilter("error")
         save_checkpoint(tmp_path, model, optimizer)
         load_checkpoint(tmp_path, model, optimizer)
-    assert not set(record.counts()) & {*OBJECT_COLLECTIVES, "transfer", "gather", "isend", "irecv"}
+    # Plans and results go to rank 0, and what to leave to others comes back; all else is a few numbers.
+    counts = record.counts()
+    assert (counts.pop("gather"), counts.pop("scatter"), set(counts)) == (2, 1, {"all_gather"})
 
 
 @pytest.mark.parametrize("background", [False, True])
