@@ -143,7 +143,8 @@ def save_checkpoint(
     together = all_of(model, SAVING)
     _wait_for_the_last(model)
     together.meet("save_checkpoint")
-    with together.failing():
+    handlers = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+    with together.failing(same=[f"a handler of {name!r}" for name in handlers]):
         _check_arguments(step, keep_last)
         bar = progress_bar("Saving", 0, asked=progress, here=together.rank == 0)
         state, plain = _collected(model, copy=background)
@@ -252,8 +253,10 @@ def _collected(model: nn.Module, *, copy: bool) -> tuple[dict[str, Any], dict[st
 def _add_optim(
     state: dict[str, Any], plain: dict[str, Any], model: nn.Module, contents: OptimContents, *, copy: bool
 ) -> None:
-    """Add the optimizer's. Every rank must call this: states that have a handler are made whole."""
-    found = save_optim_state(model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True)
+    """Add the optimizer's. Every rank must call this: states that have a handler are made whole, each on one rank."""
+    found = save_optim_state(
+        model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, handled_once=True
+    )
     rows = found["state"]
     state["optim"] = {"state": {fqn: {k: v for k, v in row.items() if _is_array(v)} for fqn, row in rows.items()}}
     plain["optim"] = {

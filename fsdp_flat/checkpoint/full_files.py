@@ -122,7 +122,7 @@ def _is_replica(model: nn.Module) -> bool:
     groups = [unit.options.groups for unit in units_of(model)]
     sharded = [each for each in groups if each.shard.size > 1]
     guises = [entry.guise for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
-    return (sharded or groups)[0].replicate.rank != 0 or any(guise.is_copy for guise in guises)
+    return (sharded or groups)[0].replicate.rank != 0 or not all(guise.is_first_of_mesh for guise in guises)
 
 
 def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -80,20 +80,20 @@ class Together:
         meet(what, self._axis)
 
     @contextmanager
-    def failing(self) -> Iterator[None]:
-        """Every rank must enter the block; if it raises on one it raises on all."""
+    def failing(self, same: Sequence[str] = ()) -> Iterator[None]:
+        """Every rank must enter the block; if it raises on one, or ``same`` is not the same, it raises on all."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        self.fail(error)
+        self.fail(error, same)
 
-    def fail(self, error: Exception | None) -> None:
-        """Raise on every rank if any rank has an error. Every rank must call this."""
+    def fail(self, error: Exception | None, same: Sequence[str] = ()) -> None:
+        """Raise on every rank if any rank has an error or other lines. Every rank must call this."""
         if error is not None and self.size == 1:
             raise error
-        agree((), error, [self._axis], self._device, self._words)
+        agree(same, error, [self._axis], self._device, self._words)
 
     def texts(self, text: str) -> list[str]:
         """Every rank's text, by rank. Every rank must call this."""

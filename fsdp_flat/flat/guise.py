@@ -52,9 +52,9 @@ class Guise:
         return (0,) * len(local_shape)
 
     @property
-    def is_copy(self) -> bool:
-        """Whether another process has, or makes, the same whole tensor and is to write it."""
-        return False
+    def is_first_of_mesh(self) -> bool:
+        """Whether this is the process that writes the whole tensor, which others of its mesh make or have too."""
+        return True
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
@@ -122,8 +122,8 @@ class DTensorGuise(Guise):
         return tuple(run.start for run in self._own())
 
     @property
-    def is_copy(self) -> bool:
-        return any(self.mesh.get_coordinate() or ())
+    def is_first_of_mesh(self) -> bool:
+        return not any(self.mesh.get_coordinate() or ())
 
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
+from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime import units_of
 
-__all__ = ["OptimStateHandler", "StatePart", "register_optim_state_handler"]
+__all__ = ["OptimStateHandler", "StatePart", "refuse_split", "register_optim_state_handler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +84,18 @@ def register_optim_state_handler(
     handler = OptimStateHandler(merge, split)
     for unit in units:
         unit.optim_state_handlers[name] = handler
+
+
+def refuse_split(handle: FlatParamHandle, index: int, name: str) -> None:
+    """Raise if tensor parallelism has split the parameter of a state that has a handler.
+
+    Raises:
+        UnsupportedError: it has.
+    """
+    entry = handle.views.params[index]
+    if entry.guise.groups:
+        raise UnsupportedError(
+            f"State {name!r} of {entry.fqn!r} (unit {handle.spec.unit_name!r}) has a handler, which is given slices of "
+            "a whole parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
+            "parallelism, or out of the optimizer that keeps such states."
+        )

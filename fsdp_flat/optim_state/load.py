@@ -17,7 +17,7 @@ from fsdp_flat.comm import Lanes
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Spread, Whole, moves_between
-from fsdp_flat.optim_state.handlers import OptimStateHandler
+from fsdp_flat.optim_state.handlers import OptimStateHandler, refuse_split
 from fsdp_flat.optim_state.names import ParamNames, current_names, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
@@ -285,6 +285,7 @@ def _split(
     unit: Unit, handle: FlatParamHandle, index: int, key: str, value: Any, result: dict[str, Any], plan: _Plan
 ) -> None:
     """Have a handler make this rank's part of a state."""
+    refuse_split(handle, index, key)
     handler = unit.optim_state_handlers[key]
     assert isinstance(handler, OptimStateHandler)
     split, slot = handler.split, handle.layout.slots[index]

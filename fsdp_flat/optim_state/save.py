@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import copy
-import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes, Transfers, dtype_named, exchange_bytes, meet
+from fsdp_flat.comm import Lanes, meet
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import Whole, moves_between
-from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
+from fsdp_flat.optim_state.merge import merged_states
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
-from fsdp_flat.runtime import Unit, Words, agree
+from fsdp_flat.runtime import Words, agree
 from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, whole_moves
 
 __all__ = ["save_optim_state"]
 
 _SAVING = Words("saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank.")
+
+# Where states of handlers are put together, by their position and the number of ranks.
+_EVERYWHERE: Callable[[int, int], int | None] = lambda _position, _size: None  # noqa: E731
+_FIRST: Callable[[int, int], int | None] = lambda _position, _size: 0  # noqa: E731
+_OWNERS: Callable[[int, int], int | None] = lambda position, size: position % size  # noqa: E731
 
 # By handle and slot, the tensor states.
 _Values = dict[FlatParamHandle, list[dict[str, Any]]]
@@ -34,6 +38,7 @@ def save_optim_state(
     rank0_only: bool,
     offload_to_cpu: bool,
     boxes: bool = False,
+    handled_once: bool = False,
 ) -> dict[str, Any]:
     """The state dict of an optimizer under names.
 
@@ -48,6 +53,7 @@ def save_optim_state(
         offload_to_cpu: values on the CPU.
         boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then, but for
             the states of handlers.
+        handled_once: states of handlers are whole on one rank each, in turn, and left out on the others.
 
     Raises:
         OptionError: the optimizer holds a parameter that is none of the model's.
@@ -69,7 +75,9 @@ def save_optim_state(
             values = _whole_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
         else:
             values = _chunked_values(names, states, offload=offload_to_cpu)
-        _add_handled(names, states, values, offload=offload_to_cpu)
+        dst_of = _FIRST if to_zero else _OWNERS if handled_once else _EVERYWHERE
+        for (handle, index, name), value in merged_states(names, states, dst_of, offload=offload_to_cpu).items():
+            values[handle][index][name] = value
     if not keep:
         return {}
     by_name: dict[str, dict[str, Any]] = {}
@@ -193,41 +201,3 @@ def _chunked_values(names: ParamNames, states: dict[FlatParamHandle, HandleState
     for (handle, index, name), value in zip(places, chunks_of(rows, offload=offload), strict=True):
         values[handle][index][name] = value
     return values
-
-
-def _add_handled(
-    names: ParamNames, states: dict[FlatParamHandle, HandleStates], values: _Values, *, offload: bool
-) -> None:
-    for unit, handle, _ in names.handles:
-        for index, row in enumerate(states[handle].handled):
-            for name, tensor in row.items():
-                handler = unit.optim_state_handlers[name]
-                assert isinstance(handler, OptimStateHandler)
-                parts = _gathered(unit, handle, index, tensor)
-                shape = torch.Size(handle.layout.slots[index].shape)
-                whole = handler.merge(parts, shape).detach().clone()
-                values[handle][index][name] = whole.cpu() if offload else whole
-
-
-def _gathered(unit: Unit, handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) -> list[StatePart]:
-    """Every rank's part of a state of any shape."""
-    axis, pieces, device = unit.options.groups.shard, handle.layout.pieces(index), unit.options.device
-    if axis.group is None or axis.size == 1:
-        return [] if tensor is None else [StatePart(tensor.detach(), pieces[0].start, pieces[0].stop)]
-    own = None if tensor is None or pieces[axis.rank].is_empty else tensor.detach().to(device).contiguous()
-    described = None if own is None else [str(own.dtype), list(own.shape)]
-    headers = [json.loads(text) for text in exchange_bytes(json.dumps(described).encode(), axis.group, device)]
-    found = []
-    for rank, header in enumerate(headers):
-        if header is None:
-            continue
-        dtype, shape = dtype_named(header[0]), torch.Size(header[1])
-        part = own if rank == axis.rank and own is not None else torch.empty(shape, dtype=dtype, device=device)
-        # Everything of it is on one rank and wanted on all.
-        held, wanted = (Whole(part.numel(), where, axis.size) for where in (rank, None))
-        lane = Transfers(axis, device)
-        source = part.view(-1)
-        lane.add(moves_between(held, wanted, axis.rank), source, None if part is own else source)
-        lane.wait()
-        found.append(StatePart(part, pieces[rank].start, pieces[rank].stop))
-    return found

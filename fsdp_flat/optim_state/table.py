@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_flat.comm import Axis, digest_of, dtype_named, exchange_bytes, exchange_ints
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.optim_state.handlers import refuse_split
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_scalar
 from fsdp_flat.runtime import Unit
 
@@ -76,6 +77,7 @@ def _read(
                     f"State {name!r} of unit {unit.name!r} has a handler, but belongs to a flat parameter of "
                     f"{len(managed.indices)} parameters, {managed.fqns[0]!r} the first. Pass use_orig_params=True."
                 )
+            refuse_split(handle, managed.indices[0], name)
             states.handled[managed.indices[0]][name] = value
         elif is_scalar(value):
             for index in managed.indices:

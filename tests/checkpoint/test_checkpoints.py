@@ -26,7 +26,7 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
@@ -449,6 +449,79 @@ def test_states_with_a_handler_go_into_a_checkpoint_and_out_of_it(
     saved = ranks(saved_by).run(save_factored, str(tmp_path), background)
     for loaded in ranks(loaded_by).run(load_factored, str(tmp_path)):
         assert_equal(loaded, saved[0])
+
+
+@on_ranks(2)
+def test_merged_states_are_whole_on_one_rank_each_while_they_are_saved(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = factored(model)
+    calls = []
+
+    def merge(parts: Any, shape: torch.Size) -> torch.Tensor:
+        calls.append(shape)
+        return merge_rows(parts, shape)
+
+    register_optim_state_handler(model, "row_sums", merge=merge, split=split_rows)
+    save_checkpoint(tmp_path, model, optimizer)
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, len(calls))
+    matrices = sum(value.dim() == 2 for value in whole_state(model).values())
+    assert sum(everyone) == matrices
+    assert max(everyone) - min(everyone) <= 1
+
+
+@on_ranks(2)
+def test_a_handler_that_raises_on_one_rank_or_is_there_on_one_only_fails_on_all(tmp_path: Path, rank: int) -> None:
+    def merge(parts: Any, shape: torch.Size) -> torch.Tensor:
+        if rank == 1:
+            raise MemoryError("no room")
+        return merge_rows(parts, shape)
+
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = factored(model)
+    register_optim_state_handler(model, "row_sums", merge=merge, split=split_rows)
+    for save in (
+        lambda: save_checkpoint(tmp_path, model, optimizer),
+        lambda: FSDP.optim_state_dict(model, optimizer),
+    ):
+        with pytest.raises((MemoryError, PeerFailureError), match="no room"):
+            save()
+    other = shard(seeded(), use_orig_params=True)
+    if rank == 0:
+        register_optim_state_handler(other, "row_sums", merge=merge_rows, split=split_rows)
+    with pytest.raises(RankMismatchError, match="rank 0 of the group has a handler of 'row_sums', rank 1 has"):
+        save_checkpoint(tmp_path, other, factored(other))
+
+
+@on_ranks(2)
+def test_buffers_that_differ_between_ranks_are_those_of_rank_zero(tmp_path: Path, rank: int) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        model[1].running_mean.fill_(10.0 + rank)
+        model[1].running_var.fill_(20.0 + rank)
+        return FSDP(model)
+
+    model = make()
+    save_checkpoint(tmp_path, model)
+    model.module[1].running_mean.zero_()
+    load_checkpoint(tmp_path, model)
+    assert model.module[1].running_mean.tolist() == [10.0] * 3
+    assert model.module[1].running_var.tolist() == [20.0] * 3
+
+
+@on_ranks(4)
+def test_units_over_some_of_the_ranks_below_one_over_all_are_saved_together(tmp_path: Path, rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        inner = FSDP(nn.Linear(4, 4), process_group=pairs[rank // 2])
+        return FSDP(nn.Sequential(inner, nn.Linear(4, 2)))
+
+    model, other = make(0), make(1)
+    save_checkpoint(tmp_path / "own", model)
+    load_checkpoint(tmp_path / "own", other)
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
 
 
 def save_factored(path: str, background: bool) -> dict[str, Any]:

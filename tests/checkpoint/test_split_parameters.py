@@ -20,9 +20,11 @@ from fsdp_flat import (
     iter_full_state_dict,
     load_checkpoint,
     load_full,
+    register_optim_state_handler,
     save_checkpoint,
     save_full,
 )
+from fsdp_flat.errors import UnsupportedError
 from tests.runtime.test_tensor_parallel import LAYERS, LAYOUTS, adamw, grid, net, of_uneven_parts, on_grid, step_of_both
 from tests.support import Ranks, assert_equal, on_ranks
 
@@ -146,3 +148,17 @@ def test_split_parameters_are_streamed_whole(use_orig_params: bool) -> None:
         found = dict(iter_full_state_dict(model, dst=dst))
         has = dst is None or axis.rank == dst
         assert_equal(found, expected if has else dict.fromkeys(expected))
+
+
+@on_ranks(4)
+def test_a_handler_of_a_state_of_a_split_parameter_is_refused_by_name(tmp_path: Path) -> None:
+    model, optimizer = trained("tensor", True)
+    register_optim_state_handler(
+        model, "exp_avg", merge=lambda parts, shape: parts[0].tensor, split=lambda whole, *_: whole
+    )
+    for save in (
+        lambda: save_checkpoint(tmp_path, model, optimizer),
+        lambda: FSDP.optim_state_dict(model, optimizer),
+    ):
+        with pytest.raises(UnsupportedError, match="tensor parallelism has split this one first"):
+            save()

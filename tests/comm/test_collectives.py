@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import Axis, Pending, begin_all_reduce, collectives_for, exchange_bytes, exchange_ints
+from fsdp_flat.comm import (
+    Axis,
+    Pending,
+    begin_all_reduce,
+    collectives_for,
+    exchange_bytes,
+    exchange_ints,
+    gather_bytes,
+    scatter_bytes,
+)
 from fsdp_flat.comm.routes import BackendCollectives, CpuCollectives, GlooAcceleratorCollectives, GlooCollectives
 from tests.support import assert_equal, on_ranks
 
@@ -174,3 +183,17 @@ def test_exchanged_bytes_come_back_in_rank_order_whatever_their_lengths(size: in
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
         got = exchange_bytes(payloads[axis.rank], axis.group, torch.device("cpu"))
         assert got == payloads[:size]
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_bytes_go_to_rank_zero_and_each_ranks_own_come_back(size: int) -> None:
+    axis = axis_of(size)
+    if axis is None:
+        return
+    assert axis.group is not None
+    for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
+        got = gather_bytes(payloads[axis.rank], axis.group, torch.device("cpu"))
+        assert got == (payloads[:size] if axis.rank == 0 else [])
+        back = scatter_bytes(got, axis.group, torch.device("cpu"))
+        assert back == payloads[axis.rank]

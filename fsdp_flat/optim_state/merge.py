@@ -1,0 +1,126 @@
+"""States that have a handler, put together of all ranks' parts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import torch
+
+from fsdp_flat.comm import Axis, Transfers, dtype_named, exchange_bytes
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import Whole, moves_between
+from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
+from fsdp_flat.optim_state.names import ParamNames
+from fsdp_flat.optim_state.table import HandleStates
+from fsdp_flat.runtime import Unit, Words, agree
+from fsdp_flat.state_dict import axes_of
+
+__all__ = ["Place", "merged_states"]
+
+# A handle, a slot of it and the name of a state.
+Place = tuple[FlatParamHandle, int, str]
+
+_WORDS = Words("merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank.")
+
+
+def merged_states(
+    names: ParamNames,
+    states: dict[FlatParamHandle, HandleStates],
+    dst_of: Callable[[int, int], int | None],
+    *,
+    offload: bool,
+) -> dict[Place, torch.Tensor]:
+    """Merge every such state where it is wanted, one after another.
+
+    Every rank must call this, with states that :func:`agree_on_states` has completed.
+
+    Args:
+        names: the model's.
+        states: those of this rank.
+        dst_of: ``dst_of(position, size)`` is the rank of the shard axis (of ``size`` ranks) that is to have the state
+            at ``position`` among all; None for every rank.
+        offload: merged states on the CPU.
+
+    Raises:
+        PeerFailureError: a handler raised on another rank.
+    """
+    todo = [
+        (unit, handle, index, name, tensor)
+        for unit, handle, _ in names.handles
+        for index, row in enumerate(states[handle].handled)
+        for name, tensor in row.items()
+    ]
+    own = [_own_part(handle, index, tensor) for _, handle, index, _, tensor in todo]
+    kinds = _described([unit for unit, *_ in todo], own)
+    found: dict[Place, torch.Tensor] = {}
+    error: Exception | None = None
+    for position, (unit, handle, index, name, _) in enumerate(todo):
+        axis = unit.options.groups.shard
+        dst = dst_of(position, axis.size)
+        parts = _gathered(unit, handle, index, own[position], kinds[position], dst)
+        own[position] = None
+        handler = unit.optim_state_handlers[name]
+        assert isinstance(handler, OptimStateHandler)
+        # A rank whose handler raises goes on taking part, or the others would wait for it.
+        if error is None and dst in (None, axis.rank):
+            try:
+                whole = handler.merge(parts, torch.Size(handle.layout.slots[index].shape)).detach()
+                found[handle, index, name] = whole.to("cpu" if offload else whole.device, copy=True).contiguous()
+            except Exception as raised:
+                error = raised
+    if todo:
+        units = list(dict.fromkeys(unit for unit, *_ in todo))
+        agree([], error, axes_of(units), units[0].options.device, _WORDS)
+    return found
+
+
+def _own_part(handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or handle.views.pieces[index].is_empty:
+        return None
+    return tensor.detach().to(handle.spec.device).contiguous()
+
+
+def _described(units: list[Unit], own: list[torch.Tensor | None]) -> list[list[tuple[str, list[int]] | None]]:
+    """For each state dtype and shape of every rank's part of it, by rank of its shard axis; one exchange an axis."""
+    by_axis: dict[Axis, list[int]] = {}
+    for position, unit in enumerate(units):
+        by_axis.setdefault(unit.options.groups.shard, []).append(position)
+    found: list[list[tuple[str, list[int]] | None]] = [[] for _ in own]
+    for axis, positions in by_axis.items():
+        mine = [own[position] for position in positions]
+        text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine])
+        device = units[positions[0]].options.device
+        texts = [text.encode()] if axis.group is None else exchange_bytes(text.encode(), axis.group, device)
+        rows = [json.loads(each) for each in texts]
+        for at, position in enumerate(positions):
+            found[position] = [row[at] for row in rows]
+    return found
+
+
+def _gathered(
+    unit: Unit,
+    handle: FlatParamHandle,
+    index: int,
+    own: torch.Tensor | None,
+    kinds: list[tuple[str, list[int]] | None],
+    dst: int | None,
+) -> list[StatePart]:
+    """The parts of one state, on rank ``dst`` of the shard axis or, for None, on every rank."""
+    axis, pieces, device = unit.options.groups.shard, handle.layout.pieces(index), unit.options.device
+    lane = Transfers(axis, device)
+    found = []
+    for rank, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        is_own, is_wanted = rank == axis.rank, dst in (None, axis.rank)
+        part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype_named(kind[0]), device=device)
+        assert part is not None
+        numel = torch.Size(kind[1]).numel()
+        moves = moves_between(Whole(numel, rank, axis.size), Whole(numel, dst, axis.size), axis.rank)
+        # What is here need not move, wherever it is wanted too.
+        lane.add(moves, part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None)
+        if is_wanted:
+            found.append(StatePart(part, pieces[rank].start, pieces[rank].stop))
+    lane.wait()
+    return found
