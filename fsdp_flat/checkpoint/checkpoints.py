@@ -6,7 +6,7 @@ import io
 import json
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -413,20 +413,32 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
     from fsdp_flat.checkpoint.metadata import SafeReader
     from fsdp_flat.checkpoint.tensor_files import read_tensors
 
+    reader = SafeReader(found.path)
+
+    def read(fqn: str, name: str, into: torch.Tensor) -> torch.Tensor:
+        read_tensors({"optim": {"state": {fqn: {name: into}}}}, reader)
+        return into
+
     with together.failing():
-        metadata = SafeReader(found.path).read_metadata().state_dict_metadata
+        metadata = reader.read_metadata().state_dict_metadata
         plain = _Plain(found)
         template: dict[str, Any] = {"model": _model_template(model, metadata, found.path)}
+        deferred: dict[str, dict[str, Any]] = {}
         if optim is not None:
-            template["optim"] = {"state": _optim_template(model, metadata, plain, found.path)}
+            wanted = _wanted_of_optim(metadata, plain, found.path)
+            blank, deferred = blank_states(model, wanted, read)
+            template["optim"] = {"state": blank}
     with together.failing():
-        read_tensors(template, found.path)
+        read_tensors(template, reader)
     with together.failing():
         extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
     if optim is not None:
         # Checks all of it, on all ranks, before anything is changed.
-        state = _optim_state(template["optim"]["state"], plain)
-        loaded = load_optim_state(model, contents_of(optim).params, state)
+        with together.failing():
+            params = contents_of(optim).params
+            state = _optim_state([template["optim"]["state"], deferred], plain)
+        with together.failing():
+            loaded = load_optim_state(model, params, state)
         # First, since it compares groups before it changes anything; that the model fits is known.
         with together.failing():
             optim.load_state_dict(loaded)
@@ -474,9 +486,10 @@ def _model_template(model: nn.Module, metadata: Mapping[str, Any], path: Path) -
     return template
 
 
-def _optim_template(
-    model: nn.Module, metadata: Mapping[str, Any], plain: _Plain, path: Path
-) -> dict[str, dict[str, torch.Tensor]]:
+def _wanted_of_optim(
+    metadata: Mapping[str, Any], plain: _Plain, path: Path
+) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """By parameter and state, shape and dtype of what was saved of the optimizer."""
     if "optim" not in plain.of(0):
         raise LoadError(f"{path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
     wanted: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -484,10 +497,14 @@ def _optim_template(
         if key.startswith(_OPTIM_PREFIX):
             fqn, _, name = key.removeprefix(_OPTIM_PREFIX).rpartition(".")
             wanted.setdefault(fqn, {})[name] = (tuple(entry.size), entry.properties.dtype)
-    return blank_states(model, wanted)
+    return wanted
 
 
-def _optim_state(tensors: Mapping[str, Mapping[str, Any]], plain: _Plain) -> dict[str, Any]:
-    names = dict.fromkeys([*plain.of(0)["optim"]["state"], *tensors])
-    state = {fqn: {**plain.optim_row(fqn), **tensors.get(fqn, {})} for fqn in names}
+def _optim_state(given: Sequence[Mapping[str, Mapping[str, Any]]], plain: _Plain) -> dict[str, Any]:
+    """The optimizer's state under names: what ranks saved beside tensors, and tensors."""
+    names = dict.fromkeys([*plain.of(0)["optim"]["state"], *(fqn for part in given for fqn in part)])
+    state: dict[str, dict[str, Any]] = {fqn: dict(plain.optim_row(fqn)) for fqn in names}
+    for part in given:
+        for fqn, row in part.items():
+            state[fqn].update(row)
     return {"state": state, "param_groups": plain.of(0)["optim"]["param_groups"]}

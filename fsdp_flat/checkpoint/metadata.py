@@ -49,7 +49,9 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """``FileSystemReader`` that unpickles only what metadata of tensors are made of."""
+    """``FileSystemReader`` that unpickles only what metadata of tensors are made of, and that only once."""
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The metadata of the checkpoint.
@@ -57,10 +59,12 @@ class SafeReader(FileSystemReader):
         Raises:
             LoadError: it refers to anything else.
         """
-        path = self.fs.concat_path(self.path, ".metadata")
-        with self.fs.create_stream(path, "rb") as file:
-            metadata = _SafeUnpickler(file).load()
-        if getattr(metadata, "storage_meta", None) is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
+        metadata = self._metadata
+        if metadata is None:
+            path = self.fs.concat_path(self.path, ".metadata")
+            with self.fs.create_stream(path, "rb") as file:
+                metadata = self._metadata = _SafeUnpickler(file).load()
+        assert metadata is not None
+        meta = metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        meta.load_id = self.load_id
         return metadata

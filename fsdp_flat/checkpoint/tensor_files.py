@@ -83,18 +83,18 @@ def _left_to_others(given: SavePlan, kept: SavePlan) -> str:
     return json.dumps([position for position, item in enumerate(given.items) if item.index not in indices])
 
 
-def read_tensors(state: dict[str, Any], path: Path) -> None:
+def read_tensors(state: dict[str, Any], reader: SafeReader) -> None:
     """Read this rank's part of a checkpoint into the tensors of ``state``; nothing is exchanged.
 
     Args:
         state: nested dicts of tensors.
-        path: the directory.
+        reader: of the directory.
     """
     with warnings.catch_warnings():
         # That nothing is exchanged is meant, and torch's own ask for names that it has deprecated.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", module="torch")
-        dcp.load(state, storage_reader=SafeReader(path), no_dist=True)
+        dcp.load(state, storage_reader=reader, no_dist=True)
 
 
 def _place(index: MetadataIndex) -> list[Any]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
 
 from fsdp_flat.errors import LoadError
+from fsdp_flat.optim_state.handlers import DeferredState
 from fsdp_flat.optim_state.names import names_of
 from fsdp_flat.state_dict import boxed_value
 
@@ -16,14 +17,18 @@ __all__ = ["blank_states"]
 Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
-def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.Tensor]]:
+def blank_states(
+    model: nn.Module, wanted: Wanted, read: Callable[[str, str, torch.Tensor], torch.Tensor]
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
     """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's pieces of parameters that are sharded.
-
-    States that have a handler are whole, as it made them.
 
     Args:
         model: the model that has the parameters.
         wanted: by parameter name and state name, the whole shape and the dtype.
+        read: reads one state into a tensor for it, and returns that.
+
+    Returns:
+        The tensors, and those that have a handler, which are whole and read when they are asked for.
 
     Raises:
         LoadError: names or shapes that are none of the model's.
@@ -32,15 +37,19 @@ def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.
     sharded = {fqn: (unit, handle, i) for unit, handle, fqns in names.handles for i, fqn in enumerate(fqns)}
     others = {name: tuple(param.shape) for param, name in names.others.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
+    deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():
         if fqn not in sharded and fqn not in others:
             raise LoadError(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if fqn in others or name in sharded[fqn][0].optim_state_handlers:
-                # What a handler splits was saved whole, in a shape that only the handler knows.
-                expected = others.get(fqn, shape)
+            if fqn in sharded and name in sharded[fqn][0].optim_state_handlers:
+                # It was saved whole, in a shape that only the handler knows.
+                deferred.setdefault(fqn, {})[name] = _deferred(fqn, name, shape, dtype, read)
+                continue
+            if fqn in others:
+                expected = others[fqn]
                 value = torch.zeros(shape, dtype=dtype)
             else:
                 _, handle, index = sharded[fqn]
@@ -53,4 +62,14 @@ def blank_states(model: nn.Module, wanted: Wanted) -> dict[str, dict[str, torch.
                     "merge=..., split=...). Nothing was loaded."
                 )
             found.setdefault(fqn, {})[name] = value
-    return found
+    return found, deferred
+
+
+def _deferred(
+    fqn: str,
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    read: Callable[[str, str, torch.Tensor], torch.Tensor],
+) -> DeferredState:
+    return DeferredState(torch.Size(shape), dtype, lambda: read(fqn, name, torch.zeros(shape, dtype=dtype)))

@@ -16,7 +16,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime import units_of
 
-__all__ = ["OptimStateHandler", "StatePart", "refuse_split", "register_optim_state_handler"]
+__all__ = ["DeferredState", "OptimStateHandler", "StatePart", "refuse_split", "register_optim_state_handler"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,21 @@ class StatePart:
     tensor: torch.Tensor
     start: int
     stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState:
+    """A merged state that is read when its turn has come to be split, so that no rank has all of them at once.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        read: gives it.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

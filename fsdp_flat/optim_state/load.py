@@ -17,7 +17,7 @@ from fsdp_flat.comm import Lanes
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Spread, Whole, moves_between
-from fsdp_flat.optim_state.handlers import OptimStateHandler, refuse_split
+from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
 from fsdp_flat.optim_state.names import ParamNames, current_names, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
@@ -296,6 +296,8 @@ def _split(
 
     if isinstance(value, FromRankZero):
         plan.receive(value, handle.flat_param.device, put)
+    elif isinstance(value, DeferredState):
+        plan.copies.append(lambda: put(value.read()))
     elif isinstance(value, torch.Tensor) and not is_chunked(value):
         put(value)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import warnings
+import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -530,6 +531,25 @@ def save_factored(path: str, background: bool) -> dict[str, Any]:
     register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split_rows)
     save_checkpoint(path, model, optimizer, background=background).wait()
     return FSDP.optim_state_dict(model, optimizer)["state"]
+
+
+@on_ranks(2)
+def test_merged_states_are_read_and_split_one_after_another(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = factored(model)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+
+    def split(whole: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor:
+        alive.append(weakref.ref(whole))
+        most.append(sum(ref() is not None for ref in alive))
+        return split_rows(whole, shape, start, stop).clone()
+
+    register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split)
+    save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
+    assert len(most) > 3
+    assert max(most) <= 2
 
 
 def load_factored(path: str) -> dict[str, Any]:
