@@ -6,12 +6,14 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
-from fsdp_flat.comm import Strategy, UnitGroups, resolve_groups, strategy_from
+from fsdp_flat.comm import Strategy, UnitGroups, digest_of, resolve_groups, strategy_from
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
@@ -71,12 +73,27 @@ class Inherited:
         broadcast: units overwrite their tensors with those of rank 0.
         on_meta: on some rank a part of the model is on the meta device.
         name: the unit's name.
+        number: stands for the unit between the ranks of ``group``.
+        group: the group in which numbers are given.
     """
 
     owners: dict[nn.Parameter, nn.Module]
     broadcast: bool
     on_meta: bool
     name: str
+    number: int
+    group: dist.ProcessGroup | None
+
+
+# Calls of the constructor by process group, counted where all its ranks have agreed to go on.
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def _count_call(group: dist.ProcessGroup | None) -> int:
+    if group is None:
+        return 0
+    _calls[group] = _calls.get(group, 0) + 1
+    return _calls[group]
 
 
 def options_from(arguments: Arguments) -> UnitOptions:
@@ -193,6 +210,8 @@ def prepare(
     except Exception as raised:
         error = raised
     agree_on_structure(lines, error, options.groups, options.device)
+    group = options.groups.primary.group
+    call = _count_call(group)
     tensors = (*module.parameters(), *module.buffers())
     on_meta = true_on_any_rank(any(t.is_meta for t in tensors), options.groups, options.device)
     modules = [unit.module for unit in plan.units]
@@ -209,12 +228,16 @@ def prepare(
     names = {unit.module: unit.fqn for unit in plan.units}
 
     def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        return make_child(child, Arguments(**kwargs), Inherited(owners, broadcast, on_meta, names[child]))
+        number = digest_of(f"{call}/{names[child]}".encode())
+        return make_child(
+            child, Arguments(**kwargs), Inherited(owners, broadcast, on_meta, names[child], number, group)
+        )
 
     apply_plan(module, plan, wrapper)
     for exempt in plan.full_precision:
         keep_full_precision(exempt)
-    return ignored, Inherited(owners, broadcast, on_meta, name)
+    # Not by its name, the class, which need not be the same on every rank.
+    return ignored, Inherited(owners, broadcast, on_meta, name, digest_of(f"{call}/".encode()), group)
 
 
 def _check_overrides(plan: WrapPlan) -> None:

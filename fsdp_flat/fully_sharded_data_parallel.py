@@ -190,6 +190,8 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             owners=inherited.owners,
             broadcast=inherited.broadcast,
             on_meta=inherited.on_meta,
+            # Among the ranks of another group the number may stand for something else.
+            number=inherited.number if options.groups.primary.group is inherited.group else 0,
         )
         self._unit = unit
         self._settings = DEFAULT_SETTINGS

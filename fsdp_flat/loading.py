@@ -2,7 +2,8 @@
 
 Where the module that is loaded is a wrapper, everything is looked at before anything is written. A plain module with
 wrappers further in does not let them know what the others or the plain modules lack, so each is written in its turn, as
-plain modules are, and put back if the load is refused in the end.
+plain modules are, and put back if the load is refused in the end. What plain modules ahead of the first wrapper have
+taken stays, and so does everything after an exception that ends torch's call: nobody is told of these.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.flat import FlatParamHandle, modules_of
@@ -24,7 +27,7 @@ from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state_dict import LoadReport, failed_anywhere
 
-__all__ = ["Snapshot", "carry_out_late", "end_load", "forget", "report_of"]
+__all__ = ["all_or_nothing", "end_load", "report_of"]
 
 
 @dataclass(eq=False, slots=True)
@@ -37,7 +40,8 @@ class _Load:
         missing, errors: the lists that torch keeps for the call.
         owner: the wrapper that is being loaded, the outermost one; None between wrappers.
         report: what was found wrong with the owner.
-        undo: puts back what was written below a plain root.
+        held: what shards below a plain root were before they were written.
+        beside: what else the load may overwrite there.
         meets: units below a plain root whose ranks exchanged chunks.
         at_end: what is to be done once it is over, however it ends.
     """
@@ -48,7 +52,8 @@ class _Load:
     errors: list[str]
     owner: nn.Module | None = None
     report: LoadReport | None = None
-    undo: list[Callable[[], object]] = field(default_factory=list)
+    held: dict[FlatParamHandle, torch.Tensor] = field(default_factory=dict)
+    beside: Snapshot | None = None
     meets: list[Unit] = field(default_factory=list)
     at_end: list[Callable[[], object]] = field(default_factory=list)
 
@@ -59,7 +64,8 @@ class _Load:
 
 # By the identity of the list of errors, until the call is over.
 _going_on: dict[int, _Load] = {}
-_LATE = "_load_put_off"
+# On a wrapper that is being loaded: what is put off until torch has not raised, and its snapshot.
+_LATE, _BESIDE = "_load_put_off", "_load_beside"
 
 
 def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> LoadReport:
@@ -78,7 +84,8 @@ def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> Load
 
 
 def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
-    call = _call_with(errors)
+    # Inside a hook of another load torch may be going through the hooks, which must not be changed then.
+    call = {} if _going_on else _call_with(errors)
     load = _Load(call.get("self", wrapper), call.get("strict", False), missing, errors)
     _going_on[id(errors)] = load
     if "load" in call:
@@ -90,7 +97,7 @@ def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
             load.root.register_load_state_dict_post_hook(end_load)
         # After hooks of the user's, which may forgive what is missing.
         hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
-        load.undo.append(Snapshot(load.root, assign=call.get("assign", False)).restore)
+        load.beside = Snapshot(load.root, assign=call.get("assign", False))
         load.at_end = _tell_versions(load.root, call.get("metadata"))
     return load
 
@@ -115,7 +122,7 @@ def _call_with(errors: list[str]) -> Mapping[str, Any]:
 
 def end_load(module: nn.Module, keys: Any) -> None:
     """A load hook: errors without wrapper words, and at the outermost wrapper the writing, if there are none."""
-    load = next((each for each in _going_on.values() if each.missing is keys.missing_keys), None)
+    load = next((each for each in list(_going_on.values()) if each.missing is keys.missing_keys), None)
     if load is None:
         return
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
@@ -131,9 +138,13 @@ def end_load(module: nn.Module, keys: Any) -> None:
             if refused:
                 module.__dict__[_LATE] = report
             if not refused or report.meets:
-                report.carry_out(refused=refused)
+                _write(module, report, refused=refused)
         else:
-            load.undo += [_put_back(handle) for unit in units_of(module) for handle in unit.handles]
+            for unit in units_of(module):
+                for handle in unit.handles:
+                    # A unit at two places is written twice.
+                    if handle not in load.held:
+                        load.held[handle] = handle.flat_param.data.to("cpu", copy=True)
             load.meets += report.meets
             report.carry_out(refused=False)
     elif module is load.root:
@@ -149,18 +160,20 @@ def _end_below_plain_root(load: _Load, keys: Any) -> None:
     load.errors += elsewhere
     if error is not None or elsewhere:
         with torch.no_grad():
-            for undo in load.undo:
-                undo()
+            for handle, held in load.held.items():
+                handle.flat_param.data.copy_(held)
+                handle.views.rewritten()
+        if load.beside is not None:
+            load.beside.restore()
 
 
-def _put_back(handle: FlatParamHandle) -> Callable[[], object]:
-    held = handle.flat_param.data.to("cpu", copy=True)
-
-    def put_back() -> None:
-        handle.flat_param.data.copy_(held)
-        handle.views.rewritten()
-
-    return put_back
+def _write(root: nn.Module, report: LoadReport, *, refused: bool) -> None:
+    report.carry_out(refused=refused)
+    if not refused and not report.errors:
+        # Whatever raises from here on, new buffers belong to the new shards.
+        beside = root.__dict__.get(_BESIDE)
+        if beside is not None:
+            beside.discard()
 
 
 def _tell_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
@@ -173,11 +186,6 @@ def _tell_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Cal
     return [partial(versions.pop, name, None) for name in added]
 
 
-def forget(root: nn.Module) -> None:
-    """Let go of what was put off: torch has raised."""
-    root.__dict__.pop(_LATE, None)
-
-
 def carry_out_late(root: nn.Module) -> None:
     """Write what was put off because names are missing or unexpected, since torch has not raised after all.
 
@@ -188,13 +196,33 @@ def carry_out_late(root: nn.Module) -> None:
     if report is None:
         return
     if not report.meets:
-        report.carry_out(refused=False)
+        _write(root, report, refused=False)
     if report.meets or report.errors:
         raise LoadError(
             "; ".join(report.errors)
             or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the list. "
             "Load sharded state dicts with strict=False instead."
         )
+
+
+@contextmanager
+def all_or_nothing(root: nn.Module, *, assign: bool) -> Iterator[None]:
+    """Load a wrapper inside the block; what is not sharded is put back if nothing of the shards was written."""
+    # A hook of a load that is going on: what it has put off comes first, as in torch.
+    carry_out_late(root)
+    outer = root.__dict__.get(_BESIDE)
+    beside = root.__dict__[_BESIDE] = Snapshot(root, assign=assign)
+    try:
+        yield
+        carry_out_late(root)
+    except BaseException:
+        beside.restore()
+        raise
+    finally:
+        root.__dict__.pop(_LATE, None)
+        root.__dict__.pop(_BESIDE, None)
+        if outer is not None:
+            root.__dict__[_BESIDE] = outer
 
 
 class Snapshot:
@@ -210,13 +238,19 @@ class Snapshot:
                 for name, tensor in tensors.items():
                     if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:
                         continue
+                    if is_lazy(tensor):
+                        continue
                     copied = None if assign else tensor.detach().clone()
                     self._held.append((tensors, name, tensor, copied))
 
     def restore(self) -> None:
-        """Put it back."""
+        """Put back what has changed."""
         with torch.no_grad():
             for tensors, name, tensor, copied in self._held:
                 tensors[name] = tensor
-                if copied is not None:
+                if copied is not None and not torch.equal(tensor, copied):
                     tensor.copy_(copied)
+
+    def discard(self) -> None:
+        """What is there now is right."""
+        self._held.clear()

@@ -15,7 +15,7 @@ from fsdp_flat.comm import meet
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.loading import Snapshot, carry_out_late, forget, report_of
+from fsdp_flat.loading import all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
 from fsdp_flat.state_dict import FORMS, settings_for
@@ -200,15 +200,8 @@ class StateDictMethods(SemiPrivateNames):
             state_dict = OrderedDict(state_dict)
             known = {name: versions[clean] for name, clean in here.items() if clean in versions}
             state_dict._metadata = {**versions, **known}  # type: ignore[attr-defined]
-        plain = Snapshot(self, assign=assign)
-        try:
-            keys = super().load_state_dict(state_dict, strict=strict, assign=assign)
-            carry_out_late(self)
-        except BaseException:
-            plain.restore()
-            forget(self)
-            raise
-        return keys
+        with all_or_nothing(self, assign=assign):
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(
         self,

@@ -258,9 +258,15 @@ def _add_optim(
         model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, handled_once=True
     )
     rows = found["state"]
-    state["optim"] = {"state": {fqn: {k: v for k, v in row.items() if _is_array(v)} for fqn, row in rows.items()}}
+    # Merged states are on one rank each, so they are no plain values whatever their shape.
+    merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}
+    arrays = {
+        fqn: {k: v for k, v in row.items() if _is_array(v) or (k in merged and isinstance(v, torch.Tensor))}
+        for fqn, row in rows.items()
+    }
+    state["optim"] = {"state": arrays}
     plain["optim"] = {
-        "state": {fqn: {k: v for k, v in row.items() if not _is_array(v)} for fqn, row in rows.items()},
+        "state": {fqn: {k: v for k, v in row.items() if k not in arrays[fqn]} for fqn, row in rows.items()},
         "param_groups": found["param_groups"],
     }
 

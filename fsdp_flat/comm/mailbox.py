@@ -26,7 +26,6 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm.agreement import digest_of
 from fsdp_flat.comm.groups import Axis
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
@@ -156,6 +155,7 @@ class Mailbox:
     Attributes:
         sent_nbytes: bytes that were sent so far, once for each rank they went to.
         timeout_s: as given.
+        names: what errors call units, by number.
     """
 
     def __init__(self, axis: Axis, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -170,8 +170,8 @@ class Mailbox:
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._early: dict[int, deque[tuple[int, int, int, int, int]]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
-        # Units by name and by what stands for them in notes.
-        self._numbers: dict[str, int] = {"": 0}
+        # What errors call units, by what stands for them in notes.
+        self.names: dict[int, str] = {}
         # Ranks that have ended, so that nothing more comes from them.
         self._gone: set[int] = set()
         # What showed that the ranks do not do the same; nothing can be trusted from then on.
@@ -196,13 +196,13 @@ class Mailbox:
 
     # -- sending -------------------------------------------------------------------------------------------------
 
-    def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: str = "") -> None:
+    def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
         """Send each tensor (1-D, contiguous, on the CPU) to the ranks beside it; it is copied before this returns.
 
         Args:
             purpose: what for, in a word.
             messages: tensors and ranks.
-            unit: name of the unit whose they are; a rank that expects those of another one raises.
+            unit: number of the unit whose they are, 0 for none; a rank that expects those of another one raises.
 
         Raises:
             PeerFailureError: one of them has ended.
@@ -216,7 +216,7 @@ class Mailbox:
             segment, start = self._room_for(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
             for rank in ranks:
-                self._post(rank, segment, start, nbytes, purpose, self._number_of(unit))
+                self._post(rank, segment, start, nbytes, purpose, unit)
         for segment in self._segments:
             idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
             if idle and not segment.is_empty:
@@ -289,11 +289,11 @@ class Mailbox:
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def expect(self, purpose: str, source: int, nbytes: int, *, unit: str = "") -> Letter:
+    def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Letter:
         """The next message of ``source`` that nobody expects yet."""
         self._check()
         letter = Letter(self, source, nbytes, purpose)
-        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose), self._number_of(unit))
+        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose), unit)
         early = self._early[source]
         if early:
             self._deliver(expected, source, *early.popleft())
@@ -319,13 +319,8 @@ class Mailbox:
             letter.arrive(segment, start)
 
     def _what(self, purpose: int, unit: int) -> str:
-        # Of a unit that has exchanged nothing here yet, the number says no more than that it is another one.
-        names = (f" of unit {name!r}" for name, number in self._numbers.items() if number == unit)
-        return f"a {_PURPOSES[purpose]}" + (next(names, " of another unit") if unit else "")
-
-    def _number_of(self, unit: str) -> int:
-        number = self._numbers.get(unit)
-        return self._numbers.setdefault(unit, digest_of(unit.encode())) if number is None else number
+        owner = f" of unit {self.names[unit]!r}" if unit in self.names else " of another unit" if unit else ""
+        return f"a {_PURPOSES[purpose]}{owner}"
 
     def _check(self) -> None:
         if self._mismatch is not None:

@@ -82,9 +82,9 @@ class GlooCollectives(_Axial):
 
 
 class HostCollectives(_Axial):
-    """CPU tensors through memory that all ranks share; the same bits as by gloo. ``unit`` names whose they are."""
+    """CPU tensors through memory that all ranks share; the same bits as by gloo. ``unit`` is its number."""
 
-    def __init__(self, axis: Axis, mailbox: Mailbox, unit: str) -> None:
+    def __init__(self, axis: Axis, mailbox: Mailbox, unit: int) -> None:
         super().__init__(axis)
         self._mailbox = mailbox
         self._unit = unit
@@ -123,14 +123,17 @@ def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[
 class CpuCollectives(_Axial):
     """CPU tensors of a gloo group, by shared memory if all ranks have it in common, which the first call finds out."""
 
-    def __init__(self, axis: Axis, unit: str = "") -> None:
+    def __init__(self, axis: Axis, unit: int = 0, name: str = "") -> None:
         super().__init__(axis)
         self._unit = unit
+        self._name = name
         self._chosen: Collectives | None = None
 
     def _choose(self) -> Collectives:
         if self._chosen is None:
             mailbox = mailbox_of(self.axis)
+            if mailbox is not None and self._unit:
+                mailbox.names[self._unit] = self._name
             own = None if mailbox is None else HostCollectives(self.axis, mailbox, self._unit)
             self._chosen = GlooCollectives(self.axis) if own is None else own
         return self._chosen
@@ -162,12 +165,17 @@ def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
     ]
 
 
-def collectives_for(axis: Axis, device: torch.device, *, unit: str = "") -> Collectives:
+def collectives_for(axis: Axis, device: torch.device, *, unit: int = 0, name: str = "") -> Collectives:
     """The cheapest gather and reduction for an axis of more than one rank on ``device``.
 
-    Where ranks tell each other whose tensors they are, those of another unit than ``unit`` are an error.
+    Args:
+        axis: the ranks.
+        device: the device of compute.
+        unit: number of the unit whose tensors they are, the same on every rank; 0 for none. Where ranks tell each
+            other, tensors of another unit are an error.
+        name: what that error calls the unit.
     """
     assert axis.group is not None
     if moves_by_gloo(axis.group, device):
-        return CpuCollectives(axis, unit) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
+        return CpuCollectives(axis, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
     return BackendCollectives(axis)

@@ -77,6 +77,11 @@ def _read(
                     f"State {name!r} of unit {unit.name!r} has a handler, but belongs to a flat parameter of "
                     f"{len(managed.indices)} parameters, {managed.fqns[0]!r} the first. Pass use_orig_params=True."
                 )
+            if not isinstance(value, torch.Tensor):
+                raise UnsupportedError(
+                    f"State {name!r} of {managed.fqns[0]!r} (unit {unit.name!r}) has a handler, which merges tensors; "
+                    f"the optimizer keeps a {type(value).__name__} there. Register the handler for tensors only."
+                )
             refuse_split(handle, managed.indices[0], name)
             states.handled[managed.indices[0]][name] = value
         elif is_scalar(value):

@@ -64,7 +64,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
         frozenset(memo.get(id(param), param) for param in unit.ignored.params),
     )
     buffers, stored = copy.deepcopy(unit.buffers, memo), copy.deepcopy(unit.stored, memo)
-    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored)
+    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.number)
     twin.optim_state_handlers.update(unit.optim_state_handlers)
     twin.gate_inputs = unit.gate_inputs
     for handle in handles:

@@ -49,6 +49,7 @@ class Unit:
         ignored: what the unit leaves alone.
         buffers: buffers that compute in another dtype.
         stored: tensors that the module keeps in forward.
+        number: stands for the unit between ranks, the same on all of them; 0 if it has none.
 
     Attributes:
         phase: what the step is doing with it; written by this class and by ``summon_full_params``.
@@ -73,8 +74,10 @@ class Unit:
         ignored: Ignored,
         buffers: BufferCasts,
         stored: StoredTensors,
+        number: int,
     ) -> None:
         self.module = module
+        self.number = number
         self.ignored = ignored
         self.buffers = buffers
         self.stored = stored
@@ -88,9 +91,8 @@ class Unit:
         self.tree: Tree | None = None
         self.streams: Streams = streams_for(options.device)
         shard = options.groups.shard
-        # By the name as it is now: ranks may come to know the unit's place in its tree at different times.
         self._collectives: Collectives | None = (
-            collectives_for(shard, options.device, unit=name) if shard.size > 1 else None
+            collectives_for(shard, options.device, unit=number, name=name) if shard.size > 1 else None
         )
         # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
         self._step_collectives = self._collectives

@@ -27,7 +27,8 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError, UnsupportedError
+from fsdp_flat.layout import clean_fqn
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
@@ -550,6 +551,36 @@ def test_merged_states_are_read_and_split_one_after_another(tmp_path: Path, rank
     load_checkpoint(tmp_path, model, optimizer)
     assert len(most) > 3
     assert max(most) <= 2
+
+
+@on_ranks(2)
+def test_states_that_are_merged_to_one_number_come_back_on_every_rank(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train(model, optimizer, rank, range(1))
+    register_optim_state_handler(
+        model,
+        "momentum_buffer",
+        merge=lambda parts, shape: torch.stack([part.tensor.sum() for part in parts]).sum(),
+        split=lambda whole, shape, start, stop: torch.full((stop - start,), float(whole)),
+    )
+    sums = {name: row["momentum_buffer"] for name, row in FSDP.optim_state_dict(model, optimizer)["state"].items()}
+    save_checkpoint(tmp_path, model, optimizer)
+    load_checkpoint(tmp_path, model, optimizer)
+    params = {clean_fqn(name): param for name, param in model.named_parameters()}
+    assert sorted(sums) == sorted(params)
+    for name, param in params.items():
+        assert set(optimizer.state[param]["momentum_buffer"].tolist()) <= {float(sums[name])}, name
+
+
+@on_ranks(2)
+def test_a_handler_of_a_state_that_is_no_tensor_is_refused_on_every_rank(tmp_path: Path, rank: int) -> None:
+    model = FSDP(nn.Linear(1, 1, bias=False), use_orig_params=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[optimizer.param_groups[0]["params"][0]]["count"] = 3
+    register_optim_state_handler(model, "count", merge=merge_rows, split=split_rows)
+    with pytest.raises((UnsupportedError, PeerFailureError), match="has a handler, which merges tensors"):
+        save_checkpoint(tmp_path, model, optimizer)
 
 
 def load_factored(path: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import socket
@@ -188,16 +189,32 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
         dist.barrier()
 
 
+@pytest.mark.parametrize("by_hand", [False, True])
 @on_ranks(2)
-def test_ranks_that_run_units_of_one_size_in_another_order_are_told_both(rank: int) -> None:
-    torch.manual_seed(0)
+def test_ranks_that_run_units_of_one_size_in_another_order_are_told(by_hand: bool, rank: int) -> None:
+    group = dist.new_group()
     blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model = FSDP(blocks, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-    with pytest.raises(RankMismatchError, match=rf"of a gather of another unit where .* of a gather of unit '{rank}'"):
-        model.module[rank](torch.ones(2, 4))
+    if by_hand:
+        model: Any = nn.Sequential(*(FSDP(block, process_group=group) for block in blocks))
+    else:
+        model = FSDP(blocks, process_group=group, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})).module
+    name = "Linear" if by_hand else str(rank)
+    with pytest.raises(RankMismatchError, match=f"of a gather of another unit where .* of a gather of unit '{name}'"):
+        model[rank](torch.ones(2, 4))
     with pytest.raises(RankMismatchError, match="another unit"):
-        model(torch.ones(2, 4))
+        model[rank](torch.ones(2, 4))
     dist.barrier()
+
+
+@on_ranks(2)
+def test_what_one_rank_alone_does_to_a_model_and_its_class_do_not_make_it_another_unit(rank: int) -> None:
+    kind = type(f"Linear{rank}", (nn.Linear,), {})
+    model = FSDP(nn.Sequential(FSDP(kind(4, 4)), kind(4, 4)))
+    if rank == 0:
+        model.check_is_root()
+    twin = copy.deepcopy(model)
+    x = torch.ones(2, 4)
+    assert_equal(twin(x), model(x))
 
 
 @on_ranks(2)

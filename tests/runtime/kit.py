@@ -292,11 +292,13 @@ def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
     send = Mailbox.send
     originals.append((Mailbox, "send", send))
 
-    def note_and_send(mailbox: Mailbox, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]]) -> None:
+    def note_and_send(
+        mailbox: Mailbox, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], **whose: int
+    ) -> None:
         nbytes = sum(tensor.nbytes * len(ranks) for tensor, ranks in messages)
         record.calls.append(Call(purpose, nbytes, dist.get_world_size(), is_source=True))
         record.on_call()
-        send(mailbox, purpose, messages)
+        send(mailbox, purpose, messages, **whose)
 
     Mailbox.send = note_and_send  # type: ignore[method-assign]
     try:

@@ -310,6 +310,46 @@ def test_hooks_of_the_users_forgive_what_is_missing_and_see_what_was_loaded(kind
         assert_equal(seen[0]["weight"], saved(newest, FULL)["body.weight"])
 
 
+@on_ranks(2)
+def test_a_refused_load_puts_back_a_unit_at_two_places_and_minds_no_odd_neighbours() -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        shared = FSDP(nn.Linear(3, 3))
+        odd = nn.Module()
+        odd.register_buffer("wide", torch.zeros(1).expand(4))
+        return nn.ModuleDict({"odd": odd, "one": shared, "two": shared, "lazy": nn.LazyLinear(2)})
+
+    model, other = make(0), make(1)
+    before, state = whole_state(model["one"]), saved(other, FULL)
+    del state["odd.wide"]
+    with pytest.raises(RuntimeError, match="more"):
+        model.load_state_dict({**state, "odd.wide": torch.zeros(4), "more": torch.ones(1)})
+    assert_equal(whole_state(model["one"]), before)
+    assert model.load_state_dict(state, strict=False).missing_keys == ["odd.wide"]
+    assert_equal(whole_state(model["one"]), whole_state(other["one"]))
+
+
+@on_ranks(2)
+def test_after_an_exception_in_a_hook_buffers_and_weights_are_of_one_checkpoint() -> None:
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        body = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        body[1].running_mean.fill_(seed + 1.0)
+        return FSDP(body)
+
+    def fail(_module: nn.Module, _keys: Any) -> None:
+        raise ValueError("a hook")
+
+    model, other = make(0), make(1)
+    handle = model.register_load_state_dict_post_hook(fail)
+    with pytest.raises(ValueError, match="a hook"):
+        model.load_state_dict(other.state_dict())
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+    handle.remove()
+    model.load_state_dict(make(2).state_dict())
+    assert not {"_load_put_off", "_load_beside"} & set(model.__dict__)
+
+
 class Failing(nn.Linear):
     """Its load ends with an exception."""
 
