@@ -84,21 +84,25 @@ def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> Load
 
 
 def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
-    # Inside a hook of another load torch may be going through the hooks, which must not be changed then.
-    call = {} if _going_on else _call_with(errors)
-    load = _Load(call.get("self", wrapper), call.get("strict", False), missing, errors)
+    calls = list(_calls())
+    call: Mapping[str, Any] = next((each for each in calls if each["error_msgs"] is errors), {})
+    root = call.get("self", wrapper)
+    if unit_of(root) is None and len(calls) > 1:
+        # A plain module in a hook of another load: torch may be going through its hooks, which must not change then.
+        call, root = {}, wrapper
+    load = _Load(root, call.get("strict", False), missing, errors)
     _going_on[id(errors)] = load
     if "load" in call:
         # torch's own inner function is what dies with the call, however that ends.
         weakref.finalize(call["load"], _end, load)
-    if unit_of(load.root) is None:
-        hooks: OrderedDict[int, Callable[..., Any]] = load.root._load_state_dict_post_hooks  # type: ignore[assignment]
+    if unit_of(root) is None:
+        hooks: OrderedDict[int, Callable[..., Any]] = root._load_state_dict_post_hooks
         if end_load not in hooks.values():
-            load.root.register_load_state_dict_post_hook(end_load)
+            root.register_load_state_dict_post_hook(end_load)
         # After hooks of the user's, which may forgive what is missing.
         hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
-        load.beside = Snapshot(load.root, assign=call.get("assign", False))
-        load.at_end = _tell_versions(load.root, call.get("metadata"))
+        load.beside = Snapshot(root, assign=call.get("assign", False))
+        load.at_end = _tell_versions(root, call.get("metadata"))
     return load
 
 
@@ -109,15 +113,13 @@ def _end(load: _Load) -> None:
             finish()
 
 
-def _call_with(errors: list[str]) -> Mapping[str, Any]:
-    """Variables of the ``load_state_dict`` that keeps this list of errors; torch hands them to nobody further in."""
+def _calls() -> Iterator[Mapping[str, Any]]:
+    """Variables of every ``load_state_dict`` that is going on here; torch hands them to nobody further in."""
     frame = sys._getframe().f_back
     while frame is not None:
-        found = frame.f_locals if frame.f_code.co_name == "load_state_dict" else {}
-        if found.get("error_msgs") is errors:
-            return found
+        if frame.f_code.co_name == "load_state_dict" and "error_msgs" in frame.f_locals:
+            yield frame.f_locals
         frame = frame.f_back
-    return {}
 
 
 def end_load(module: nn.Module, keys: Any) -> None:

@@ -350,6 +350,33 @@ def test_after_an_exception_in_a_hook_buffers_and_weights_are_of_one_checkpoint(
     assert not {"_load_put_off", "_load_beside"} & set(model.__dict__)
 
 
+@on_ranks(2)
+def test_loads_in_hooks_of_loads_are_whole_too() -> None:
+    torch.manual_seed(0)
+    inner = nn.ModuleDict({"unit": FSDP(nn.Linear(3, 3))})
+    wrapped = FSDP(nn.Linear(2, 2))
+    model = nn.ModuleDict({"inner": inner, "last": FSDP(nn.Linear(3, 3))})
+    state = {name: value + 1 for name, value in saved(model, FULL).items()}
+    ones = {name: torch.ones_like(value) for name, value in whole_state(wrapped).items()}
+    before = whole_state(wrapped)
+    calls = []
+
+    def nest(_module: nn.Module, _keys: Any) -> None:
+        if not calls:
+            calls.append(1)
+            inner.load_state_dict({name: torch.ones_like(value) for name, value in saved(inner, FULL).items()})
+            with pytest.raises(RuntimeError, match="more"):
+                wrapped.load_state_dict({**ones, "more": torch.ones(1)})
+
+    inner.register_load_state_dict_post_hook(nest)
+    inner.register_load_state_dict_post_hook(lambda _module, _keys: None)
+    model.load_state_dict(state)
+    assert calls == [1]
+    assert_equal(whole_state(wrapped), before)
+    assert_equal(whole_state(model["last"]), {name: state[f"last.{name}"] for name in ("weight", "bias")})
+    assert set(whole_state(inner["unit"])["weight"].flatten().tolist()) == {1.0}
+
+
 class Failing(nn.Linear):
     """Its load ends with an exception."""
 
