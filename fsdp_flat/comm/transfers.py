@@ -28,7 +28,7 @@ _SHORT_NBYTES = 1 << 16
 _MOST_UNDER_WAY_NBYTES = 1 << 26
 # Of shared memory: long runs go in pieces, of which so many are unread that the sides need not keep step.
 _PIECE_NBYTES = 1 << 22
-_MOST_UNREAD_NBYTES = 1 << 23
+_MOST_UNREAD_NBYTES = 1 << 24
 
 
 class Transfers:
@@ -281,11 +281,9 @@ class Lanes:
             moves, source, target: as :meth:`Transfers.add` takes them.
             nbytes: bytes of the whole tensor, the same on every rank.
         """
-        # On the CPU only short runs make a stop on their way, of which a rank has one a rank at the most.
-        staged = min(nbytes, _SHORT_NBYTES * axis.size) if device.type == "cpu" else nbytes
-        if self._nbytes_under_way + staged > _MOST_UNDER_WAY_NBYTES:
+        if self._nbytes_under_way + nbytes > _MOST_UNDER_WAY_NBYTES:
             self.wait()
-        self._nbytes_under_way += staged
+        self._nbytes_under_way += nbytes
         if axis not in self._by_axis:
             self._by_axis[axis] = Transfers(axis, device, self._room)
         self._by_axis[axis].add(moves, source, target)
