@@ -49,12 +49,12 @@ class StateDictMethods(SemiPrivateNames):
             UnsupportedError: a type that this version does not have.
         """
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
+        wrappers = _wrappers(module)
         for config in (settings.state_dict_config, settings.optim_state_dict_config):
             if hasattr(config, "_use_dtensor"):
-                units = units_of(module)
-                config._use_dtensor = bool(units) and units[0].options.groups.mesh is not None
-        previous = StateDictMethods.get_state_dict_type(module)
-        for wrapper in _wrappers(module):
+                config._use_dtensor = bool(wrappers) and wrappers[0]._unit.options.groups.mesh is not None
+        previous = _common_settings(wrappers)
+        for wrapper in wrappers:
             wrapper._settings = settings
         return previous
 
@@ -71,10 +71,7 @@ class StateDictMethods(SemiPrivateNames):
         Raises:
             PhaseError: wrappers below ``module`` have different settings.
         """
-        found = [wrapper._settings for wrapper in _wrappers(module)]
-        if any(settings != found[0] for settings in found):
-            raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
-        return found[0] if found else None  # type: ignore[return-value]
+        return _common_settings(_wrappers(module))
 
     @staticmethod
     @contextmanager
@@ -218,6 +215,13 @@ class StateDictMethods(SemiPrivateNames):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+
+
+def _common_settings(wrappers: list[StateDictMethods]) -> StateDictSettings:
+    found = [wrapper._settings for wrapper in wrappers]
+    if any(settings is not found[0] and settings != found[0] for settings in found):
+        raise PhaseError("Wrappers below this module have different state-dict settings; set them on the root.")
+    return found[0] if found else None  # type: ignore[return-value]
 
 
 def _wrappers(module: nn.Module) -> list[StateDictMethods]:
