@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -58,6 +57,7 @@ from fsdp_flat.semi_private import (
 from fsdp_flat.state_dict import DEFAULT_SETTINGS
 from fsdp_flat.state_methods import StateDictMethods
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
+from fsdp_flat.wrap.checks import warn_no_forward
 
 # Beside the class, what FSDP1 users import from the module of this name.
 __all__ = [
@@ -176,12 +176,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             ignored, inherited = prepare(module, name, options, arguments, FullyShardedDataParallel._child)
         else:
             ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-            warnings.warn(
-                f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
-                "gathered. Wrap its entries, or the module that calls them.",
-                stacklevel=3,
-            )
+        warn_no_forward(module, name)
         unit = build_unit(
             module,
             name,

@@ -18,7 +18,9 @@ from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, Tenso
 from fsdp_flat.checkpoint.streaming import Entry, entries_of, shard_axis, whole_on
 from fsdp_flat.checkpoint.together import LOADING, SAVING, all_of
 from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.layout import Box
 from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.state_dict import boxes_of
 
 __all__ = ["load_full", "save_full"]
 
@@ -340,15 +342,17 @@ class _Source:
         run, local = entry.handle.views.pieces[entry.index].in_param, entry.handle.layout.slots[entry.index].shape
         if local == entry.shape:
             return self._read(name, run.start, run.stop)
-        # Of a part of the tensor: the rows that its elements lie in, and out of these the part's.
-        start = entry.handle.views.params[entry.index].guise.start(local)
-        width, whole_width = (math.prod(shape[1:]) for shape in (local, entry.shape))
-        first, last = (run.start // width, -(-run.stop // width)) if run.numel else (0, 0)
-        rows = self._read(name, (first + start[0]) * whole_width, (last + start[0]) * whole_width)
-        part = rows.view(last - first, *entry.shape[1:])
-        for dim in range(1, len(local)):
-            part = part.narrow(dim, start[dim], local[dim])
-        return part.reshape(-1)[run.start - first * width : run.stop - first * width]
+        # Of a part of the tensor: the whole rows of each box, and of these the box.
+        _, found = boxes_of(entry.handle, entry.index)
+        return torch.cat([self._read(name, 0, 0), *(self._box(name, entry.shape, box) for box in found)])
+
+    def _box(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
+        width = math.prod(shape[1:])
+        first, num_rows = box.offsets[0], box.sizes[0]
+        part = self._read(name, first * width, (first + num_rows) * width).view(num_rows, *shape[1:])
+        for dim in range(1, len(shape)):
+            part = part.narrow(dim, box.offsets[dim], box.sizes[dim])
+        return part.reshape(-1)
 
 
 class _Opened:

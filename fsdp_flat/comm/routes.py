@@ -165,8 +165,8 @@ def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
     ]
 
 
-def collectives_for(axis: Axis, device: torch.device, *, unit: int = 0, name: str = "") -> Collectives:
-    """The cheapest gather and reduction for an axis of more than one rank on ``device``.
+def collectives_for(axis: Axis, device: torch.device, *, unit: int = 0, name: str = "") -> Collectives | None:
+    """The cheapest gather and reduction for an axis on ``device``; None for one rank alone, which needs none.
 
     Args:
         axis: the ranks.
@@ -175,7 +175,8 @@ def collectives_for(axis: Axis, device: torch.device, *, unit: int = 0, name: st
             other, tensors of another unit are an error.
         name: what that error calls the unit.
     """
-    assert axis.group is not None
+    if axis.group is None or axis.size == 1:
+        return None
     if moves_by_gloo(axis.group, device):
         return CpuCollectives(axis, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
     return BackendCollectives(axis)

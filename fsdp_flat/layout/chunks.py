@@ -62,8 +62,7 @@ def _shared(run: Interval, spread: Spread, rank: int) -> tuple[tuple[int, slice]
 
 def chunk_rows(rows: int, world_size: int, rank: int) -> Interval:
     """The rows of a rank's chunk of ``rows`` rows, by torch.chunk's rule; empty at the end if none are left."""
-    step = math.ceil(rows / world_size)
-    return Interval(min(rank * step, rows), min((rank + 1) * step, rows))
+    return chunk_cut((rows,), world_size)[rank]
 
 
 def chunk_shape(shape: tuple[int, ...], world_size: int, rank: int) -> tuple[int, ...]:

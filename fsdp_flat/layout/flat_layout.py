@@ -274,17 +274,6 @@ class FlatLayout:
             found = self._shards[rank] = tuple(piece for piece in pieces if not piece.is_empty)
         return found
 
-    def owners(self, index: int) -> range:
-        """Return the ranks that hold a part of slot ``index``; none for a slot without elements.
-
-        Raises:
-            OptionError: if there is no such slot.
-        """
-        where = self._slot(index).interval
-        if where.is_empty:
-            return range(0)
-        return range(where.start // self.shard_numel, (where.stop - 1) // self.shard_numel + 1)
-
     def paddings(self) -> tuple[Interval, ...]:
         """Return the parts of the flat buffer that hold no parameter, in order: gaps of alignment, and the tail."""
         stops = (0, *self._stops)

@@ -51,7 +51,7 @@ class Cut:
         start = rank * self.step - self.offset
         return Interval(min(max(start, 0), self.numel), min(max(start + self.step, 0), self.numel))
 
-    def ranks(self, run: Interval) -> Sequence[int]:
+    def ranks(self, run: Interval) -> range:
         if run.is_empty:
             return range(0)
         last = (run.stop - 1 + self.offset) // self.step

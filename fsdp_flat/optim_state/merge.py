@@ -16,12 +16,27 @@ from fsdp_flat.optim_state.table import HandleStates
 from fsdp_flat.runtime import Unit, Words, agree
 from fsdp_flat.state_dict import axes_of
 
-__all__ = ["Place", "merged_states"]
+__all__ = ["Place", "everywhere", "in_turn", "merged_states", "on_first"]
 
 # A handle, a slot of it and the name of a state.
 Place = tuple[FlatParamHandle, int, str]
 
 _WORDS = Words("merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank.")
+
+
+def everywhere(_position: int, _size: int) -> int | None:
+    """Every rank has every merged state."""
+    return None
+
+
+def on_first(_position: int, _size: int) -> int | None:
+    """Rank 0 of the shard axis has them."""
+    return 0
+
+
+def in_turn(position: int, size: int) -> int | None:
+    """Each rank has its share of them."""
+    return position % size
 
 
 def merged_states(
@@ -38,8 +53,8 @@ def merged_states(
     Args:
         names: the model's.
         states: those of this rank.
-        dst_of: ``dst_of(position, size)`` is the rank of the shard axis (of ``size`` ranks) that is to have the state
-            at ``position`` among all; None for every rank.
+        dst_of: :func:`everywhere`, :func:`on_first` or :func:`in_turn`: given the position of a state among all and the
+            size of its shard axis, the rank there that is to have it; None for every rank.
         offload: merged states on the CPU.
 
     Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from fsdp_flat.comm import Lanes, meet
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.optim_state.merge import merged_states
+from fsdp_flat.optim_state.merge import everywhere, in_turn, merged_states, on_first
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
 from fsdp_flat.runtime import Words, agree
@@ -20,11 +19,6 @@ from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_o
 __all__ = ["save_optim_state"]
 
 _SAVING = Words("saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank.")
-
-# Where states of handlers are put together, by their position and the number of ranks.
-_EVERYWHERE: Callable[[int, int], int | None] = lambda _position, _size: None  # noqa: E731
-_FIRST: Callable[[int, int], int | None] = lambda _position, _size: 0  # noqa: E731
-_OWNERS: Callable[[int, int], int | None] = lambda position, size: position % size  # noqa: E731
 
 # By handle and slot, the tensor states.
 _Values = dict[FlatParamHandle, list[dict[str, Any]]]
@@ -75,7 +69,7 @@ def save_optim_state(
             values = _whole_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
         else:
             values = _chunked_values(names, states, offload=offload_to_cpu)
-        dst_of = _FIRST if to_zero else _OWNERS if handled_once else _EVERYWHERE
+        dst_of = on_first if to_zero else in_turn if handled_once else everywhere
         for (handle, index, name), value in merged_states(names, states, dst_of, offload=offload_to_cpu).items():
             values[handle][index][name] = value
     if not keep:

@@ -16,7 +16,6 @@ from torch import nn
 
 from fsdp_flat.comm import (
     AllGather,
-    Collectives,
     CustomCollectives,
     Pending,
     ReduceScatter,
@@ -90,10 +89,7 @@ class Unit:
         self.sync_gradients = True
         self.tree: Tree | None = None
         self.streams: Streams = streams_for(options.device)
-        shard = options.groups.shard
-        self._collectives: Collectives | None = (
-            collectives_for(shard, options.device, unit=number, name=name) if shard.size > 1 else None
-        )
+        self._collectives = collectives_for(options.groups.shard, options.device, unit=number, name=name)
         # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
         self._step_collectives = self._collectives
         self._gathers: list[Pending] = []

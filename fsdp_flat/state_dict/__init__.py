@@ -1,6 +1,6 @@
 """Floor 3: model state dicts, made of layout and shard."""
 
-from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
+from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_of, boxes_to_shard, check_boxes
 from fsdp_flat.state_dict.chunks import (
     ChunkForm,
     Row,
@@ -26,6 +26,7 @@ __all__ = [
     "Row",
     "axes_of",
     "boxed_value",
+    "boxes_of",
     "boxes_to_shard",
     "check_boxes",
     "chunk_form",

@@ -17,7 +17,7 @@ from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import Box, boxes
 
-__all__ = ["BoxedTensor", "boxed_value", "boxes_to_shard", "check_boxes"]
+__all__ = ["BoxedTensor", "boxed_value", "boxes_of", "boxes_to_shard", "check_boxes"]
 
 _aten = torch.ops.aten
 
@@ -115,7 +115,7 @@ def _chunk(box: Box) -> Any:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def _shape_and_boxes(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+def boxes_of(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """Of a slot the shape of the whole tensor, and the boxes of it that this rank holds."""
     shape, guise = handle.layout.slots[index].shape, handle.views.params[index].guise
     start, found = guise.start(shape), boxes(shape, handle.views.pieces[index].in_param)
@@ -134,7 +134,7 @@ def boxed_value(handle: FlatParamHandle, index: int, piece: torch.Tensor) -> tor
         A :class:`BoxedTensor` whose parts are views of ``piece``; a plain empty tensor where the whole has no
         elements, of which no box could tell that it exists.
     """
-    shape, found = _shape_and_boxes(handle, index)
+    shape, found = boxes_of(handle, index)
     if math.prod(shape) == 0:
         return piece.new_empty(shape)
     start = handle.views.pieces[index].in_param.start
@@ -149,7 +149,7 @@ def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None
         LoadError: the shape, or the boxes, are not those of this rank.
     """
     fqn, run = handle.layout.slots[index].fqn, handle.views.pieces[index].in_param
-    shape, expected = _shape_and_boxes(handle, index)
+    shape, expected = boxes_of(handle, index)
     if tuple(value.shape) != shape:
         raise LoadError(f"{fqn!r}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
     if value.boxes != expected:

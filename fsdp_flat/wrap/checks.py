@@ -24,6 +24,7 @@ __all__ = [
     "explain_unbound",
     "named_classes",
     "warn_full_precision",
+    "warn_no_forward",
     "warn_no_match",
 ]
 
@@ -207,6 +208,15 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
     if num_with_params > 1:
         what = "matches only ignored modules" if classes else "names no class"
         _warn(f"auto_wrap_policy {what} of {kind}, so all the rest of the model becomes one unit.")
+
+
+def warn_no_forward(module: nn.Module, name: str) -> None:
+    """Warn if ``module`` is a container that nobody calls, in which parameters of its own are never gathered."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        _warn(
+            f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
+            "gathered. Wrap its entries, or the module that calls them."
+        )
 
 
 def _nearest(cls: type, root: nn.Module) -> str:
