@@ -19,7 +19,7 @@ __all__ = ["clip_grads"]
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-    Norms are taken in fp32. Shards count on their own rank and are summed over their shard axis, and over the axes
+    Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over their shard axis, and over the axes
     over which tensor parallelism has split them; what is not sharded (NO_SHARD units, ignored parameters) is the same
     on every rank and counts once.
 
@@ -35,6 +35,10 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     by_axes: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
     device = None
+    # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
+    dtype = torch.float32
+    for param in root.parameters():
+        dtype = torch.promote_types(dtype, param.dtype) if param.is_floating_point() else dtype
     for unit in units:
         axis = unit.options.groups.shard
         plain = by_axes.setdefault((axis,), [])
@@ -59,12 +63,12 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
                     param.grad = guise.shown(local[-1])
     grads = [grad for local in by_axes.values() for grad in local]
     device = device if device is not None else torch.device("cpu")
-    parts = [_over_axes(_local_norm(local, norm_type, device), axes, norm_type) for axes, local in by_axes.items()]
+    parts = [_over_axes(_local_norm(local, norm_type, device, dtype), axes, norm_type) for axes, local in by_axes.items()]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
     if not grads:
         warnings.warn(
-            "clip_grad_norm_ was called on a rank without gradients; it returns the norm in torch.float32, which may "
+            f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
             "differ from the dtype on other ranks.",
             stacklevel=3,
         )
@@ -73,23 +77,19 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     with torch.no_grad():
         for grad in grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
-    dtype = grads[0].dtype
+    returned = grads[0].dtype
     for grad in grads[1:]:
-        dtype = torch.promote_types(dtype, grad.dtype)
-    return total.to(dtype)
+        returned = torch.promote_types(returned, grad.dtype)
+    return total.to(returned)
 
 
-def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device) -> torch.Tensor:
+def _local_norm(
+    grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
     some = [grad.detach() for grad in grads if grad.numel() > 0]
     if not some:
-        return torch.zeros((), dtype=torch.float32, device=device)
-    # vector_norm refuses to narrow, so fp64 is summed as it is; the exchanged norm has one dtype on every rank.
-    norms = [
-        torch.linalg.vector_norm(grad, norm_type, dtype=torch.promote_types(grad.dtype, torch.float32)).to(
-            device, torch.float32
-        )
-        for grad in some
-    ]
+        return torch.zeros((), dtype=dtype, device=device)
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(device) for grad in some]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 

@@ -73,15 +73,15 @@ class Inherited:
         broadcast: units overwrite their tensors with those of rank 0.
         on_meta: on some rank a part of the model is on the meta device.
         name: the unit's name.
-        number: stands for the unit between the ranks of ``group``.
-        group: the group in which numbers are given.
+        unit_id: stands for the unit between the ranks of ``group``.
+        group: the group in which ids are given.
     """
 
     owners: dict[nn.Parameter, nn.Module]
     broadcast: bool
     on_meta: bool
     name: str
-    number: int
+    unit_id: int
     group: dist.ProcessGroup | None
 
 
@@ -116,7 +116,7 @@ def options_from(arguments: Arguments) -> UnitOptions:
 def _groups_in_spite_of_errors(arguments: Arguments) -> UnitGroups | None:
     """The groups over which the other ranks compare what they build, as far as that can be told; else None."""
     try:
-        strategy = strategy_from(arguments.sharding_strategy)
+        strategy = _strategy_of(arguments)
     except OptionError:
         needs_two = isinstance(arguments.process_group, tuple) or getattr(arguments.device_mesh, "ndim", 1) == 2
         strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if needs_two else None)
@@ -136,8 +136,15 @@ def _groups_of(arguments: Arguments, strategy: Strategy, device: torch.device) -
     )
 
 
+def _strategy_of(arguments: Arguments) -> Strategy:
+    """The strategy asked for; without one, that of the mesh: two dimensions mean hybrid sharding, as in FSDP2."""
+    if arguments.sharding_strategy is None and getattr(arguments.device_mesh, "ndim", 1) == 2:
+        return strategy_from(ShardingStrategy.HYBRID_SHARD)
+    return strategy_from(arguments.sharding_strategy)
+
+
 def _validated(arguments: Arguments) -> UnitOptions:
-    strategy = strategy_from(arguments.sharding_strategy)
+    strategy = _strategy_of(arguments)
     device, device_given = compute_device_from(arguments.device_id)
     precision = precision_from(arguments.mixed_precision)
     offload_params = offloads_params(arguments.cpu_offload)
@@ -228,9 +235,9 @@ def prepare(
     names = {unit.module: unit.fqn for unit in plan.units}
 
     def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        number = digest_of(f"{call}/{names[child]}".encode())
+        unit_id = digest_of(f"{call}/{names[child]}".encode())
         return make_child(
-            child, Arguments(**kwargs), Inherited(owners, broadcast, on_meta, names[child], number, group)
+            child, Arguments(**kwargs), Inherited(owners, broadcast, on_meta, names[child], unit_id, group)
         )
 
     apply_plan(module, plan, wrapper)

@@ -38,12 +38,12 @@ from fsdp_flat.optim_methods import OptimStateMethods
 from fsdp_flat.runtime import (
     LOW_PRECISION_HOOKS,
     Phase,
-    Tree,
+    Schedule,
     build_unit,
     resolve_ignored,
     run_forward,
+    schedule_of,
     summon_full_params,
-    tree_of,
     units_of,
 )
 from fsdp_flat.semi_private import (
@@ -185,8 +185,8 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             owners=inherited.owners,
             broadcast=inherited.broadcast,
             on_meta=inherited.on_meta,
-            # Among the ranks of another group the number may stand for something else.
-            number=inherited.number if options.groups.primary.group is inherited.group else 0,
+            # Among the ranks of another group the id may stand for something else.
+            unit_id=inherited.unit_id if options.groups.primary.group is inherited.group else 0,
         )
         self._unit = unit
         self._settings = DEFAULT_SETTINGS
@@ -240,7 +240,10 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Returns:
             What the wrapped module returns.
         """
-        return run_forward(self, self._unit, args, kwargs, self._unit.module)
+        # Looked up anew: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
+        wrapped = self._modules[FSDP_WRAPPED_MODULE]
+        assert wrapped is not None
+        return run_forward(self, self._unit, args, kwargs, wrapped)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward and those that wait inside ``no_sync``.
@@ -259,21 +262,21 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
                         else:
                             param.grad.detach().zero_()
 
-    def _tree(self) -> Tree:
-        return tree_of(self, self._unit)
+    def _schedule(self) -> Schedule:
+        return schedule_of(self, self._unit)
 
     def check_is_root(self) -> bool:
         """Whether this is the outermost wrapper. Sets up what the tree shares if that has not happened yet."""
-        return self._tree().root is self._unit
+        return self._schedule().root is self._unit
 
-    def _require_root(self, what: str) -> Tree:
-        tree = self._tree()
-        if tree.root is not self._unit:
+    def _require_root(self, what: str) -> Schedule:
+        schedule = self._schedule()
+        if schedule.root is not self._unit:
             raise UsageError(
                 f"{what} must be called on the outermost FullyShardedDataParallel; {self._unit.name!r} is nested in "
-                f"{tree.root.name!r}."
+                f"{schedule.root.name!r}."
             )
-        return tree
+        return schedule
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -308,15 +311,15 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         """
         if mode not in ("local", "sharded"):
             raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
-        tree = self._require_root("no_sync")
-        if not all(unit.sync_gradients for unit in tree.units):
+        units = self._require_root("no_sync").units
+        if not all(unit.sync_gradients for unit in units):
             raise PhaseError("no_sync was entered inside no_sync; one level is enough.")
-        for unit in tree.units:
+        for unit in units:
             unit.sync_gradients = mode == "sharded"
         try:
             yield
         finally:
-            for unit in tree.units:
+            for unit in units:
                 unit.sync_gradients = True
 
     @torch.no_grad()
@@ -335,8 +338,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Raises:
             UsageError: not the root.
         """
-        tree = self._require_root("clip_grad_norm_")
-        return clip_grads(self, tree.units, max_norm, norm_type)
+        return clip_grads(self, self._require_root("clip_grad_norm_").units, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replace the reduction of gradients by a function of the caller's; only on the root, once.
@@ -353,21 +355,22 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             PhaseError: (an AssertionError) not the root, or a second hook.
             OptionError: (a ValueError) the hook is not callable.
         """
-        tree = self._tree()
-        if tree.root is not self._unit:
+        if self._unit.is_nested or self._schedule().root is not self._unit:
             raise PhaseError(f"register_comm_hook must be called on the root; {self._unit.name!r} is nested.")
-        if tree.policy.hook is not None or tree.policy.dtype is not None:
+        policies = [unit.policy for unit in units_of(self)]
+        if any(policy.hook is not None or policy.dtype is not None for policy in policies):
             raise PhaseError("A communication hook is registered already; there can be one.")
         if not callable(hook):
             raise OptionError(f"A communication hook must be callable; got {hook!r}.")
         dtype = LOW_PRECISION_HOOKS.get(hook)
-        if dtype is not None:
-            tree.policy.dtype = dtype
-        else:
-            tree.policy.hook, tree.policy.hook_state = hook, state
+        for policy in policies:
+            if dtype is not None:
+                policy.dtype = dtype
+            else:
+                policy.hook, policy.hook_state = hook, state
 
     def set_gradient_divide_factor(self, factor: float | torch.Tensor | None) -> None:
-        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks.
+        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, here and in units below.
 
         With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is
         read at the end of each backward, so it may be set anew for every step.
@@ -376,22 +379,23 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             factor: a number, a scalar tensor on the gradients' device, or None for the mean.
 
         Raises:
-            UsageError: not the root, or a communication hook is registered, which divides by itself.
+            UsageError: a communication hook is registered, which divides by itself.
             OptionTypeError: neither a number nor a scalar tensor.
             OptionError: zero.
         """
-        policy = self._require_root("set_gradient_divide_factor").policy
+        policies = [unit.policy for unit in units_of(self)]
         if factor is not None:
             if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
                 raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
             if not isinstance(factor, torch.Tensor) and factor == 0:
                 raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
-            if policy.hook is not None:
+            if any(policy.hook is not None for policy in policies):
                 raise UsageError(
                     "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the "
                     "hook, or do without it."
                 )
-        policy.divide_factor = factor
+        for policy in policies:
+            policy.divide_factor = factor
 
     # -- whole parameters ----------------------------------------------------------------------------------------
 
@@ -445,8 +449,8 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Raises:
             OptionError: inside ``summon_full_params``, forward or backward.
         """
-        if self._unit.tree is not None:
-            self._unit.tree.recover()
+        if isinstance(self._unit.context, Schedule):
+            self._unit.context.recover()
         if self._unit.phase is not Phase.IDLE:
             raise OptionError(f"apply was called while unit {self._unit.name!r} is {self._unit.phase.value}.")
         with summon_full_params(self, recurse=False, writeback=True):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.runtime import Phase, check_idle, copy_policy, copy_unit, register_forward_method
+from fsdp_flat.runtime import Phase, check_idle, copy_unit, register_forward_method
 from fsdp_flat.semi_private import SemiPrivateNames, describe_flat_params, forget_tensors
 
 __all__ = ["LifeMethods"]
@@ -61,7 +61,6 @@ class LifeMethods(SemiPrivateNames):
         describe_flat_params(copied)
         for method in unit.forward_methods:
             register_forward_method(twin, method)
-        copy_policy(unit, twin, copied)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:

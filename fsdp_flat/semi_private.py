@@ -27,7 +27,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.layout import Interval
-from fsdp_flat.runtime import Phase, Unit, check_idle, reset_tree
+from fsdp_flat.runtime import Phase, Schedule, Unit, check_idle, reset_schedule
 
 __all__ = [
     "HYBRID_SHARDING_STRATEGIES",
@@ -317,8 +317,7 @@ class SemiPrivateNames(nn.Module):
         return {} if handle is None else {self._unit.module: handle}
 
     def _of_root(self, name: str) -> list[SemiPrivateNames]:
-        tree = self._unit.tree
-        if tree is None or tree.root is not self._unit:
+        if not self._is_root:
             raise AttributeError(f"{name} is there on the outermost wrapper only, after its first use.")
         return [child for child in self.modules() if isinstance(child, SemiPrivateNames)]
 
@@ -333,8 +332,8 @@ class SemiPrivateNames(nn.Module):
     @property
     def _is_root(self) -> bool | None:
         """None before the first use. Assigning False or None makes a root forget that it is one."""
-        tree = self._unit.tree
-        return None if tree is None else tree.root is self._unit
+        context = self._unit.context
+        return context.root is self._unit if isinstance(context, Schedule) else None
 
     @_is_root.setter
     def _is_root(self, value: bool | None) -> None:
@@ -342,8 +341,8 @@ class SemiPrivateNames(nn.Module):
             self._reset_lazy_init()
 
     def _reset_lazy_init(self) -> None:
-        if self._unit.tree is not None:
-            reset_tree(self._unit.tree.units)
+        if isinstance(self._unit.context, Schedule):
+            reset_schedule(self._unit.context.units)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
@@ -432,11 +431,11 @@ class SemiPrivateNames(nn.Module):
 
     @property
     def _comm_hook(self) -> Any:
-        return None if self._unit.tree is None else self._unit.tree.policy.hook
+        return self._unit.policy.hook
 
     @property
     def _comm_hook_state(self) -> Any:
-        return None if self._unit.tree is None else self._unit.tree.policy.hook_state
+        return self._unit.policy.hook_state
 
     @property
     def _state_dict_type(self) -> StateDictType:

@@ -8,6 +8,7 @@ from fsdp_flat.comm.agreement import (
     gather_bytes,
     scatter_bytes,
 )
+from fsdp_flat.comm.collective_log import CollectiveLog
 from fsdp_flat.comm.collectives import (
     Collectives,
     Pending,
@@ -15,7 +16,7 @@ from fsdp_flat.comm.collectives import (
     is_simulated,
 )
 from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
-from fsdp_flat.comm.groups import Axis, UnitGroups, resolve_groups
+from fsdp_flat.comm.groups import Axis, UnitGroups, host_group, resolve_groups
 from fsdp_flat.comm.meeting import meet
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.routes import collectives_for
@@ -27,6 +28,7 @@ __all__ = [
     "STRATEGIES",
     "AllGather",
     "Axis",
+    "CollectiveLog",
     "Collectives",
     "CustomCollectives",
     "Lanes",
@@ -45,6 +47,7 @@ __all__ = [
     "exchange_bytes",
     "exchange_ints",
     "gather_bytes",
+    "host_group",
     "is_simulated",
     "meet",
     "resolve_groups",

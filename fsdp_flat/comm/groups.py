@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["Axis", "UnitGroups", "resolve_groups"]
+__all__ = ["Axis", "UnitGroups", "host_group", "resolve_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,19 @@ class UnitGroups:
     def process_group(self) -> dist.ProcessGroup | None:
         """The group of :attr:`primary`."""
         return self.primary.group
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a new gloo group.
+
+    Every rank of the group must call this.
+    """
+    try:
+        group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        ranks = dist.get_process_group_ranks(group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    return group
 
 
 def resolve_groups(

@@ -1,19 +1,24 @@
 """The only file that knows about accelerator streams; on the CPU every method does nothing.
 
-The order that is kept, without ``record_stream`` and without blocking the host:
+One object serves a whole tree of units. The order that it keeps, without ``record_stream`` and without blocking the
+host:
 
-* gathers run on their own stream. A gather may write its buffer (memory of the gather stream) only after
-  compute has finished with what the buffer held before: :meth:`Streams.freed` records that on the compute
-  stream and the next gather waits for it.
-* compute waits for a gather before it uses the buffer.
-* reductions run on their own stream, after the compute that made the gradients. A buffer that a reduction
-  reads is kept until compute has waited for that reduction.
+* all-gathers run on their own stream. An all-gather may write its buffer (memory of the all-gather stream) only after
+  compute has finished with the former content: :meth:`Streams.buffers_freed` records that on the compute stream, and
+  the next all-gather waits for it.
+* every all-gather waits for the optimizer: :meth:`Streams.shards_written`.
+* compute waits for an all-gather before it uses the buffer.
+* reduce-scatters run on their own stream, after the compute that made the gradients. A buffer that a reduce-scatter
+  reads is kept until compute has waited for that reduce-scatter.
+* copies to the host go into pinned memory. The host waits for them once, at the end of a backward, because an optimizer
+  on the CPU reads them next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -22,73 +27,139 @@ __all__ = ["AcceleratorStreams", "Streams", "streams_for"]
 
 
 class Streams:
-    """The CPU twin: one queue of work, so nothing to order."""
+    """The CPU's: one queue of work, so there is nothing to order.
+
+    Attributes:
+        all_gathers: a context; work inside runs on the all-gather stream, after every buffer freed so far is out of
+            use and the shards are written.
+        reduce_scatters: a context; work inside runs on the reduce-scatter stream, after the compute issued so far.
+    """
 
     is_accelerator = False
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        """Work inside runs where gathers run, after every buffer freed so far is out of use."""
-        yield
+    def __init__(self) -> None:
+        self.all_gathers: AbstractContextManager[Any] = nullcontext()
+        self.reduce_scatters: AbstractContextManager[Any] = nullcontext()
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
-        """Work inside runs where reductions run, after the compute issued so far."""
-        yield
+    def wait_for_all_gathers(self) -> None:
+        """Orders compute issued from now on after the all-gathers issued so far."""
 
-    def gathered(self) -> None:
-        """Compute issued from now on comes after the gathers issued so far."""
+    def wait_for_reduce_scatters(self) -> None:
+        """Orders compute issued from now on after the reduce-scatters issued so far."""
 
-    def reduced(self) -> None:
-        """Compute issued from now on comes after the reductions issued so far."""
+    def buffers_freed(self) -> None:
+        """Notes that gathered buffers are freed: compute issued so far was their last use."""
 
-    def freed(self) -> None:
-        """A gathered buffer is freed: compute issued so far was its last use."""
+    def shards_written(self) -> None:
+        """Notes that compute issued so far may have written shards, which later all-gathers read."""
 
-    def optimizer_ran(self) -> None:
-        """Shards may have been written by compute issued so far; later gathers read them."""
+    def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """``tensor`` on another device and in another dtype, for use after :meth:`wait_for_host_copies`."""
+        return tensor.to(device=device, dtype=dtype)
+
+    def wait_for_host_copies(self) -> None:
+        """Blocks the host until the copies of :meth:`copy_to` that go to it are there; does nothing without any."""
 
 
 class AcceleratorStreams(Streams):
-    """Side streams of one accelerator for gathers and reductions."""
+    """Side streams of one accelerator for all-gathers and reduce-scatters.
+
+    Args:
+        device: the accelerator.
+        new_stream: makes a stream.
+        current_stream: the stream of compute.
+    """
 
     is_accelerator = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        new_stream: Callable[[torch.device], Any] = torch.Stream,
+        current_stream: Callable[[torch.device], Any] | None = None,
+    ) -> None:
         self._device = device
-        self._gather = torch.Stream(device)
-        self._reduce = torch.Stream(device)
-        self._last_free: Any = None
+        self._new_stream = new_stream
+        self._current_stream = current_stream
+        # Most units never use the streams that they are born with: their tree's are.
+        self._all_gather: Any = None
+        self._reduce_scatter: Any = None
+        self._buffers_free: Any = None
         self._shards_ready: Any = None
+        self._host_copies: Any = None
+        self.all_gathers = _On(self._enter_all_gathers)
+        self.reduce_scatters = _On(self._enter_reduce_scatters)
 
     def _current(self) -> Any:
-        return torch.accelerator.current_stream(self._device)
+        current = self._current_stream or torch.accelerator.current_stream
+        return current(self._device)
 
-    @contextmanager
-    def gathering(self) -> Iterator[None]:
-        for event in (self._last_free, self._shards_ready):
+    def _enter_all_gathers(self) -> Any:
+        if self._all_gather is None:
+            self._all_gather = self._new_stream(self._device)
+        for event in (self._buffers_free, self._shards_ready):
             if event is not None:
-                self._gather.wait_event(event)
-        with self._gather:
-            yield
+                self._all_gather.wait_event(event)
+        return self._all_gather
 
-    @contextmanager
-    def reducing(self) -> Iterator[None]:
-        self._reduce.wait_stream(self._current())
-        with self._reduce:
-            yield
+    def _enter_reduce_scatters(self) -> Any:
+        if self._reduce_scatter is None:
+            self._reduce_scatter = self._new_stream(self._device)
+        current = self._current()
+        if current != self._reduce_scatter:
+            self._reduce_scatter.wait_stream(current)
+        return self._reduce_scatter
 
-    def gathered(self) -> None:
-        self._current().wait_stream(self._gather)
+    def wait_for_all_gathers(self) -> None:
+        if self._all_gather is not None:
+            self._current().wait_stream(self._all_gather)
 
-    def reduced(self) -> None:
-        self._current().wait_stream(self._reduce)
+    def wait_for_reduce_scatters(self) -> None:
+        if self._reduce_scatter is not None:
+            self._current().wait_stream(self._reduce_scatter)
 
-    def freed(self) -> None:
-        self._last_free = self._current().record_event()
+    def buffers_freed(self) -> None:
+        self._buffers_free = self._current().record_event()
 
-    def optimizer_ran(self) -> None:
+    def shards_written(self) -> None:
         self._shards_ready = self._current().record_event()
+
+    def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        if device.type != "cpu" or tensor.device.type == "cpu":
+            return tensor.to(device=device, dtype=dtype, non_blocking=True)
+        narrow = tensor.to(dtype)
+        copy = torch.empty(tensor.shape, dtype=dtype, device=device, pin_memory=True)
+        copy.copy_(narrow, non_blocking=True)
+        self._host_copies = self._current().record_event()
+        return copy
+
+    def wait_for_host_copies(self) -> None:
+        event, self._host_copies = self._host_copies, None
+        if event is not None:
+            event.synchronize()
+
+
+class _On:
+    """A context in which a stream is the current one; may be entered again and again, also inside itself.
+
+    Args:
+        enter: orders the stream after earlier work and returns it.
+    """
+
+    def __init__(self, enter: Callable[[], Any]) -> None:
+        self._enter = enter
+        self._entered: list[Any] = []
+
+    def __enter__(self) -> None:
+        stream = self._enter()
+        self._entered.append(stream)
+        stream.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._entered.pop().__exit__(kind, error, traceback)
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,10 +10,9 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 __all__ = [
-    "accumulate_grad_node",
     "in_backward",
     "look_at_operations",
-    "num_nodes_that_will_run",
+    "node_will_run",
     "swap_memory",
     "take_as_parameter",
 ]
@@ -24,25 +24,17 @@ _functions: dict[Any, Any] = {}
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
-def accumulate_grad_node(leaf: torch.Tensor) -> Any:
-    """The autograd node that accumulates into ``leaf``, which must be a leaf that requires a gradient."""
-    return torch.autograd.graph.get_gradient_edge(leaf).node
+# Id of the running backward on this thread, or -1 outside of one. It tells an activation recomputation from an ordinary
+# forward; there is no public way to ask.
+in_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def in_backward() -> int:
-    """Id of the running backward pass on this thread, or -1 outside of one.
-
-    It tells an activation recomputation from an ordinary forward; there is no public way to ask.
-    """
-    return torch._C._current_graph_task_id()
-
-
-def num_nodes_that_will_run(nodes: list[Any]) -> int:
-    """How many of ``nodes`` the running backward pass executes, once each.
+def node_will_run(node: Any) -> bool:
+    """Whether the running backward executes an autograd node.
 
     ``register_multi_grad_hook`` asks the same question by the same name.
     """
-    return sum(map(torch._C._will_engine_execute_node, nodes))
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:

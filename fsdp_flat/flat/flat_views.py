@@ -141,7 +141,17 @@ class FlatViews(Views):
             run_grad_hooks(self.flat_param)
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
-        return [PartialGrad(self.flat_param, own)] if any(landed) else []
+        return [PartialGrad(self.flat_param, own, lambda: f"the flat parameter of unit {self.unit_name!r}")] if any(landed) else []
+
+    def adopt_changes(self) -> None:
+        self._check_not_dtensor(0, self.module._parameters.get(FLAT_PARAM))
+
+    def check_shown(self) -> None:
+        for index, entry in enumerate(self.params):
+            for site in entry.sites:
+                current = site.module.__dict__.get(site.name)
+                if current is not self._stand_ins[index] and not self._is_shown(index, current):
+                    self._raise_assigned(index)
 
     def version(self) -> int:
         return self.flat_param._version + self._num_rewrites

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
+from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.buffer import FlatBuffer
 from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.layout import FlatLayout
 
-__all__ = ["GradientWindow", "PartialGrad"]
+__all__ = ["GradientWindow", "PartialGrad", "UnreducedGrad"]
 
 
 class GradientWindow:
@@ -85,21 +89,73 @@ class GradientWindow:
         self.num_landed = 0
 
 
+class UnreducedGrad(torch.Tensor):
+    """A ``.grad`` between two backwards inside ``no_sync``: this rank's own, not yet reduced over ranks.
+
+    Reading it works as for any tensor. Writing it, or anything computed from it, into another tensor raises: that is an
+    optimizer's step (or a gradient scaler's), which would go on with one rank's gradient.
+    """
+
+    _describe: Callable[[], str]
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
+        """``grad``, the same memory; ``describe`` returns the parameter's name for the error."""
+        unreduced = grad.as_subclass(cls)
+        unreduced._describe = describe
+        return unreduced
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        describe = _first_unreduced(args, kwargs)._describe
+        if name.endswith("_") and not name.startswith("__"):
+            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            if not isinstance(target, cls):
+                raise UsageError(
+                    f"{name} was to write the gradient of {describe()} into another tensor, as an optimizer's step "
+                    "does, but it is unreduced: all backwards since the last step were inside no_sync, so it is this "
+                    "rank's own. Run the last backward of an accumulation outside of no_sync, then step."
+                )
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            return _marked(result, describe)
+        return [_marked(item, describe) for item in result] if name.startswith("_foreach") and result else result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.clone().as_subclass(torch.Tensor)
+
+
+def _marked(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
+    """A result of an operation on an unreduced gradient; scalars, norms for example, are for reading."""
+    is_plain = result.dim() == 0 or isinstance(result, UnreducedGrad)
+    return result if is_plain else UnreducedGrad.of(result, describe)
+
+
+def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
+    given = [*args, *(kwargs or {}).values()]
+    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return next(item for item in flat if isinstance(item, UnreducedGrad))
+
+
 class PartialGrad:
-    """What ``param.grad`` was set to, or was left as, between two backwards inside ``no_sync``.
+    """The ``.grad`` of a parameter as it was set, or was left, between two backwards inside ``no_sync``.
 
     Args:
-        param: what the optimizer holds.
+        param: the parameter that the optimizer holds.
         piece: this rank's part of the waiting gradient, in the parameter's shape.
+        describe: returns the parameter's name for errors.
     """
 
     __slots__ = ("_grad", "_ours", "_param", "_version")
 
-    def __init__(self, param: nn.Parameter, piece: torch.Tensor) -> None:
+    def __init__(self, param: nn.Parameter, piece: torch.Tensor, describe: Callable[[], str]) -> None:
         self._param = param
         self._ours = param.grad is None
         if self._ours:
-            param.grad = piece if piece.dtype == param.dtype else piece.to(param.dtype)
+            param.grad = UnreducedGrad.of(piece.to(param.dtype), describe)
         self._grad = param.grad
         self._version = -1 if self._grad is None else self._grad._version
 

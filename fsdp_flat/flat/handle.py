@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat._torch import accumulate_grad_node, num_nodes_that_will_run
 from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
@@ -108,7 +107,7 @@ class FlatParamHandle:
             align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
             tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
         )
-        self.on_landed: Callable[[FlatParamHandle], None] = lambda _handle: None
+        self.on_landed: Callable[[], None] = lambda: None
         self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
         self.generation = 0
         self.pool = MemoryPool()
@@ -116,7 +115,7 @@ class FlatParamHandle:
         self._window: GradientWindow | None = None
         self._spare_window: GradientWindow | None = None
         self._partial: list[PartialGrad] = []
-        self._hooked: list[Any] = []
+        self._num_trainable = 0
         self._synced: list[bool] = [False] * len(params)
         self._variants: dict[torch.dtype, _Variant] = {}
         self._guises = {index: entry.guise for index, entry in enumerate(params) if entry.guise is not PLAIN}
@@ -173,7 +172,6 @@ class FlatParamHandle:
 
     def _show_other_leaves(self) -> None:
         self.views.use_leaves(self._use_variant(self.views.params))
-        self._hooked = []
         # A variant that was in use before has its flags and hooks still.
         self._synced = [leaf.requires_grad for leaf in self.views.leaves]
         self._sync_requires_grad()
@@ -259,7 +257,7 @@ class FlatParamHandle:
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter here is to get a gradient."""
-        return bool(self._hooked)
+        return self._num_trainable > 0
 
     def show_full(self) -> None:
         """Point the modules at the leaves, which follow what the user set ``requires_grad`` to."""
@@ -272,7 +270,7 @@ class FlatParamHandle:
         if shown != before:
             self.views.adopt_requires_grad(shown, before)
         wanted = self.views.requires_grad()
-        if wanted == shown == before and len(self._hooked) == sum(wanted):
+        if wanted == shown == before:
             return
         for index, (leaf, want, was) in enumerate(zip(leaves, wanted, before, strict=True)):
             leaf.requires_grad_(want)
@@ -281,11 +279,7 @@ class FlatParamHandle:
             elif was and not want:
                 leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
-        self._hooked = [accumulate_grad_node(leaf) for leaf in leaves if leaf.requires_grad]
-
-    def num_expected(self) -> int:
-        """Gradients that the running backward pass will bring."""
-        return num_nodes_that_will_run(self._hooked)
+        self._num_trainable = sum(wanted)
 
     @untraced
     def _landed(self, index: int, leaf: torch.Tensor) -> None:
@@ -305,7 +299,7 @@ class FlatParamHandle:
         if self._guises:
             grad = self._guises.get(index, PLAIN).local(grad)
         self._window.land(index, grad)
-        self.on_landed(self)
+        self.on_landed()
 
     def _new_window(self, device: torch.device) -> GradientWindow:
         window, self._spare_window = self._spare_window, None
@@ -323,10 +317,10 @@ class FlatParamHandle:
         """One byte a parameter: 1 where a gradient waits here."""
         return bytes(len(self.layout.slots)) if self._window is None else bytes(self._window.landed)
 
-    @property
-    def num_trainable(self) -> int:
-        """Parameters that are to get a gradient."""
-        return len(self._hooked)
+    def take_landed(self) -> bytes:
+        """As :attr:`landed`, for gradients about to be reduced: those that the caller has cleared are dropped."""
+        self._withdraw_partial()
+        return self.landed
 
     def take_gradient(self) -> tuple[torch.Tensor, GradientWindow | None]:
         """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle.
@@ -370,7 +364,7 @@ class FlatParamHandle:
 
         It costs no memory, and shows by its absence that the caller has cleared the gradients.
         """
-        if self._window is not None:
+        if self._window is not None and not self._partial:
             self._window.is_shown = True
             own = self._window.close(self.pool)[self.layout.shard(self.spec.rank).to_slice()]
             self._partial = self.views.show_partial(own, self.landed)
@@ -447,11 +441,11 @@ class FlatParamHandle:
         twin = copy.copy(self)
         twin.spec = replace(self.spec, module=module)
         twin.flat_param = flat_param
-        twin.on_landed = lambda _handle: None
+        twin.on_landed = lambda: None
         twin._state = ShardState.SHARDED
         twin._window, twin._spare_window, twin._partial = None, None, []
         twin.pool = MemoryPool()
-        twin._hooked, twin._synced, twin._variants = [], [False] * len(params), {}
+        twin._num_trainable, twin._synced, twin._variants = 0, [False] * len(params), {}
         leaves = twin._use_variant(params)
         spec = twin.spec
         twin.views = type(self.views)(params, leaves, twin.layout, spec.rank, flat_param, module, spec.unit_name)

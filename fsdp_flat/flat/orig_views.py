@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -59,6 +60,11 @@ class OrigViews(Views):
 
     def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
         super().use_leaves(leaves)
+        self._places = [
+            (index, (site.module._parameters, site.name))
+            for index, entry in enumerate(self.params)
+            for site in entry.sites
+        ]
         self._bindings = [
             (site.module._parameters, site.name, leaf, entry.param)
             for entry, leaf in zip(self.params, self.leaves, strict=True)
@@ -198,8 +204,8 @@ class OrigViews(Views):
     @_unguarded
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
         return [
-            PartialGrad(sharded, own[piece.in_shard.to_slice()].view(sharded.shape))
-            for sharded, piece, there in zip(self.sharded, self.pieces, landed, strict=True)
+            PartialGrad(sharded, own[piece.in_shard.to_slice()].view(sharded.shape), partial(self.describe, index))
+            for index, (sharded, piece, there) in enumerate(zip(self.sharded, self.pieces, landed, strict=True))
             if there
         ]
 
@@ -216,8 +222,9 @@ class OrigViews(Views):
             [sharded.data_ptr() for sharded in self.sharded]
         ):
             return
-        for parameters, name, _, sharded in self._bindings:
-            current = parameters.get(name)
+        for index, (parameters, name) in self._places:
+            current, sharded = parameters.get(name), self.sharded[index]
+            self._check_not_dtensor(index, current)
             if current is not None and current is not sharded:
                 sharded.data = current.data
         for index, sharded in enumerate(self.sharded):
@@ -225,6 +232,12 @@ class OrigViews(Views):
                 self._write_back(index, sharded.data)
         self.show_shard()
         self.bind_shard()
+
+    def check_shown(self) -> None:
+        shown = ((parameters.get(name), index) for index, (parameters, name) in self._places)
+        for current, index in shown:
+            if current is not self.sharded[index] and not self._is_shown(index, current):
+                self._raise_assigned(index)
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.rewritten()

@@ -15,14 +15,16 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ModuleGuard
-from fsdp_flat.flat.guise import Guise
+from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
@@ -89,9 +91,17 @@ class Views:
             grad = grad if result is None else result
         return grad
 
+    def describe(self, index: int) -> str:
+        """A parameter and its unit, for error texts."""
+        return f"{self.layout.slots[index].fqn!r} of unit {self.unit_name!r}"
+
     def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
         """Show other leaves from now on (another compute dtype)."""
         self.leaves = tuple(leaves)
+        self._storages = [
+            leaf.untyped_storage()._cdata if entry.guise is PLAIN else 0
+            for leaf, entry in zip(self.leaves, self.params, strict=True)
+        ]
 
     def show_full(self) -> None:
         """Point the modules at the gathered parameters."""
@@ -204,6 +214,38 @@ class Views:
 
     def adopt_changes(self) -> None:
         """Take over what the user assigned to sharded parameters since they were last shown."""
+
+    def check_shown(self) -> None:
+        """Raises if a parameter was assigned while the modules pointed at gathered ones: it would be lost.
+
+        Raises:
+            PhaseError: it was.
+        """
+        raise NotImplementedError
+
+    def _is_shown(self, index: int, current: Any) -> bool:
+        """Whether ``current``, which a module holds, is the leaf of a parameter as it was made."""
+        leaf = self.leaves[index]
+        if current is not leaf or self.params[index].guise is not PLAIN:
+            return current is leaf
+        return leaf.untyped_storage()._cdata == self._storages[index]
+
+    def _check_not_dtensor(self, index: int, current: Any) -> None:
+        if isinstance(current, DTensor) and self.params[index].guise is PLAIN:
+            raise UsageError(
+                f"Parameter {self.describe(index)} was replaced by a DTensor: torch's fully_shard was called on a "
+                "module that FullyShardedDataParallel manages, or on one around it. One of the two can shard a "
+                "parameter. Take the wrapper away (fsdp_flat.unwrap) before fully_shard, or pass its parameters as "
+                "ignored_params."
+            )
+
+    def _raise_assigned(self, index: int) -> NoReturn:
+        raise PhaseError(
+            f"Parameter {self.describe(index)} was assigned after a forward, "
+            "while the unit was gathered, and the assignment would be lost. The weights were changed before the "
+            "backward of that forward, or without one. Assign between steps, after backward, or inside "
+            "summon_full_params."
+        )
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
         """Show this rank's part of a waiting gradient (1-D, ``shard_numel``) where one has landed."""

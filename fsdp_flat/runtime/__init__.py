@@ -3,7 +3,7 @@
 from fsdp_flat.runtime.agreement import Words, agree, agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.duplicate import copy_policy, copy_unit
+from fsdp_flat.runtime.duplicate import copy_unit
 from fsdp_flat.runtime.forward import register_forward_method, run_forward, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
@@ -16,17 +16,16 @@ from fsdp_flat.runtime.options import (
     sync_states_from,
 )
 from fsdp_flat.runtime.precision import keep_full_precision, precision_from
+from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
-from fsdp_flat.runtime.tree import Tree, reset_tree, tree_of
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
 from fsdp_flat.runtime.unwrap import unwrap
-from fsdp_flat.runtime.use import Phase
 
 __all__ = [
     "LOW_PRECISION_HOOKS",
     "Ignored",
     "Phase",
-    "Tree",
+    "Schedule",
     "Unit",
     "UnitOptions",
     "Words",
@@ -36,7 +35,6 @@ __all__ = [
     "build_unit",
     "check_idle",
     "compute_device_from",
-    "copy_policy",
     "copy_unit",
     "keep_full_precision",
     "materialize",
@@ -45,13 +43,13 @@ __all__ = [
     "precision_from",
     "prefetch_from",
     "register_forward_method",
-    "reset_tree",
+    "reset_schedule",
     "resolve_ignored",
     "run_forward",
+    "schedule_of",
     "structure_lines",
     "summon_full_params",
     "sync_states_from",
-    "tree_of",
     "true_on_any_rank",
     "unit_of",
     "units_of",

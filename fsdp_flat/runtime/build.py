@@ -42,7 +42,7 @@ def build_unit(
     owners: Owners,
     broadcast: bool,
     on_meta: bool,
-    number: int,
+    unit_id: int,
 ) -> Unit:
     """Make a unit of ``module``: its parameters become shards, in place.
 
@@ -56,7 +56,7 @@ def build_unit(
         owners: for parameters shared between units, the module whose unit takes them.
         broadcast: overwrite this unit's tensors with those of rank 0 first.
         on_meta: some rank has to initialise something in the model first.
-        number: stands for the unit between ranks, the same on all of them.
+        unit_id: stands for the unit between ranks, the same on all of them.
 
     Raises:
         OptionError: parameters that cannot be flattened together.
@@ -94,7 +94,9 @@ def build_unit(
     ]
     buffers = BufferCasts(modules, options.precision.buffer_dtype)
     stored = StoredTensors(child for _, child in modules)
-    unit = Unit(module, name, options, handles, ignored, buffers, stored, number)
+    unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
+    for inner in units_of(module):
+        inner.is_nested = True
     for child in full_precision:
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)

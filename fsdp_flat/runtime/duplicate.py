@@ -18,10 +18,9 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedStandIn, Site, copy_flat_parameter
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.summon import check_idle
-from fsdp_flat.runtime.tree import tree_of
 from fsdp_flat.runtime.unit import Unit, units_of
 
-__all__ = ["copy_policy", "copy_unit"]
+__all__ = ["copy_unit"]
 
 _COPYING = "fsdp_flat is copying an outer unit"
 
@@ -64,24 +63,13 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
         frozenset(memo.get(id(param), param) for param in unit.ignored.params),
     )
     buffers, stored = copy.deepcopy(unit.buffers, memo), copy.deepcopy(unit.stored, memo)
-    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.number)
+    twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.unit_id)
     twin.optim_state_handlers.update(unit.optim_state_handlers)
-    twin.gate_inputs = unit.gate_inputs
+    twin.policy = copy.copy(unit.policy)
+    twin.is_nested = unit.is_nested and not outermost
     for handle in handles:
         handle.views.show_shard()
     return twin
-
-
-def copy_policy(unit: Unit, wrapper: nn.Module, twin: Unit) -> None:
-    """Give the copy of a root the root's communication hook and divide factor.
-
-    Args:
-        unit: the original.
-        wrapper: the copy's wrapper.
-        twin: the copy.
-    """
-    if unit.tree is not None and unit.tree.root is unit:
-        tree_of(wrapper, twin).policy = copy.copy(unit.tree.policy)
 
 
 def _share_groups(unit: Unit, memo: dict[Any, Any]) -> None:

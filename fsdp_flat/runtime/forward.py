@@ -1,4 +1,4 @@
-"""The forward of a unit: gather, run, free, and hook the outputs for backward."""
+"""The forward of a unit: gather, run, free, and hook inputs and outputs for backward."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import active_compiler, in_backward, untraced, untraced_here
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE
+from fsdp_flat.runtime.context import profiled
+from fsdp_flat.runtime.records import ForwardRecord
+from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
-from fsdp_flat.runtime.tree import Tree, tree_of
 from fsdp_flat.runtime.unit import Unit, unit_of
-from fsdp_flat.runtime.use import Use
 
 __all__ = ["register_forward_method", "run_forward", "unshard_for"]
 
@@ -84,7 +86,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     unit = unit_of(module)
     if unit is None:
         return
-    method = getattr(unit.module, method_name, None)
+    method = getattr(module._modules[FSDP_WRAPPED_MODULE], method_name, None)
     if not callable(method):
         raise OptionError(
             f"{type(unit.module).__name__} has no method {method_name!r} to run with gathered parameters."
@@ -92,135 +94,160 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return run_forward(module, unit, args, kwargs, method)
+        # Looked up anew: the wrapped module may have been replaced since (activation checkpointing, torch.compile).
+        wrapped = module._modules[FSDP_WRAPPED_MODULE]
+        return run_forward(module, unit, args, kwargs, getattr(wrapped, method_name))
 
     module.__dict__[method_name] = gathered
     unit.forward_methods.add(method_name)
 
 
 class _Forward:
-    """One forward of a unit, from the gather to the hooks on its outputs."""
+    """One forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = ("_entered", "_outermost", "_recomputing", "_tree", "_unit", "_use")
+    __slots__ = ("_entered", "_outermost", "_record", "_schedule", "_unit")
 
     @untraced
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
-        self._tree = tree_of(wrapper, unit)
+        self._schedule = schedule = schedule_of(wrapper, unit)
         if not unit.options.use_orig_params:
-            self._tree.check_compiles(unit, compiler)
-        self._recomputing = in_backward() != -1
-        self._outermost = False
+            schedule.check_compiles(unit, compiler)
         self._entered = False
-        self._use = Use(unit, None)
+        self._outermost = False
+        if schedule.recomputes:
+            self._record = ForwardRecord(unit, None, -1)
+        else:
+            self._outermost = schedule.iteration is None
+            self._record = schedule.begin_forward(unit)
 
     @untraced
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gather, begin the next gather, and prepare the inputs."""
-        unit, tree = self._unit, self._tree
-        if not self._recomputing:
-            self._outermost = tree.begin_forward(unit)
-        tree.note("pre_forward", unit)
-        if self._outermost and unit.streams.is_accelerator:
-            args, kwargs = _to_device((args, kwargs), unit.options.device)
-        unit.enter_forward()
-        self._entered = True
-        if not self._recomputing:
-            tree.prefetch_forward(unit)
-        use = self._use
-        use.record = tree.current_pass
-        use.version = unit.gathered_version
-        if unit.cast_inputs is not None and not use.full_precision and tree.casts_inputs_of(unit):
-            args, kwargs = unit.cast_inputs(args, kwargs)
-        if unit.gate_inputs and torch.is_grad_enabled():
-            args, kwargs = _gate(use, args, kwargs)
+        """Gathers, begins the next all-gather, and prepares the inputs."""
+        unit, schedule, record = self._unit, self._schedule, self._record
+        with profiled("pre_forward", unit.name):
+            schedule.note("pre_forward", unit)
+            if self._outermost and schedule.streams.is_accelerator:
+                args, kwargs = _to_device((args, kwargs), unit.options.device)
+            unit.enter_forward()
+            self._entered = True
+            schedule.arrived(unit)
+            record.weights = unit.weights(record.weights.full_precision)
+            if record.iteration is not None:
+                schedule.prefetch_forward(unit)
+            if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):
+                args, kwargs = unit.cast_inputs(args, kwargs)
+            if unit.handles and torch.is_grad_enabled():
+                args, kwargs = _gate(record, args, kwargs)
         return args, kwargs
 
     @untraced
     def fail(self) -> None:
-        """The forward raised.
+        """Leaves a forward that raised.
 
         Inside backward this may be a checkpoint that has recomputed enough; the parameters stay for the backward
         that follows. Elsewhere the step is over, unless a caller further out catches the exception.
         """
+        recomputes = in_backward() != -1
+        if self._outermost and not recomputes:
+            self._schedule.abort()
+            return
+        if self._entered:
+            self._unit.exit_forward(keep=recomputes)
         if self._outermost:
-            self._tree.abort()
-        elif self._entered:
-            self._unit.exit_forward(keep=self._recomputing)
+            self._schedule.end_iteration()
 
     @untraced
     def leave(self, output: Any) -> None:
-        """Hook the outputs and free the parameters, or keep them for backward."""
-        self._close(_hook_outputs(self._tree, self._use, output))
+        """Hooks the outputs and frees the parameters, or keeps them for backward."""
+        self._close(_hook_outputs(self._record, output, always=self._outermost))
 
     def leave_open(self) -> None:
-        """There is no output to hook: keep the parameters for whatever backward follows."""
+        """Keeps the parameters for whatever backward follows: there is no output to hook."""
         self._close(torch.is_grad_enabled(), open_ended=True)
 
-    def _close(self, expects_backward: bool, *, open_ended: bool = False) -> None:
-        unit, tree = self._unit, self._tree
-        tree.note("post_forward", unit)
-        reshards = unit.options.strategy.reshard_after_forward and unit is not tree.root
-        keep = expects_backward and (open_ended or self._recomputing or not reshards)
-        # A re-entrant checkpoint runs its units without gradients, so the pass says whether a backward may come.
-        keep_memory = not keep and not open_ended and unit is not tree.root and unit.gathers and tree.pass_trains
-        unit.exit_forward(keep=keep, keep_memory=keep_memory)
-        if keep_memory:
-            tree.note_kept(unit)
-        if self._outermost:
-            self._tree.end_forward()
+    def _close(self, returns: bool, *, open_ended: bool = False) -> None:
+        unit, schedule, record = self._unit, self._schedule, self._record
+        with profiled("post_forward", unit.name):
+            schedule.note("post_forward", unit)
+            iteration = record.iteration
+            reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root
+            keep = returns and (open_ended or iteration is None or not reshards)
+            # A re-entrant checkpoint runs its units without gradients, so the iteration says whether a backward may
+            # come.
+            trains = iteration is not None and iteration.trains
+            keep_memory = not keep and not open_ended and unit is not schedule.root and unit.gathers and trains
+            schedule.end_forward(record, returns=returns and not open_ended)
+            unit.exit_forward(keep=keep, keep_memory=keep_memory)
+            if keep_memory:
+                schedule.note_kept(unit)
+            if self._outermost:
+                schedule.end_iteration()
 
 
-def _hook_outputs(tree: Tree, use: Use, output: Any) -> bool:
-    """Have backward announce itself; returns whether there may be one."""
-    if not torch.is_grad_enabled():
+def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
+    """Has backward announce itself; returns whether there may be one that needs the unit's parameters.
+
+    Args:
+        record: of the forward.
+        output: of the forward.
+        always: also where the unit has no parameters, so that a backward begins at the outermost unit.
+    """
+    unit = record.unit
+    if not torch.is_grad_enabled() or not (unit.handles or always):
         return False
-    unit = use.unit
     outputs = differentiable_tensors(output)
     if unit.handles:
         outputs += unit.stored.tensors()
     if not outputs:
         return False
-    if unit.handles:
-        tree.record(use)
-        hook = functools.partial(_reached, use)
-        for tensor in outputs:
-            tensor.register_hook(hook)
-    return True
+    if record.iteration is not None:
+        record.iteration.has_outputs = True
+    hook = functools.partial(_outputs_reached, record)
+    for tensor in outputs:
+        tensor.register_hook(hook)
+    return bool(unit.handles)
+
+
+def _schedule_now(unit: Unit) -> Schedule:
+    # A root may have taken the unit over since the forward.
+    assert isinstance(unit.context, Schedule)
+    return unit.context
 
 
 @untraced
-def _reached(use: Use, _grad: torch.Tensor) -> None:
-    """Backward has reached an output of ``use``."""
-    unit_tree(use.unit).pre_backward(use)
-
-
-def unit_tree(unit: Unit) -> Tree:
-    """The tree that a unit belongs to now (its root may have taken it over since forward)."""
-    assert unit.tree is not None
-    return unit.tree
+def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
+    _schedule_now(record.unit).outputs_reached(record)
 
 
 class _InputGate(torch.autograd.Function):
-    """Passes tensors through, and says when the gradients of all of them are there.
+    """Passes the inputs of a forward through, and calls when the gradients of all of them are there.
 
     The outputs are fresh aliases, not views made in here: a module may change its input in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, use: Use, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.use = use
+    def forward(ctx: Any, record: ForwardRecord, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.record = record
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        if record.iteration is not None:
+            record.iteration.add_gate(ctx)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     @untraced
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.use.unit.inputs_complete(ctx.use)
+        record = ctx.record
+        _schedule_now(record.unit).inputs_complete(record)
         return (None, *grads)
 
 
-def _gate(use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _gate(
+    record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Puts an autograd node on the inputs that need gradients; without any, the end of backward ends the forward's."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+        return (_InputGate.apply(record, args[0]) if args[0].requires_grad else args), kwargs
     found: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,8 +259,7 @@ def _gate(use: Use, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
     unique = list(found.values())
     if not unique:
         return args, kwargs
-    gated = dict(zip(map(id, unique), _InputGate.apply(use, *unique), strict=True))
-    use.waits_for_inputs = True
+    gated = dict(zip(map(id, unique), _InputGate.apply(record, *unique), strict=True))
     args, kwargs = map_tensors((args, kwargs), lambda tensor: gated.get(id(tensor), tensor))
     return args, kwargs
 

@@ -1,4 +1,4 @@
-"""The reduction of one handle's gradient: sum over the shard axis, then over the replicate axis, then the mean."""
+"""The reduction of one handle's gradient: sum over the shard group, then over the replicate group, then the mean."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import Collectives, Pending, Streams, UnitGroups, begin_all_reduce
+from fsdp_flat.comm import Collectives, Pending, Streams, begin_all_reduce
 from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.runtime.options import UnitOptions
 
 __all__ = ["Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
 
@@ -27,11 +28,11 @@ def predivide_factor(num_ranks: int) -> float:
 
 @dataclass(slots=True)
 class ReductionPolicy:
-    """How gradients are combined over ranks; one for a tree, read when a reduction begins and ends.
+    """How one unit's gradients are combined over ranks; read when a reduction begins and ends.
 
     Attributes:
-        divide_factor: what the sum over ranks is divided by, a number or a scalar tensor; None is the number of
-            ranks, which makes it the mean.
+        divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which
+            makes it the mean.
         hook: a communication hook in place of the reduction, called with ``hook_state``.
         hook_state: the first argument of ``hook``.
         dtype: dtype in which gradients travel, for the built-in low-precision hooks.
@@ -65,55 +66,58 @@ class Reduction:
     def __init__(
         self,
         handle: FlatParamHandle,
-        groups: UnitGroups,
+        options: UnitOptions,
         collectives: Collectives | None,
         streams: Streams,
         policy: ReductionPolicy,
     ) -> None:
         self.handle = handle
-        self._groups = groups
+        self._groups = groups = options.groups
         self._streams = streams
         self._policy = policy
         self._replicated = False
         self._scratch: tuple[torch.Tensor, ...] = ()
         self._postscale: float = groups.num_ranks
         with torch.no_grad():
-            flat, window = handle.take_gradient()
-            # Hooks may keep what they are given, and without a shard axis the window itself becomes the gradient.
-            self._used_up = None if collectives is None or policy.hook is not None else window
+            flat, gradient = handle.take_gradient()
+            # Hooks may keep their arguments, and where nothing is sharded the flat buffer becomes the gradient.
+            self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
             if policy.hook is not None:
-                self._pending = Pending((), self._call_hook(policy.hook, policy.hook_state, flat))
+                self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
             if flat.dtype == torch.float16:
                 prescale = predivide_factor(groups.num_ranks)
                 flat.div_(prescale)
                 self._postscale /= prescale
-            with streams.reducing():
+            with streams.reduce_scatters:
                 if collectives is None:
                     self._pending = Pending((), flat)
                     self.advance()
                 else:
                     self._pending = collectives.begin_reduce_scatter(flat, handle.pool.empty_like)
 
-    def _call_hook(self, hook: Callable[..., Any], state: Any, flat: torch.Tensor) -> torch.Tensor:
-        """Hooks divide by themselves; what is left is the mean over the replicate axis of a hybrid strategy."""
-        self._postscale = self._groups.replicate.size if self._groups.shard.size > 1 else 1.0
-        if self._groups.shard.size == 1:
+    def _call_hook(self, flat: torch.Tensor, *, shards: bool) -> torch.Tensor:
+        """Hooks divide by themselves; the mean over the replicate group of a hybrid strategy is left to take."""
+        hook, state = self._policy.hook, self._policy.hook_state
+        assert hook is not None
+        if not shards:
+            self._postscale = 1.0
             self._replicated = True
             hook(state, flat)
             return flat
+        self._postscale = self._groups.replicate.size
         out = flat.new_zeros(self.handle.layout.shard_numel)
         hook(state, flat, out)
         return out
 
     def advance(self) -> None:
-        """Wait for the sum over the shard axis and begin the one over the replicate axis, if there is one."""
+        """Waits for the sum over the shard group and begins the one over the replicate group, if there is one."""
         if self._replicated or self._groups.replicate.size == 1:
             return
         self._replicated = True
-        with torch.no_grad(), self._streams.reducing():
+        with torch.no_grad(), self._streams.reduce_scatters:
             self._scratch = self._pending.scratch
             self._pending = begin_all_reduce(self._pending.wait(), self._groups.replicate)
 
@@ -124,34 +128,36 @@ class Reduction:
 
     def _free(self) -> None:
         # Memory of compute goes back to compute, which therefore comes after the reduction that read it.
-        self._streams.reduced()
+        self._streams.wait_for_reduce_scatters()
         for scratch in (*self._scratch, *self._pending.scratch):
             self.handle.pool.empty(scratch.untyped_storage())
-        window, self._used_up = self._used_up, None
-        if window is not None:
-            self.handle.recycle(window)
+        gradient, self._used_up = self._used_up, None
+        if gradient is not None:
+            self.handle.recycle(gradient)
 
     def finish(self) -> torch.Tensor:
         """The mean gradient of this rank's shard (1-D, the parameters' dtype)."""
         self.advance()
-        with torch.no_grad(), self._streams.reducing():
+        spec = self.handle.spec
+        with torch.no_grad(), self._streams.reduce_scatters:
             shard = self._pending.wait()
             if self._postscale != 1.0:
                 shard.div_(self._postscale)
-            dtype = shard.dtype if self.handle.spec.keep_reduce_dtype else self.handle.orig_dtype
-            shard = shard.to(dtype=dtype, device=self.handle.spec.shard_device)
+            dtype = shard.dtype if spec.keep_reduce_dtype else self.handle.orig_dtype
+            if shard.dtype != dtype or shard.device != spec.shard_device:
+                shard = self._streams.copy_to(shard, spec.shard_device, dtype)
         self._free()
         return shard
 
     @property
     def rescale(self) -> float | torch.Tensor | None:
-        """What :meth:`finish`'s mean is to be multiplied by, if the caller gave a factor of their own."""
+        """Factor for the mean that :meth:`finish` gives, if the caller has set a divisor of their own."""
         factor = self._policy.divide_factor
         return None if factor is None or self._policy.hook is not None else self._groups.num_ranks / factor
 
 
 class Reductions:
-    """The reductions of one backward pass, in the order in which every rank begins them.
+    """The reductions of one backward, in the order in which every rank begins them.
 
     Few are in flight, so that few flat gradients wait for the network.
 
@@ -171,7 +177,7 @@ class Reductions:
         return not self._in_flight and not self.results
 
     def add(self, begin: Callable[[], Reduction]) -> None:
-        """Begin a reduction; older ones are moved on, and finished where there are too many, to have their memory."""
+        """Begins a reduction; older ones are moved on, and finished where there are too many, to have their memory."""
         for earlier in self._in_flight:
             earlier.advance()
         while len(self._in_flight) >= self._most:
@@ -179,7 +185,7 @@ class Reductions:
         self._in_flight.append(begin())
 
     def finish_done(self) -> None:
-        """Finish what has arrived, so that its memory is free."""
+        """Finishes reductions that have arrived, so that their memory is free."""
         while self._in_flight and self._in_flight[0].is_done:
             self._finish_oldest()
 
@@ -193,10 +199,14 @@ class Reductions:
         else:
             before.add_(shard)
 
-    def finish(self) -> dict[FlatParamHandle, torch.Tensor]:
-        """Wait for everything; the sharded mean gradients by handle."""
+    def finish_all(self) -> None:
+        """Waits for everything."""
         while self._in_flight:
             self._finish_oldest()
+
+    def finish(self) -> dict[FlatParamHandle, torch.Tensor]:
+        """Waits for everything; the sharded mean gradients by handle."""
+        self.finish_all()
         # Only now: a factor may be a tensor that the caller completes while backward runs.
         for handle, reduction in self._last.items():
             scale = reduction.rescale

@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.use import Phase
+from fsdp_flat.runtime.schedule import Schedule
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
 
 __all__ = ["WholeParams", "check_idle", "summon_full_params", "whole_params"]
 
@@ -37,8 +37,8 @@ def check_idle(unit: Unit, what: str) -> None:
     Raises:
         PhaseError: it is.
     """
-    if unit.tree is not None:
-        unit.tree.recover()
+    if isinstance(unit.context, Schedule):
+        unit.context.recover()
     if unit.phase is not Phase.IDLE:
         raise PhaseError(
             f"{what} was called while unit {unit.name!r} is {unit.phase.value}. Call it between steps and outside of "

@@ -1,66 +1,77 @@
-"""A unit: one wrapped module, its handles, and the collectives that gather and reduce them.
+"""A unit: one wrapped module, its handles, and the collectives that all-gather and reduce them.
 
-The unit joins what the flat floor knows (tensors) with what the comm floor knows (groups). It is
-told when to act: by the forward of the wrapper, by autograd hooks, by the tree's prefetch.
+A unit is told when to act: by the forward of the wrapper, by the schedule of its tree. It uses the context that the
+tree has handed down and calls nothing above itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
+from enum import Enum
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import (
-    AllGather,
-    CustomCollectives,
-    Pending,
-    ReduceScatter,
-    Streams,
-    collectives_for,
-    streams_for,
-)
+from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, modules_of
+from fsdp_flat.runtime.context import CommContext, profiled
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
-from fsdp_flat.runtime.reduction import Reduction
+from fsdp_flat.runtime.reduction import Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
-from fsdp_flat.runtime.use import Phase, Use
 
-if TYPE_CHECKING:
-    from fsdp_flat.runtime.tree import Tree
+__all__ = ["Phase", "Unit", "Weights", "unit_of", "units_of"]
 
-__all__ = ["Unit", "unit_of", "units_of"]
+
+class Phase(Enum):
+    """The state of the step for one unit."""
+
+    IDLE = "idle"
+    FORWARD = "in forward"
+    BACKWARD = "in backward"
+    SUMMONED = "inside summon_full_params"
+
+
+class Weights(NamedTuple):
+    """The weights with which a forward ran; its backward needs the same.
+
+    Attributes:
+        full_precision: they were gathered in the original dtype.
+        generation: how often shards had been replaced by conversions.
+        version: a number that changes with their values.
+    """
+
+    full_precision: bool
+    generation: int
+    version: int
 
 
 class Unit:
-    """One wrapped module and what is needed to run it sharded.
+    """One wrapped module and everything needed to run it sharded.
 
     Args:
         module: the wrapped module.
-        name: what errors call the unit until the tree knows its place.
-        options: what it was asked for.
+        name: the name in errors until the unit's place in its tree is known.
+        options: the constructor's arguments.
         handles: one per flat parameter; none if the module has no parameters of its own.
-        ignored: what the unit leaves alone.
+        ignored: modules and parameters that are left alone.
         buffers: buffers that compute in another dtype.
         stored: tensors that the module keeps in forward.
-        number: stands for the unit between ranks, the same on all of them; 0 if it has none.
+        unit_id: stands for the unit between ranks, the same on all of them; 0 if it has none.
 
     Attributes:
-        phase: what the step is doing with it; written by this class and by ``summon_full_params``.
+        phase: the state of the step; written by this class and by ``summon_full_params``.
         sync_gradients: False inside ``no_sync``.
-        tree: what it shares with the other units of its root; None until the first use.
-        gate_inputs: the end of backward is told by the gradients of the inputs, because some parameter
-            here gets none of its own (frozen, unused).
-        last_use: the use whose backward is running, for prefetch.
+        context: streams, memory and records shared with the other units of the tree.
+        policy: how gradients are combined over ranks.
+        is_nested: an outer wrapper was built around this one.
         gathered_version: that of the weights that are gathered, or were last.
-        whole: what ``whole_params`` gathered, while it is open.
+        whole: the tensors that ``whole_params`` gathered, while it is open.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
-        saver: what saves checkpoints of this unit's tree in the background, once one was saved so.
+        saver: saves checkpoints of this unit's tree in the background, once one was saved so.
         optim_state_handlers: by name of an optimizer state, how a caller has it saved and loaded.
     """
 
@@ -73,10 +84,10 @@ class Unit:
         ignored: Ignored,
         buffers: BufferCasts,
         stored: StoredTensors,
-        number: int,
+        unit_id: int,
     ) -> None:
         self.module = module
-        self.number = number
+        self.unit_id = unit_id
         self.ignored = ignored
         self.buffers = buffers
         self.stored = stored
@@ -87,32 +98,38 @@ class Unit:
         self.handles = handles
         self.phase = Phase.IDLE
         self.sync_gradients = True
-        self.tree: Tree | None = None
-        self.streams: Streams = streams_for(options.device)
-        self._collectives = collectives_for(options.groups.shard, options.device, unit=number, name=name)
-        # What a step moves data by; state dicts and summon_full_params always have the library's own, which is exact.
+        self.context = CommContext(options.device)
+        self._issued = self.context.collectives.of(options.groups)
+        self.policy = ReductionPolicy()
+        self.is_nested = False
+        self._collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
+        # For steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
         self._step_collectives = self._collectives
         self._gathers: list[Pending] = []
-        # Of which generation the buffers still hold the parameters, although the unit is sharded.
+        # The generation of the parameters that the buffers still hold although the unit is sharded.
         self._kept: int | None = None
         self._depth = 0
         self.gathered_version = 0
-        self._active: set[Use] = set()
-        self._expected: dict[int, int] = {}
-        self._used: dict[FlatParamHandle, bytes] = {}
-        self._has_reduced = False
-        self._keeps_graph = False
-        self.last_use: Use | None = None
         self.whole: object | None = None
         self.forward_methods: set[str] = set()
         self.saver: object | None = None
         self.optim_state_handlers: dict[str, object] = {}
-        self.gate_inputs = any(handle.num_trainable < len(handle.layout.slots) for handle in handles)
-        for handle in handles:
-            handle.on_landed = self._on_landed
+
+    def rename(self, name: str) -> None:
+        """Takes the name of the unit's place in its tree."""
+        self.name = name
+        for handle in self.handles:
+            handle.rename(name)
+
+    def use_context(self, context: CommContext) -> None:
+        """Uses the streams, memory and records of the tree that the unit belongs to."""
+        self.context = context
+        self._issued = context.collectives.of(self.options.groups)
+        for handle in self.handles:
+            handle.pool = context.pool
 
     def use_collectives(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Gather and reduce by these from the next step on; None is the library's own. See ``fsdp_flat.collectives``.
+        """Uses these in steps from now on; None is the library's own. See ``fsdp_flat.collectives``.
 
         Raises:
             PhaseError: a step is under way.
@@ -121,18 +138,12 @@ class Unit:
             return
         if self._gathers or self.phase is not Phase.IDLE:
             raise PhaseError(
-                f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with a gather or a "
-                "reduction under way. Replace them between steps."
+                f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
+                "or a reduce-scatter under way. Replace them between steps."
             )
         self._step_collectives = CustomCollectives(
             self.options.groups.shard, self._collectives, all_gather, reduce_scatter
         )
-
-    def rename(self, name: str) -> None:
-        """The unit's place in its tree is known."""
-        self.name = name
-        for handle in self.handles:
-            handle.rename(name)
 
     # -- where the data is ---------------------------------------------------------------------------------------
 
@@ -154,32 +165,39 @@ class Unit:
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter is to get a gradient."""
-        return any(handle.is_trainable for handle in self.handles)
+        return any([handle.is_trainable for handle in self.handles])
 
     @property
     def generation(self) -> int:
-        """How often shards were replaced (``.to(dtype)``), so that gathered buffers were as well."""
+        """How often shards were replaced (``.to(dtype)``), and with them the gathered buffers."""
         return sum([handle.generation for handle in self.handles])
 
     def _trace(self, event: str) -> None:
-        if self.tree is not None and self.tree.trace is not None:
-            self.tree.trace.append((event, self.name))
+        if self.context.trace is not None:
+            self.context.trace.append((event, self.name))
 
     def begin_unshard(self) -> None:
-        """Begin to gather, if nothing is gathered yet. Every rank of the shard group must call this."""
+        """Begins to all-gather if nothing is gathered yet. Every rank of the shard group must call this."""
         if not self.handles or not self.is_sharded or self._reuse_kept():
             return
         self._trace("begin_unshard")
+        context, collectives = self.context, self._step_collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
-        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
+        with (
+            profiled("all_gather", self.name),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            context.streams.all_gathers,
+        ):
             for handle in self.handles:
                 handle.adopt_changes()
                 full = handle.begin_unshard()
-                if self._step_collectives is not None:
-                    self._gathers.append(self._step_collectives.begin_all_gather(full))
+                if collectives is not None:
+                    self._issued.append(("all-gather", self))
+                    self._gathers.append(collectives.begin_all_gather(full))
 
     def _reuse_kept(self) -> bool:
-        """Be unsharded with what was kept, if this is the backward that it was kept for."""
+        """Becomes unsharded with the kept buffers, if this is the backward that they were kept for."""
         if self._kept is None:
             return False
         for handle in self.handles:
@@ -196,16 +214,18 @@ class Unit:
         return True
 
     def finish_unshard(self) -> None:
-        """Wait until what was begun is there."""
+        """Waits until everything begun has arrived."""
         if self.is_unsharded:
             return
         gathers, self._gathers = self._gathers, []
-        with self.streams.gathering():
-            for pending in gathers:
-                pending.wait()
-        self.streams.gathered()
-        for handle in self.handles:
-            handle.finish_unshard()
+        streams = self.context.streams
+        with profiled("all_gather_wait", self.name):
+            with streams.all_gathers:
+                for pending in gathers:
+                    pending.wait()
+            streams.wait_for_all_gathers()
+            for handle in self.handles:
+                handle.finish_unshard()
         self.gathered_version = self._version()
         self._trace("finish_unshard")
 
@@ -213,17 +233,18 @@ class Unit:
         return sum([handle.views.version() for handle in self.handles])
 
     def unshard(self) -> None:
-        """Have the parameters gathered and current, and show them to the modules."""
-        if self.is_unsharded and not self.gathers:
-            self.gathered_version = self._version()
-        elif self.is_unsharded and not self._active and self.gathered_version != self._version():
-            # Kept from an earlier forward, and somebody has changed the shards since.
-            self.reshard()
+        """Gathers the current parameters and points the modules at them."""
+        if self.is_unsharded:
+            for handle in self.handles:
+                handle.views.check_shown()
+            if not self.gathers:
+                self.gathered_version = self._version()
+            elif self.phase is not Phase.BACKWARD and self.gathered_version != self._version():
+                # Kept from an earlier forward, and the shards have been changed since.
+                self.reshard()
         if self.is_sharded:
             self.begin_unshard()
         self.finish_unshard()
-        if self.tree is not None:
-            self.tree.arrived(self)
         self.show_full()
 
     @property
@@ -232,33 +253,37 @@ class Unit:
         return self.options.precision.full_in_eval and not self.module.training
 
     def use_full_precision(self, full: bool) -> None:
-        """Compute in the original dtype, or in the low one again; what is gathered in the other one is freed."""
-        if any(h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
+        """Computes in the original dtype, or in the low one again; buffers gathered in the other one are freed."""
+        if any([h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles]):
             self.reshard()
             for handle in self.handles:
                 handle.use_full_precision(full)
 
+    def weights(self, full_precision: bool) -> Weights:
+        """The weights with which a forward that begins now runs."""
+        return Weights(full_precision, self.generation, self.gathered_version)
+
     def params_kept(self) -> dict[nn.Parameter, nn.Parameter]:
-        """For what the modules show while nothing is computed and parameters are gathered: what an optimizer holds."""
+        """Maps parameters shown while nothing is computed but parameters are gathered to those an optimizer holds."""
         if self.is_sharded or self._depth > 0 or in_backward() != -1:
             return {}
         return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
 
     def show_full(self) -> None:
-        """Point the modules at the gathered parameters."""
+        """Points the modules at the gathered parameters."""
         for handle in self.handles:
             handle.show_full()
 
     def show_shard(self) -> None:
-        """Point the modules at this rank's pieces."""
+        """Points the modules at this rank's local shards."""
         for handle in self.handles:
             handle.views.show_shard()
 
     def reshard(self, *, keep_memory: bool = False) -> None:
-        """Free the gathered parameters; a gather on its way is waited for first.
+        """Frees the gathered parameters; an all-gather on its way is waited for first.
 
-        With ``keep_memory`` the unit is sharded to everybody, but the next backward finds its parameters where they
-        were, unless :meth:`drop_kept` comes before.
+        With ``keep_memory`` the unit counts as sharded, but the next backward finds its parameters where they were,
+        unless :meth:`drop_kept` comes before.
         """
         if self.is_sharded:
             self.drop_kept()
@@ -272,25 +297,28 @@ class Unit:
             self.drop_kept()
 
     def drop_kept(self) -> None:
-        """Free what :meth:`reshard` has kept."""
+        """Frees the buffers that :meth:`reshard` has kept."""
         if self._kept is None:
             return
         self._kept = None
         self._trace("reshard")
         for handle in self.handles:
             handle.free()
-        self.streams.freed()
+        self.context.streams.buffers_freed()
 
     def gather_whole(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
-        """Gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) into a whole one (``layout.numel``).
+        """All-gathers a shard-shaped tensor of every handle (1-D, ``shard_numel``) into a whole one (``layout.numel``).
 
         The result is memory of its own, except where nothing is sharded: there it is the given tensor.
         Every rank of the shard group must call this.
         """
-        with torch.inference_mode(False), torch.no_grad(), self.streams.gathering():
-            pendings = [self._begin_gather(handle, of(handle)) for handle in self.handles]
-            wholes = [pending.wait() for pending in pendings]
-        self.streams.gathered()
+        streams = self.context.streams
+        with torch.inference_mode(False), torch.no_grad():
+            streams.shards_written()
+            with streams.all_gathers:
+                pendings = [self._begin_gather(handle, of(handle)) for handle in self.handles]
+                wholes = [pending.wait() for pending in pendings]
+        streams.wait_for_all_gathers()
         return wholes
 
     def _begin_gather(self, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
@@ -303,7 +331,7 @@ class Unit:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """The module's forward begins."""
+        """Begins the module's forward."""
         if self.phase is Phase.SUMMONED:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
@@ -312,173 +340,100 @@ class Unit:
         self._depth += 1
         if self.phase is Phase.IDLE:
             self.phase = Phase.FORWARD
-        if self._depth == 1 and not self._active:
+        if self._depth == 1 and self.phase is not Phase.BACKWARD:
             self.use_full_precision(self.wants_full_precision)
         self.unshard()
 
     def exit_forward(self, *, keep: bool, keep_memory: bool = False) -> None:
-        """The module's forward is over; ``keep`` leaves the parameters gathered for backward.
+        """Ends the module's forward; ``keep`` leaves the parameters gathered for backward.
 
         For ``keep_memory`` see :meth:`reshard`.
         """
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-        if self._depth == 0 and not keep and not self._active:
+        if self._depth == 0 and not keep and self.phase is not Phase.BACKWARD:
             self.reshard(keep_memory=keep_memory)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def activate(self, use: Use) -> None:
-        """Backward has reached the outputs of ``use``: the parameters are needed from here on.
+    def activate(self, weights: Weights) -> None:
+        """Gathers the parameters for the backward of a forward that ran with ``weights``.
 
         Raises:
-            UsageError: what the forward used is gone.
+            UsageError: buffers that the forward used are gone.
             PhaseError: the weights are not those of the forward any more.
         """
         if self.is_sharded:
             for handle in self.handles:
                 handle.adopt_changes()
-        if use.generation != self.generation:
+        if weights.generation != self.generation:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
                 "the forward of this backward, whose buffers are gone. Convert between steps."
             )
         self.phase = Phase.BACKWARD
-        self._keeps_graph = torch.is_grad_enabled()
-        self._active.add(use)
         self._trace("pre_backward")
-        self.use_full_precision(use.full_precision)
+        self.use_full_precision(weights.full_precision)
         self.unshard()
-        if use.version != self.gathered_version:
+        if weights.version != self.gathered_version:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
                 "step, load_state_dict, summon_full_params or an assignment), so its gradients would mix two sets of "
                 "weights. Run backward before changing weights, or forward again after it."
             )
-        if self.is_trainable and use.task not in self._expected:
-            self._expect(use.task)
 
-    def _expect(self, task: int) -> None:
-        self._expected[task] = sum([handle.num_expected() for handle in self.handles])
+    def join_backward(self, weights: Weights) -> None:
+        """Begins to gather as :meth:`activate` does; whether this rank needs the parameters turns out later."""
+        self.use_full_precision(weights.full_precision)
+        self.begin_unshard()
 
-    def _on_landed(self, _handle: FlatParamHandle) -> None:
-        assert self.tree is not None
-        task = in_backward()
-        if self._expected.get(task, 0) == 0:
-            # No output of this unit was on the way here (its parameters, or something it kept, were used
-            # directly), or this is the inner pass of a re-entrant checkpoint.
-            self.tree.queue_end_of_backward()
-            self.phase = Phase.BACKWARD
-            self._keeps_graph = torch.is_grad_enabled()
-            self._expect(task)
-        self._expected[task] -= 1
-        if self._expected[task] == 0:
-            self._complete_if_done(task)
-        elif not self.streams.is_accelerator:
-            self.tree.reductions.finish_done()
+    def end_backward(self, *, keeps_graph: bool) -> None:
+        """Ends the unit's part of a backward: frees the parameters, unless something still needs them.
 
-    def inputs_complete(self, use: Use) -> None:
-        """The gradients of the inputs of ``use`` are there, so its backward is over."""
-        use.waits_for_inputs = False
-        if use in self._active:
-            self._complete_if_done(use.task)
-
-    def _complete_if_done(self, task: int) -> None:
-        if any(self._expected.values()) or any(use.waits_for_inputs for use in self._active):
-            return
-        all_landed = sum([h.num_landed for h in self.handles]) == sum([len(h.layout.slots) for h in self.handles])
-        watched = self.gate_inputs
-        # Something here gets no gradient, so "all gradients came" does not mean "nothing is needed any more":
-        # from the next forward on, the gradients of the inputs say so.
-        self.gate_inputs = watched or not all_landed
-        began_here = any(use.task == task for use in self._active)
-        if self._active and not began_here and not all_landed:
-            # An inner pass of a re-entrant checkpoint that covers a part of the unit: more is to come.
-            return
-        self._expected.clear()
-        if watched or all_landed:
-            self._active.clear()
-        # In this order the memory of the parameters serves the reduction.
-        self._reshard_after_backward()
-        self._begin_reductions()
-        assert self.tree is not None
-        self.tree.gradients_are_complete(self)
-
-    def _reshard_after_backward(self) -> None:
-        if self._active or self._depth > 0 or self._keeps_graph:
-            return
-        self.phase = Phase.IDLE
-        if self.sync_gradients or self.options.strategy.reshard_after_forward:
-            self.reshard()
-
-    def _begin_reductions(self) -> None:
-        if not self.sync_gradients:
-            return
-        assert self.tree is not None
-        self._has_reduced = True
-        for handle in self.handles:
-            if not handle.is_trainable:
-                continue
-            landed = handle.landed
-            before = self._used.get(handle)
-            self._used[handle] = landed if before is None else bytes(map(max, landed, before))
-            self._trace("begin_reduce")
-            self.tree.reductions.add(
-                partial(Reduction, handle, self.options.groups, self._step_collectives, self.streams, self.tree.policy)
-            )
-
-    def take_used(self) -> dict[FlatParamHandle, bytes]:
-        """For each handle reduced in this backward, which of its parameters got a gradient on this rank."""
-        used, self._used = self._used, {}
-        return used
-
-    def close_backward(self) -> None:
-        """Backward is over: reduce what is still here."""
-        reached = bool(self._active or self._expected)
-        landed = any(handle.num_landed for handle in self.handles)
-        # A unit that backward reached reduces even if nothing landed: another rank may have used it.
-        if landed or (reached and not self._has_reduced):
-            self._begin_reductions()
-
-    def settle(self) -> None:
-        """A pass is over: nothing is active or on its way any more."""
-        self._active.clear()
-        self._expected.clear()
-        self._has_reduced = False
-        self.last_use = None
-        if not self.sync_gradients:
-            for handle in self.handles:
-                handle.show_partial()
+        Args:
+            keeps_graph: the backward has recorded a graph (``create_graph=True``), so a second backward may follow
+                through tensors that it computed with the parameters.
+        """
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
-        if self._keeps_graph:
-            # create_graph=True: a second backward may follow, through what this one computed with the parameters.
-            self._keeps_graph = False
-            self.show_shard()
-        elif self._depth == 0 and (self.sync_gradients or self.options.strategy.reshard_after_forward):
+        if self._depth > 0:
+            return
+        if not keeps_graph and (self.sync_gradients or self.options.strategy.reshard_after_forward):
             self.reshard()
-        elif self._depth == 0 and not self.is_sharded:
+        elif not self.is_sharded:
+            self.finish_unshard()
             self.show_shard()
+
+    def begin_reduction(self, handle: FlatParamHandle) -> None:
+        """Begins to reduce a handle's gradient, zeros where none came. Every rank of its groups must call this."""
+        self._trace("begin_reduce")
+        context = self.context
+        self._issued.append(("reduction", self))
+
+        def begin() -> Reduction:
+            with profiled("reduce_scatter", self.name):
+                return Reduction(handle, self.options, self._step_collectives, context.streams, self.policy)
+
+        context.reductions.add(begin)
 
     def abort(self) -> None:
-        """An exception ended the step: back to the sharded, idle state, without partial gradients."""
+        """Returns to the sharded, idle state after an exception, without partial gradients."""
         if self.phase is Phase.SUMMONED:
             # Its forward was refused, so there is nothing to undo, and the block that shows its parameters goes on.
             return
         self._depth = 0
         self._kept = None
-        self._keeps_graph = False
-        self._used.clear()
         gathers, self._gathers = self._gathers, []
         for pending in gathers:
             pending.wait()
         for handle in self.handles:
             handle.abandon()
-        self.settle()
+        self.phase = Phase.IDLE
+        self.context.streams.buffers_freed()
 
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Set the phase for a while."""
+        """Sets the phase inside the block."""
         before, self.phase = self.phase, phase
         try:
             yield

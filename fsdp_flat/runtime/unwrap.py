@@ -9,6 +9,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.compiled import show_compiled_name
 from fsdp_flat.runtime.precision import drop_full_precision
 from fsdp_flat.runtime.summon import check_idle
+from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 __all__ = ["unwrap"]
@@ -37,9 +38,10 @@ def unwrap(model: nn.Module) -> nn.Module:
     units = units_of(model)
     for unit in units:
         check_idle(unit, "unwrap")
-        if unit.tree is not None and unit.tree.root not in units:
+        if isinstance(unit.context, Schedule) and unit.context.root not in units:
+            root = unit.context.root.name
             raise UsageError(
-                f"unwrap was called on {unit.name!r}, which is nested in {unit.tree.root.name!r}. Pass the outermost "
+                f"unwrap was called on {unit.name!r}, which is nested in {root!r}. Pass the outermost "
                 "wrapper, or the module that holds it."
             )
     for unit in units:

@@ -30,7 +30,7 @@ def gather_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wh
 
     Every rank of the shard groups must call this.
     """
-    if config.offload_to_cpu and any(unit.streams.is_accelerator for unit in units):
+    if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
     return whole_tensors([unit for unit in units if unit.whole is None], to_zero=_to_zero(config))
 

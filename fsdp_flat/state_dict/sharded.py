@@ -37,7 +37,7 @@ def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit,
 
     Every rank of the shard groups must call this.
     """
-    if config.offload_to_cpu and any(unit.streams.is_accelerator for unit in units):
+    if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
     return _chunks(units, config)
 

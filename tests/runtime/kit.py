@@ -20,7 +20,7 @@ from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm import routes, transfers
 from fsdp_flat.comm.mailbox import Mailbox
 from fsdp_flat.comm.neighbours import mailbox_of
-from fsdp_flat.runtime import Phase, Unit, units_of
+from fsdp_flat.runtime import Phase, Schedule, Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
 from tests.support.reference import replicated_step
@@ -176,23 +176,28 @@ def assert_idle(model: nn.Module) -> None:
         assert unit.is_sharded, f"{unit.name} is not sharded"
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
         assert not unit._gathers, f"{unit.name} has gathers on their way"
-        assert not unit._active, f"{unit.name} has active uses"
-        assert not unit._expected, f"{unit.name} expects gradients"
         for handle in unit.handles:
             assert handle.num_landed == 0, f"{unit.name} has a gradient waiting"
             assert all(leaf.grad is None for leaf in handle.views.leaves)
             if unit.gathers:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
-        if unit.tree is not None:
-            assert unit.tree._prefetched is None
-            assert unit.tree.reductions.is_empty
+        assert unit.context.reductions.is_empty
+        if isinstance(unit.context, Schedule):
+            assert unit.context._prefetched is None
+            assert unit.context.backward is None
 
 
 def traced(model: FSDP) -> list[tuple[str, str]]:
-    """The trace of the model's tree, from now on."""
-    tree = model._tree()
-    tree.trace = []
-    return tree.trace
+    """The trace of the model's units, from now on."""
+    schedule = model._schedule()
+    schedule.trace = []
+    return schedule.trace
+
+
+def exchange_nbytes(model: nn.Module) -> int:
+    """Bytes of the exchange at the end of a backward: one a parameter, one a handle, and a digest twice."""
+    handles = [handle for unit in units_of(model) for handle in unit.handles]
+    return sum(len(handle.layout.slots) for handle in handles) + len(handles) + 16
 
 
 def units_by_name(model: nn.Module) -> dict[str, Unit]:

@@ -19,6 +19,7 @@ from tests.runtime.kit import (
     Twin,
     acquaint,
     batch,
+    exchange_nbytes,
     mesh_for,
     recorded,
     shared_memory,
@@ -62,8 +63,7 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool
     reduced = [call.nbytes for call in record.calls if call.name == "all_reduce"]
     expected = []
     if reduces:
-        flags = ITEMSIZE * len(list(twin.plain.parameters()))
-        expected = [flags] * sum(axis.size > 1 for axis in (shard, replicate))
+        expected = [exchange_nbytes(twin.model)] * sum(axis.size > 1 for axis in (shard, replicate))
         if replicate.size > 1:
             expected += [layout.shard_numel * ITEMSIZE for _, layout in layouts]
     assert sorted(reduced) == sorted(expected)
@@ -99,13 +99,12 @@ def test_a_step_sends_the_least_bytes_that_full_sharding_can(prefetch: BackwardP
     root, *blocks = [sum(handle.layout.numel for handle in unit.handles) * ITEMSIZE for unit in units_of(twin.model)]
     size = dist.get_world_size()
     bound = (3 * sum(blocks[:-1]) + 2 * blocks[-1] + 2 * root) * (size - 1) // size
-    flags = ITEMSIZE * len(list(twin.plain.parameters()))
     for step in range(3):
         with recorded() as record:
             square_loss(twin.model, batch(rank, step)).backward()
         sent = sum(call.sent for call in record.calls if call.name != "all_reduce")
         assert sent == bound
-        assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [flags]
+        assert [call.nbytes for call in record.calls if call.name == "all_reduce"] == [exchange_nbytes(twin.model)]
         twin.optimizer.zero_grad()
 
 

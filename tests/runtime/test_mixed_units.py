@@ -84,11 +84,11 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     sizes: list[tuple[int, int]] = []
     on_landed = trainable.on_landed
 
-    def spy(handle: object) -> None:
+    def spy() -> None:
         window = trainable._window
         assert window is not None
         sizes.append((window.nbytes, 0 if frozen._window is None else frozen._window.nbytes))
-        on_landed(trainable)
+        on_landed()
 
     trainable.on_landed = spy
     with recorded() as record:

@@ -151,7 +151,7 @@ def assert_near(actual: Any, expected: Any, relative: float, what: str) -> None:
 def traced(model: FSDP) -> Iterator[list[tuple[str, str]]]:
     """The events of the units below ``model`` while the block runs."""
     model.check_is_root()
-    tree = model._unit.tree
+    tree = model._unit.context
     assert tree is not None
     tree.trace = []
     try:

@@ -1,0 +1,460 @@
+"""The schedule of one root's units: order, prefetch, the walk of each backward, and recovery.
+
+A schedule is made at the first use of its root. If a unit is called before its root, it is the root of a small schedule
+until the real root's first use takes it over.
+
+A unit needs no record of its own for a backward: ``Backward`` knows where each unit's turn comes, and the unit's phase
+tells whether its part has begun.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch._dynamo import OptimizedModule
+from torch.autograd import Variable
+
+from fsdp_flat.api import BackwardPrefetch
+from fsdp_flat.comm import UnitGroups
+from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.flat import FlatParamHandle, in_backward, look_at_operations, untraced
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime.agreement import Words, agree
+from fsdp_flat.runtime.backward import Backward
+from fsdp_flat.runtime.context import CommContext, profiled
+from fsdp_flat.runtime.exchange import BackwardExchange
+from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
+from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
+
+__all__ = ["Schedule", "reset_schedule", "schedule_of"]
+
+_logger = logging.getLogger("fsdp_flat")
+_ORDER = Words(
+    "the comparison of their collectives",
+    "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
+    "gradients are dropped.",
+    "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "
+    "was not caught. Weights are as they were before this step.",
+)
+
+
+class Schedule(CommContext):
+    """The units at and below one root, and everything that a step decides for all of them.
+
+    Args:
+        root_module: the wrapper that is the root.
+
+    Attributes:
+        root: the outermost unit; its parameters stay gathered between forward and backward.
+        units: every unit, parents before children.
+        backward: the running backward, or None.
+    """
+
+    def __init__(self, root_module: nn.Module) -> None:
+        units = {name: unit for name, module in root_module.named_modules() if (unit := unit_of(module)) is not None}
+        self.units = list(units.values())
+        self.root = self.units[0]
+        super().__init__(self.root.options.device)
+        self.backward: Backward | None = None
+        self._callback: weakref.ref[Any] | None = None
+        self._used: dict[FlatParamHandle, bytes] = {}
+        self._position = 0
+        self._iteration: Iteration | None = None
+        self._iterations: list[Iteration] = []
+        self._last_order: dict[Unit, list[Unit]] = {}
+        self._prefetched: Unit | None = None
+        self._last_run: Unit | None = None
+        self._checked_first_backward = False
+        self._looked_for_compiled = False
+        self._warned_uncompiled = False
+        self._buffers_full: bool | None = None
+        for name, unit in units.items():
+            unit.rename(clean_fqn(name) or type(unit.module).__name__)
+        _check_homogeneous(self.units)
+        _check_optimizers_in_backward(self.units)
+        for unit in self.units:
+            self._take_over(unit)
+        self._exchange = BackwardExchange(self.units, self.collectives)
+        self._cast_buffers()
+        self._log_units()
+
+    def _take_over(self, unit: Unit) -> None:
+        before = unit.context
+        if isinstance(before, Schedule):
+            self.trace = self.trace if self.trace is not None else before.trace
+            self._position = max(self._position, before._position)
+            self._iterations.extend(it for it in before._iterations if it not in self._iterations)
+        unit.use_context(self)
+        for handle in unit.handles:
+            handle.on_landed = partial(self.landed, unit)
+
+    def _log_units(self) -> None:
+        if not _logger.isEnabledFor(logging.INFO):
+            return
+        for unit in self.units:
+            groups = unit.options.groups
+            _logger.info(
+                "unit %r: %d parameters in %d bytes a rank, %s over %d x %d ranks (shard x replicate)",
+                unit.name,
+                sum(len(handle.layout.slots) for handle in unit.handles),
+                sum(handle.flat_param.nbytes for handle in unit.handles),
+                unit.options.strategy.member.name,
+                groups.shard.size,
+                groups.replicate.size,
+            )
+
+    def _cast_buffers(self) -> None:
+        """Brings buffers to the dtype in which the next forward computes."""
+        full = self.root.wants_full_precision
+        if full != self._buffers_full:
+            self._buffers_full = full
+            for unit in self.units:
+                unit.buffers.cast(full=full)
+
+    def casts_inputs_of(self, unit: Unit) -> bool:
+        """Whether a unit's floating-point inputs are cast to its compute dtype."""
+        precision = unit.options.precision
+        return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
+
+    def check_compiles(self, unit: Unit, compiler: Any) -> None:
+        """Warns once if torch.compile is to compile a unit without original parameters, which it leaves as it is.
+
+        Args:
+            unit: the unit, which is about to run.
+            compiler: compiles the code that calls the unit; None if nothing does.
+        """
+        modules = [unit.module] if self._looked_for_compiled else list(unit.module.modules())
+        self._looked_for_compiled = True
+        if self._warned_uncompiled or not (compiler or any([_is_compiled(module) for module in modules])):
+            return
+        self._warned_uncompiled = True
+        warnings.warn(
+            f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
+            f"{self.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. Training "
+            "goes on without compilation; pass use_orig_params=True to have it.",
+            stacklevel=5,
+        )
+
+    def note(self, event: str, unit: Unit) -> None:
+        """Appends to the trace, if there is one."""
+        if self.trace is not None:
+            self.trace.append((event, unit.name))
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether a forward now is a recomputation: a backward of this tree is running."""
+        return self.backward is not None and in_backward() != -1
+
+    @property
+    def iteration(self) -> Iteration | None:
+        """The running iteration, if a forward is running."""
+        return self._iteration
+
+    def begin_forward(self, unit: Unit) -> ForwardRecord:
+        """Records the begin of a unit's forward outside of a backward of this tree."""
+        if self._iteration is None:
+            self.recover()
+            look_at_operations()
+            self._iterations = [iteration for iteration in self._iterations if iteration.is_alive]
+            self._iteration = Iteration()
+            self._iterations.append(self._iteration)
+            self.streams.shards_written()
+            self._cast_buffers()
+        iteration = self._iteration
+        iteration.order.append(unit)
+        self._position += 1
+        iteration.events.append(Event(self._position, unit, is_begin=True))
+        if unit.handles:
+            self._drop_kept()
+        return ForwardRecord(unit, iteration, self._position)
+
+    def end_forward(self, record: ForwardRecord, *, returns: bool) -> None:
+        """Records the end of a unit's forward; ``returns`` if a backward may come to its outputs."""
+        if record.iteration is not None:
+            self._position += 1
+            record.end = self._position
+            weights = record.weights if returns else None
+            record.iteration.events.append(Event(self._position, record.unit, is_begin=False, weights=weights))
+
+    def note_kept(self, unit: Unit) -> None:
+        """Notes that a unit has kept its memory after its forward; it is freed when another unit runs.
+
+        The last unit of a forward is the first of its backward, so it is not gathered anew in between.
+        """
+        self._drop_kept()
+        self._last_run = unit
+
+    def _drop_kept(self) -> None:
+        unit, self._last_run = self._last_run, None
+        if unit is not None:
+            unit.drop_kept()
+
+    def end_iteration(self) -> None:
+        """Ends the outermost forward."""
+        assert self._iteration is not None
+        self._last_order[self._iteration.order[0]] = self._iteration.order
+        if not self._iteration.has_outputs:
+            self._drop_kept()
+        self._iteration = None
+        self._drop_prefetched()
+        self.pool.clear()
+        self.collectives.trim()
+
+    def recover(self) -> None:
+        """Drops a step whose backward raised, if there is one: its end was queued with autograd and never came."""
+        if self.backward is not None and (in_backward() == -1 or self._callback is None or self._callback() is None):
+            self.abort()
+
+    def abort(self) -> None:
+        """Ends a step after an exception: every unit back to sharded and idle, gradients of that step dropped."""
+        self._iteration = None
+        self.backward = None
+        self._callback = None
+        self._used.clear()
+        self._prefetched = None
+        self._last_run = None
+        self.reductions.finish()
+        for unit in self.units:
+            unit.abort()
+        self.pool.clear()
+
+    # -- prefetch ------------------------------------------------------------------------------------------------
+
+    def _begin_early(self, unit: Unit) -> None:
+        if self._prefetched is None and unit.gathers and unit.is_sharded:
+            self._prefetched = unit
+            unit.begin_unshard()
+
+    def arrived(self, unit: Unit) -> None:
+        """Notes that a unit's parameters are in use, so that it is no prefetch any more."""
+        if self._prefetched is unit:
+            self._prefetched = None
+
+    def _drop_prefetched(self) -> None:
+        unit, self._prefetched = self._prefetched, None
+        if unit is not None:
+            unit.reshard()
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Begins the all-gather of the unit that followed ``unit`` in the last iteration of the same outermost unit."""
+        assert self._iteration is not None
+        # Without streams nothing overlaps unless it is begun early, so there it is always on.
+        if self.streams.is_accelerator and not unit.options.forward_prefetch:
+            return
+        order = self._last_order.get(self._iteration.order[0])
+        here = len(self._iteration.order) - 1
+        if order is not None and here < len(order) and order[here] is unit:
+            for following in order[here + 1 :]:
+                if following.gathers:
+                    self._begin_early(following)
+                    return
+
+    def _prefetch_backward(self, unit: Unit, mode: BackwardPrefetch) -> None:
+        if unit.options.backward_prefetch is mode and self.backward is not None:
+            following = self.backward.next_to_gather(unit)
+            if following is not None:
+                self._begin_early(following)
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def _in_backward(self) -> Backward:
+        """The running backward; begun here where autograd first gets to this tree."""
+        if self.backward is not None and (self._callback is None or self._callback() is None):
+            self.abort()
+        if self.backward is None:
+            self.backward = Backward(self._join, self._take_turn)
+            self.backward.include([iteration for iteration in self._iterations if iteration.is_in_backward])
+            # Autograd alone holds the callback: if it is gone without having run, the backward has raised.
+            callback = partial(self._end_of_backward)
+            self._callback = weakref.ref(callback)
+            Variable._execution_engine.queue_callback(callback)
+        return self.backward
+
+    def outputs_reached(self, record: ForwardRecord) -> None:
+        """Gathers a unit for the backward of a forward, to whose outputs autograd has come."""
+        task = in_backward()
+        if record.task == task:
+            return
+        record.task = task
+        backward = self._in_backward()
+        if record.iteration is not None:
+            backward.include([record.iteration])
+            backward.reach(record)
+        unit = record.unit
+        self._make_room_for(unit)
+        with profiled("pre_backward", unit.name):
+            unit.activate(record.weights)
+        self.arrived(unit)
+        self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
+
+    def inputs_complete(self, record: ForwardRecord) -> None:
+        """Ends the backward of a forward: the gradients of its inputs are there."""
+        backward = self._in_backward()
+        if record.iteration is not None:
+            backward.include([record.iteration])
+        backward.complete(record)
+
+    def landed(self, unit: Unit) -> None:
+        """Notes that a parameter of a unit has got its gradient."""
+        self._in_backward()
+        if unit.phase is not Phase.BACKWARD:
+            # No output of the unit was on the way here: a parameter, or a tensor that the unit kept, was used directly.
+            unit.phase = Phase.BACKWARD
+        if not self.streams.is_accelerator:
+            self.reductions.finish_done()
+
+    def _make_room_for(self, unit: Unit) -> None:
+        if unit is self._last_run:
+            self._last_run = None
+        elif unit.is_sharded:
+            self._drop_kept()
+
+    def _join(self, unit: Unit, weights: Weights) -> None:
+        """Gathers a unit at the end of a forward that this rank's backward has passed by."""
+        if unit.gathers:
+            self._make_room_for(unit)
+            unit.join_backward(weights)
+            self.arrived(unit)
+            self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
+
+    def _take_turn(self, unit: Unit) -> None:
+        """Frees a unit and reduces its gradient. In this order its memory serves the reduction."""
+        assert self.backward is not None
+        with profiled("post_backward", unit.name):
+            unit.end_backward(keeps_graph=self.backward.keeps_graph)
+            if unit.sync_gradients:
+                for handle in unit.handles:
+                    if handle.is_trainable:
+                        self._reduce(unit, handle)
+        self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
+
+    def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
+        landed, before = handle.take_landed(), self._used.get(handle)
+        self._used[handle] = landed if before is None else bytes(map(max, landed, before))
+        unit.begin_reduction(handle)
+
+    @untraced
+    def _end_of_backward(self) -> None:
+        """Passes all events that are left, reduces everything that still waits, and publishes the gradients."""
+        backward = self.backward
+        assert backward is not None
+        with profiled("root_post_backward", self.root.name):
+            backward.finish()
+            self._drop_prefetched()
+            self._drop_kept()
+            for unit in self.units:
+                if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
+                    unit.end_backward(keeps_graph=backward.keeps_graph)
+            if not self._checked_first_backward:
+                self._check_first_backward()
+            if not self.root.sync_gradients:
+                for handle in [handle for unit in self.units for handle in unit.handles]:
+                    handle.show_partial()
+            elif any([unit.is_trainable for unit in self.units]):
+                self._publish()
+        self.backward = None
+        self._callback = None
+        self.pool.clear()
+        self.note("end_of_backward", self.root)
+
+    def _publish(self) -> None:
+        used, self._used = self._used, {}
+        unreduced = set()
+        for unit in self.units:
+            for handle in unit.handles:
+                landed = handle.take_landed()
+                if any(landed):
+                    unreduced.add(handle)
+                    used[handle] = landed if handle not in used else bytes(map(max, landed, used[handle]))
+        self._exchange.begin(used, unreduced)
+        self.reductions.finish_all()
+        differing = self._exchange.finish(used, unreduced)
+        if differing is not None:
+            self._raise_different_order(differing)
+        self.collectives.clear()
+        for unit in self.units if unreduced else ():
+            for handle in unit.handles:
+                if handle in unreduced:
+                    unit.begin_reduction(handle)
+        shards = self.reductions.finish()
+        self.streams.wait_for_reduce_scatters()
+        self.streams.wait_for_host_copies()
+        for handle, shard in shards.items():
+            handle.views.publish(shard, used[handle])
+
+    def _raise_different_order(self, groups: UnitGroups) -> None:
+        lines = self.collectives.lines(groups)
+        self.collectives.clear()
+        self.abort()
+        agree(lines, None, groups.axes, self.root.options.device, _ORDER)
+
+    def _check_first_backward(self) -> None:
+        """Looks once, when the first gradients are there, for mistakes that would otherwise go wrong in silence."""
+        self._checked_first_backward = True
+        for unit in self.units:
+            for handle in unit.handles:
+                stale = handle.views.originals_in_optimizers()
+                if stale:
+                    raise UsageError(
+                        f"An optimizer holds {stale[0]!r} of unit {unit.name!r}, which wrapping replaced by a flat "
+                        "parameter or by a part of its own, so its steps change nothing. Build the optimizer after "
+                        "wrapping, from model.parameters(); parameters that are plain tensors stay what they are with "
+                        "use_orig_params=True."
+                    )
+        short = next((h for u in self.units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
+        if short is not None:
+            warnings.warn(
+                f"{short.layout.slots[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, so "
+                "an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
+                "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
+                stacklevel=2,
+            )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return asked and getattr(module, "_is_fsdp_managed_module", False)
+
+
+def _check_homogeneous(units: list[Unit]) -> None:
+    options: dict[str, Callable[[Unit], bool]] = {
+        "use_orig_params": lambda unit: unit.options.use_orig_params,
+        "limit_all_gathers": lambda unit: unit.options.limit_all_gathers,
+    }
+    for option, value_of in options.items():
+        first: dict[bool, str] = {}
+        for unit in units:
+            if unit.handles or option == "limit_all_gathers":
+                first.setdefault(value_of(unit), unit.name)
+        if len(first) > 1:
+            described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
+            raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
+
+
+def _check_optimizers_in_backward(units: list[Unit]) -> None:
+    for unit in units:
+        for handle in unit.handles if not unit.options.use_orig_params else ():
+            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.leaves)):
+                raise UsageError(
+                    f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
+                    "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
+                )
+
+
+def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
+    """The schedule of a wrapper, made now if it has none."""
+    return unit.context if isinstance(unit.context, Schedule) else Schedule(module)
+
+
+def reset_schedule(units: list[Unit]) -> None:
+    """Forgets the schedule of ``units``, so that the next use makes a new one."""
+    for unit in units:
+        unit.use_context(CommContext(unit.options.device))
