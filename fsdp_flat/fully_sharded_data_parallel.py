@@ -40,6 +40,7 @@ from fsdp_flat.runtime import (
     Phase,
     Schedule,
     build_unit,
+    hide_compiled_name,
     resolve_ignored,
     run_forward,
     schedule_of,
@@ -212,6 +213,12 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         assert wrapped is not None
         inner = wrapped._modules.get("_checkpoint_wrapped_module")
         return wrapped if inner is None else inner
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As for any module; a compiled module put in place of the wrapped one keeps plain names in state dicts."""
+        super().__setattr__(name, value)
+        if name == FSDP_WRAPPED_MODULE and isinstance(value, nn.Module):
+            hide_compiled_name(value)
 
     def __getattr__(self, name: str) -> Any:
         """Forward unknown attributes to the wrapped module."""

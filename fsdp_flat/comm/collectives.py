@@ -81,6 +81,10 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 class Collectives(Protocol):
     """How one shard axis gathers and reduces flat tensors."""
 
+    def name_units(self, names: dict[int, str]) -> None:
+        """Takes the names of units by id, for errors."""
+        ...
+
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Fill ``full`` (1-D, numel a multiple of the axis size) from every rank's slice; the own one is in place."""
         ...

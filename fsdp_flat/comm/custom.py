@@ -89,6 +89,10 @@ class CustomCollectives:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
 
+    def name_units(self, names: dict[int, str]) -> None:
+        """See :class:`Collectives`."""
+        self._own.name_units(names)
+
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """See :class:`Collectives`."""
         # Quantised gathers are for floats; integers that a module keeps as parameters go as they are.

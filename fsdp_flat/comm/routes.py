@@ -33,6 +33,9 @@ class _Axial:
         self.rank = axis.rank
         self.size = axis.size
 
+    def name_units(self, names: dict[int, str]) -> None:
+        """Does nothing: what is moved carries no ids; ranks compare their logs of collectives instead."""
+
 
 class BackendCollectives(_Axial):
     """The backend's own all_gather and reduce_scatter."""
@@ -90,6 +93,10 @@ class HostCollectives(_Axial):
         self._unit = unit
         self._others = [rank for rank in range(axis.size) if rank != axis.rank]
 
+    def name_units(self, names: dict[int, str]) -> None:
+        """See :class:`Collectives`."""
+        self._mailbox.names.update(names)
+
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
         self._mailbox.send("gather", [(chunks[self.rank], self._others)], unit=self._unit)
@@ -126,16 +133,21 @@ class CpuCollectives(_Axial):
     def __init__(self, axis: Axis, unit: int = 0, name: str = "") -> None:
         super().__init__(axis)
         self._unit = unit
-        self._name = name
+        self._names = {unit: name}
         self._chosen: Collectives | None = None
+
+    def name_units(self, names: dict[int, str]) -> None:
+        """See :class:`Collectives`."""
+        self._names = names
+        if isinstance(self._chosen, HostCollectives):
+            self._chosen.name_units(names)
 
     def _choose(self) -> Collectives:
         if self._chosen is None:
             mailbox = mailbox_of(self.axis)
-            if mailbox is not None and self._unit:
-                mailbox.names[self._unit] = self._name
             own = None if mailbox is None else HostCollectives(self.axis, mailbox, self._unit)
             self._chosen = GlooCollectives(self.axis) if own is None else own
+            self._chosen.name_units(self._names)
         return self._chosen
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:

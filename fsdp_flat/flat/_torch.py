@@ -13,12 +13,14 @@ __all__ = [
     "in_backward",
     "look_at_operations",
     "node_will_run",
+    "refuse_steps_on",
     "swap_memory",
     "take_as_parameter",
 ]
 
 # By class that torch knows, its look at operations; what is registered with torch is so for the whole process.
 _functions: dict[Any, Any] = {}
+_refused: set[Any] = set()
 
 # Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
@@ -58,6 +60,25 @@ def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
         torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
         torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
     return True
+
+
+def refuse_steps_on(kind: type[torch.Tensor]) -> None:
+    """Has every optimizer's step raise before it writes anything if a gradient is of class ``kind``.
+
+    The hook that torch offers for this is for all optimizers of the process; it is there from the first gradient of the
+    class on. ``kind`` says what to raise in ``refuse``.
+    """
+    if kind not in _refused:
+        _refused.add(kind)
+        torch_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse(optimizer, kind))
+
+
+def _refuse(optimizer: torch.optim.Optimizer, kind: Any) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if isinstance(param.grad, kind):
+                    kind.refuse(param.grad, type(optimizer).__name__ + ".step")
 
 
 def _look_away() -> None:

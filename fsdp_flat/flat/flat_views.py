@@ -144,7 +144,9 @@ class FlatViews(Views):
         return [PartialGrad(self.flat_param, own, lambda: f"the flat parameter of unit {self.unit_name!r}")] if any(landed) else []
 
     def adopt_changes(self) -> None:
-        self._check_not_dtensor(0, self.module._parameters.get(FLAT_PARAM))
+        current = self.module._parameters.get(FLAT_PARAM)
+        if current is not None and current is not self.flat_param:
+            self._raise_replaced(f"The flat parameter of unit {self.unit_name!r}")
 
     def check_shown(self) -> None:
         for index, entry in enumerate(self.params):

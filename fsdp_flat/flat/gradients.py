@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
+from fsdp_flat.flat._torch import refuse_steps_on
 from fsdp_flat.flat.buffer import FlatBuffer
 from fsdp_flat.flat.pool import MemoryPool
 from fsdp_flat.layout import FlatLayout
@@ -101,9 +102,18 @@ class UnreducedGrad(torch.Tensor):
     @classmethod
     def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
         """``grad``, the same memory; ``describe`` returns the parameter's name for the error."""
+        refuse_steps_on(cls)
         unreduced = grad.as_subclass(cls)
         unreduced._describe = describe
         return unreduced
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raises for an operation that would go on with this rank's gradient alone."""
+        raise UsageError(
+            f"{operation} was called on the gradient of {self._describe()}, which is not reduced: the backwards since "
+            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
+            "an accumulation outside of no_sync, then step."
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -112,11 +122,7 @@ class UnreducedGrad(torch.Tensor):
         if name.endswith("_") and not name.startswith("__"):
             target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             if not isinstance(target, cls):
-                raise UsageError(
-                    f"{name} was to write the gradient of {describe()} into another tensor, as an optimizer's step "
-                    "does, but it is unreduced: all backwards since the last step were inside no_sync, so it is this "
-                    "rank's own. Run the last backward of an accumulation outside of no_sync, then step."
-                )
+                _first_unreduced(args, kwargs).refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor):

@@ -170,5 +170,6 @@ _NEEDS_THE_SHAPE = frozenset(
     | {f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)}
     | {"embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"}
     | {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
+    | {"chunk", "tensor_split", "split", "split_with_sizes", "unbind"}
     | {"t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
 )

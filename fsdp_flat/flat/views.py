@@ -232,12 +232,14 @@ class Views:
 
     def _check_not_dtensor(self, index: int, current: Any) -> None:
         if isinstance(current, DTensor) and self.params[index].guise is PLAIN:
-            raise UsageError(
-                f"Parameter {self.describe(index)} was replaced by a DTensor: torch's fully_shard was called on a "
-                "module that FullyShardedDataParallel manages, or on one around it. One of the two can shard a "
-                "parameter. Take the wrapper away (fsdp_flat.unwrap) before fully_shard, or pass its parameters as "
-                "ignored_params."
-            )
+            self._raise_replaced(f"Parameter {self.describe(index)}")
+
+    def _raise_replaced(self, what: str) -> NoReturn:
+        raise UsageError(
+            f"{what} was replaced in its module: torch's fully_shard was called on a module that "
+            "FullyShardedDataParallel manages, or on one around it. One of the two can shard a parameter. Take the "
+            "wrapper away (fsdp_flat.unwrap) before fully_shard, or pass its parameters as ignored_params."
+        )
 
     def _raise_assigned(self, index: int) -> NoReturn:
         raise PhaseError(

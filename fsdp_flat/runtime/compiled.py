@@ -7,18 +7,11 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-__all__ = ["hide_compiled_name", "is_compiled", "show_compiled_name"]
+__all__ = ["hide_compiled_name", "show_compiled_name"]
 
 _WORD = "_orig_mod."
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether torch.compile was asked to compile this module, which a unit manages.
-
-    That is: it is what ``torch.compile(module)`` returned, or ``module.compile()`` was called.
-    """
-    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-    return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def hide_compiled_name(module: nn.Module) -> None:

@@ -41,6 +41,14 @@ class BackwardExchange:
         self._axes: dict[UnitGroups, list[Axis]] = {}
         self._in_flight: dict[UnitGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
+    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+        """Whether each flag is true on any rank; equally many on all of them. Waits for the other ranks."""
+        tensor = torch.tensor(flags, dtype=torch.uint8)
+        for groups in self._handles:
+            for axis in self._axes_of(groups):
+                begin_all_reduce(tensor, axis, largest=True).wait()
+        return [bool(flag) for flag in tensor.tolist()]
+
     def begin(self, used: Mapping[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> None:
         """Begins the exchange.
 

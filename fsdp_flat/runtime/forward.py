@@ -112,7 +112,9 @@ class _Forward:
         self._unit = unit
         self._schedule = schedule = schedule_of(wrapper, unit)
         if not unit.options.use_orig_params:
-            schedule.check_compiles(unit, compiler)
+            wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
+            assert wrapped is not None
+            schedule.check_compiles(unit, wrapped, compiler)
         self._entered = False
         self._outermost = False
         if schedule.recomputes:

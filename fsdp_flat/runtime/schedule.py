@@ -35,6 +35,8 @@ from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
 _logger = logging.getLogger("fsdp_flat")
+# A program that evaluates with gradients enabled never comes back to its iterations.
+_MOST_AWAITED = 32
 _ORDER = Words(
     "the comparison of their collectives",
     "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
@@ -66,7 +68,8 @@ class Schedule(CommContext):
         self._used: dict[FlatParamHandle, bytes] = {}
         self._position = 0
         self._iteration: Iteration | None = None
-        self._iterations: list[Iteration] = []
+        # Iterations to which no backward has come yet, the same on every rank.
+        self._awaited: list[Iteration] = []
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
@@ -78,8 +81,12 @@ class Schedule(CommContext):
             unit.rename(clean_fqn(name) or type(unit.module).__name__)
         _check_homogeneous(self.units)
         _check_optimizers_in_backward(self.units)
+        names = {unit.unit_id: unit.name for unit in self.units}
         for unit in self.units:
             self._take_over(unit)
+            unit.name_others(names)
+        # Units whose parameters are whole on every rank.
+        self._unsharded = [unit for unit in self.units if unit.handles and not unit.gathers]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self._cast_buffers()
         self._log_units()
@@ -89,7 +96,7 @@ class Schedule(CommContext):
         if isinstance(before, Schedule):
             self.trace = self.trace if self.trace is not None else before.trace
             self._position = max(self._position, before._position)
-            self._iterations.extend(it for it in before._iterations if it not in self._iterations)
+            self._awaited.extend(it for it in before._awaited if it not in self._awaited)
         unit.use_context(self)
         for handle in unit.handles:
             handle.on_landed = partial(self.landed, unit)
@@ -122,14 +129,15 @@ class Schedule(CommContext):
         precision = unit.options.precision
         return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
 
-    def check_compiles(self, unit: Unit, compiler: Any) -> None:
+    def check_compiles(self, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
         """Warns once if torch.compile is to compile a unit without original parameters, which it leaves as it is.
 
         Args:
             unit: the unit, which is about to run.
+            wrapped: the module that its wrapper holds now.
             compiler: compiles the code that calls the unit; None if nothing does.
         """
-        modules = [unit.module] if self._looked_for_compiled else list(unit.module.modules())
+        modules = [wrapped] if self._looked_for_compiled else list(wrapped.modules())
         self._looked_for_compiled = True
         if self._warned_uncompiled or not (compiler or any([_is_compiled(module) for module in modules])):
             return
@@ -163,11 +171,15 @@ class Schedule(CommContext):
         if self._iteration is None:
             self.recover()
             look_at_operations()
-            self._iterations = [iteration for iteration in self._iterations if iteration.is_alive]
             self._iteration = Iteration()
-            self._iterations.append(self._iteration)
+            if self._iteration.trains:
+                self._awaited = [*self._awaited[-_MOST_AWAITED:], self._iteration]
             self.streams.shards_written()
             self._cast_buffers()
+            # Modules of these may be called outside of their units: gradients have to come to the leaves.
+            for whole in self._unsharded:
+                if whole.phase is Phase.IDLE:
+                    whole.unshard()
         iteration = self._iteration
         iteration.order.append(unit)
         self._position += 1
@@ -203,6 +215,10 @@ class Schedule(CommContext):
         self._last_order[self._iteration.order[0]] = self._iteration.order
         if not self._iteration.has_outputs:
             self._drop_kept()
+            self._awaited = [iteration for iteration in self._awaited if iteration is not self._iteration]
+            for whole in self._unsharded:
+                if whole.phase is Phase.IDLE:
+                    whole.reshard()
         self._iteration = None
         self._drop_prefetched()
         self.pool.clear()
@@ -216,6 +232,7 @@ class Schedule(CommContext):
     def abort(self) -> None:
         """Ends a step after an exception: every unit back to sharded and idle, gradients of that step dropped."""
         self._iteration = None
+        self._awaited = []
         self.backward = None
         self._callback = None
         self._used.clear()
@@ -271,12 +288,28 @@ class Schedule(CommContext):
             self.abort()
         if self.backward is None:
             self.backward = Backward(self._join, self._take_turn)
-            self.backward.include([iteration for iteration in self._iterations if iteration.is_in_backward])
+            self.backward.include(self._iterations_of_backward())
             # Autograd alone holds the callback: if it is gone without having run, the backward has raised.
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
         return self.backward
+
+    def _iterations_of_backward(self) -> list[Iteration]:
+        """The iterations that the running backward goes through on any rank, among those that await one.
+
+        Where several do, ranks tell each other, since the turn of a unit comes at the first of its forwards. One that
+        is missing here, because its backward came before, is included when it is reached.
+        """
+        included = [iteration.is_in_backward for iteration in self._awaited]
+        if len(self._awaited) > 1:
+            flags = self._exchange.any_rank([*included, *[iteration.is_alive for iteration in self._awaited]])
+            included, alive = flags[: len(included)], flags[len(included) :]
+        else:
+            alive = [True] * len(included)
+        found = [iteration for iteration, is_included in zip(self._awaited, included, strict=True) if is_included]
+        self._awaited = [iteration for iteration, is_alive in zip(self._awaited, alive, strict=True) if is_alive]
+        return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Gathers a unit for the backward of a forward, to whose outputs autograd has come."""
@@ -362,6 +395,7 @@ class Schedule(CommContext):
                 self._publish()
         self.backward = None
         self._callback = None
+        self._awaited = [iteration for iteration in self._awaited if iteration not in backward.iterations]
         self.pool.clear()
         self.note("end_of_backward", self.root)
 

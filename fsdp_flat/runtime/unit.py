@@ -121,6 +121,11 @@ class Unit:
         for handle in self.handles:
             handle.rename(name)
 
+    def name_others(self, names: dict[int, str]) -> None:
+        """Takes the names of the tree's units by id, for errors where another rank runs another unit."""
+        if self._collectives is not None:
+            self._collectives.name_units(names)
+
     def use_context(self, context: CommContext) -> None:
         """Uses the streams, memory and records of the tree that the unit belongs to."""
         self.context = context
