@@ -14,7 +14,6 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.step.pairs import (
     FOUR_RANKS,
     KINDS,
-    TWO_RANKS,
     WIDTH,
     Block,
     Pair,
@@ -35,12 +34,20 @@ SHAPES: dict[str, Callable[[], dict[str, nn.Module]]] = {
 }
 
 
-class Recomputing(nn.Module):
-    """A first layer, a checkpointed middle, perhaps a block, and a tail; the root owns all but blocks."""
+# What gives the checkpoint an input that requires a gradient.
+STARTS: dict[str, Callable[[], nn.Module]] = {
+    "a layer of the root": lambda: nn.Linear(WIDTH, WIDTH),
+    "a block": Block,
+    "nothing": nn.Identity,
+}
 
-    def __init__(self, shape: str) -> None:
+
+class Recomputing(nn.Module):
+    """A first module, a checkpointed middle, perhaps a block, and a tail; the root owns all but blocks."""
+
+    def __init__(self, shape: str, start: str = "a layer of the root") -> None:
         super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
+        self.first = STARTS[start]()
         for name, module in SHAPES[shape]().items():
             setattr(self, name, module)
         self.tail = nn.Linear(WIDTH, 2)
@@ -48,6 +55,8 @@ class Recomputing(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         assert not x.requires_grad
         x = torch.tanh(self.first(x))
+        if not x.requires_grad:
+            x.requires_grad_()
         x = checkpoint(self.middle, x, use_reentrant=True)
         if hasattr(self, "block"):
             x = self.block(x)
@@ -55,14 +64,15 @@ class Recomputing(nn.Module):
 
 
 @KINDS
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("start", list(STARTS))
 @pytest.mark.parametrize("shape", list(SHAPES))
 @on_ranks(2)
 def test_a_root_that_recomputes_a_part_of_its_own_equals_the_replica(
-    shape: str, layout: str, use_orig_params: bool
+    shape: str, start: str, layout: str, use_orig_params: bool
 ) -> None:
-    wrap = wrapped if shape == "one unit" else by_policy
-    Pair.of(Recomputing(shape), wrap=wrap, use_orig_params=use_orig_params, **placed(layout)).train(num_steps=3)
+    wrap = wrapped if shape == "one unit" and start != "a block" else by_policy
+    Pair.of(Recomputing(shape, start), wrap=wrap, use_orig_params=use_orig_params, **placed(layout)).train(num_steps=3)
 
 
 @KINDS

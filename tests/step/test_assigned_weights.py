@@ -1,0 +1,87 @@
+"""Weights that are assigned between a forward and its backward: an error with the unit and the parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat.errors import PhaseError
+from tests.step.pairs import Pair, Stack, batch, placed, square_loss
+from tests.support import assert_close, on_ranks
+
+
+def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:
+    module.weight = nn.Parameter(value)
+
+
+def assign_data(module: nn.Module, value: torch.Tensor) -> None:
+    module.weight.data = value
+
+
+HOWS = pytest.mark.parametrize("assign", [assign_parameter, assign_data])
+# The strategy; where the parameter is; the unit that owns it. These are still whole after a forward.
+CASES = [
+    ("SHARD_GRAD_OP", "blocks.0.up", "blocks.0"),
+    ("SHARD_GRAD_OP", "blocks.2.down", "blocks.2"),
+    ("SHARD_GRAD_OP", "head", "Stack"),
+    ("NO_SHARD", "blocks.0.up", "blocks.0"),
+    ("NO_SHARD", "blocks.2.down", "blocks.2"),
+    ("NO_SHARD", "first", "Stack"),
+    ("FULL_SHARD", "first", "Stack"),
+    ("FULL_SHARD", "head", "Stack"),
+    ("HYBRID_SHARD 2x1", "blocks.1.up", "blocks.1"),
+    ("_HYBRID_SHARD_ZERO2 1x2", "blocks.1.up", "blocks.1"),
+]
+
+
+def assign_twice(pair: Pair, path: str, assign: Callable[[nn.Module, torch.Tensor], None]) -> None:
+    """The same new value in both models."""
+    layer = pair.plain.get_submodule(path)
+    value = layer.weight.detach() * 0.5 + 0.1
+    assign(layer, value.clone())
+    target = pair.model.module
+    for name in path.split("."):
+        target = getattr(target, name)
+    assign(target, value.clone())
+
+
+@HOWS
+@pytest.mark.parametrize("layout, path, unit", CASES)
+@pytest.mark.parametrize("steps_before", [0, 2], ids=["at first", "after two steps"])
+@on_ranks(2)
+def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_parameter(
+    steps_before: int,
+    layout: str,
+    path: str,
+    unit: str,
+    assign: Callable[[nn.Module, torch.Tensor], None],
+    rank: int,
+) -> None:
+    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
+    pair.train(num_steps=steps_before)
+    loss = square_loss(pair.model, batch(rank, 7))
+    assign_twice(pair, path, assign)
+    with pytest.raises(PhaseError) as caught:
+        loss.backward()
+    text = str(caught.value)
+    assert f"'{unit}'" in text, text
+    assert f"{path.removeprefix(unit + '.')}.weight'" in text, text
+
+
+@HOWS
+@pytest.mark.parametrize("layout, path, unit", CASES)
+@on_ranks(2)
+def test_a_weight_assigned_after_a_forward_is_that_of_the_next_one(
+    layout: str, path: str, unit: str, assign: Callable[[nn.Module, torch.Tensor], None], rank: int
+) -> None:
+    pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
+    pair.train()
+    square_loss(pair.model, batch(rank, 7))
+    assign_twice(pair, path, assign)
+    with torch.no_grad():
+        got, expected = pair.model(batch(rank, 8)), pair.plain(batch(rank, 8))
+    assert_close(got, expected, rtol=1e-9, atol=1e-11)
+    pair.train(num_steps=2, first=1)
