@@ -50,10 +50,8 @@ def assign_twice(pair: Pair, path: str, assign: Callable[[nn.Module, torch.Tenso
 
 @HOWS
 @pytest.mark.parametrize("layout, path, unit", CASES)
-@pytest.mark.parametrize("steps_before", [0, 2], ids=["at first", "after two steps"])
 @on_ranks(2)
 def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_parameter(
-    steps_before: int,
     layout: str,
     path: str,
     unit: str,
@@ -61,7 +59,6 @@ def test_a_backward_after_a_weight_was_assigned_raises_with_the_unit_and_the_par
     rank: int,
 ) -> None:
     pair = Pair.of(Stack(), use_orig_params=True, **placed(layout))
-    pair.train(num_steps=steps_before)
     loss = square_loss(pair.model, batch(rank, 7))
     assign_twice(pair, path, assign)
     with pytest.raises(PhaseError) as caught:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.step.pairs import KINDS, WIDTH, Block, Pair, batch, placed
 from tests.support import on_ranks
@@ -44,12 +46,25 @@ def loss_of(model: nn.Module, x: torch.Tensor, which: tuple[int, ...]) -> torch.
     return model(x, which).pow(2).mean()
 
 
-def collectives_of(run: Any) -> list[str]:
-    """What torch.distributed was asked for, in order, with the sizes."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True) as profiler:
+class Recorder(TorchDispatchMode):
+    """Notes what torch.distributed is asked for, in order, with the sizes of the tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            self.sequence.append(f"{func.name()} {[tensor.numel() for tensor in tensors]}")
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of(run: Callable[[], None]) -> list[str]:
+    """The collectives that begin while ``run`` runs, its backward included."""
+    with Recorder() as recorder:
         run()
-    events = [event for event in profiler.events() if event.name.startswith("c10d::")]
-    return [f"{event.name} {event.input_shapes}" for event in sorted(events, key=lambda event: event.time_range.start)]
+    return recorder.sequence
 
 
 # By rank, the blocks that the loss uses.
@@ -62,10 +77,10 @@ USES: list[list[tuple[int, ...]]] = [
 ]
 
 
-def check(layout: str, use_orig_params: bool, rank: int) -> None:
+def check(layout: str, use_orig_params: bool, rank: int, all_uses: list[list[tuple[int, ...]]]) -> None:
     pair = Pair.of(Beside(), use_orig_params=use_orig_params, **placed(layout, shared_memory=False))
     pair.train(lambda model, x, _rank: loss_of(model, x, (0, 1, 2)), num_steps=2)
-    for number, uses in enumerate(USES):
+    for number, uses in enumerate(all_uses):
 
         def step(uses: list[tuple[int, ...]] = uses, number: int = number) -> None:
             loss_of(pair.model, batch(rank, number), uses[rank]).backward()
@@ -79,6 +94,26 @@ def check(layout: str, use_orig_params: bool, rank: int) -> None:
         pair.model.zero_grad()
 
 
+@on_ranks(2)
+def test_a_recorded_sequence_has_names_sizes_and_the_order(rank: int) -> None:
+    def run(first: int, second: int) -> None:
+        dist.all_reduce(torch.ones(first))
+        dist.broadcast(torch.ones(second), src=0)
+
+    sequence = collectives_of(lambda: run(3, 5))
+    assert sequence == ["c10d::allreduce_ [3]", "c10d::broadcast_ [5]"]
+    assert collectives_of(lambda: run(4, 5)) != sequence
+
+
+@KINDS
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
+@on_ranks(2, timeout=20)
+def test_the_collectives_of_a_step_are_the_same_where_every_loss_uses_everything(
+    layout: str, use_orig_params: bool, rank: int
+) -> None:
+    check(layout, use_orig_params, rank, USES[:1])
+
+
 @KINDS
 @pytest.mark.parametrize(
     "layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1", "_HYBRID_SHARD_ZERO2 1x2"]
@@ -87,10 +122,10 @@ def check(layout: str, use_orig_params: bool, rank: int) -> None:
 def test_the_collectives_of_a_step_are_the_same_on_both_ranks_whatever_their_losses_use(
     layout: str, use_orig_params: bool, rank: int
 ) -> None:
-    check(layout, use_orig_params, rank)
+    check(layout, use_orig_params, rank, USES)
 
 
 @pytest.mark.parametrize("layout", ["FULL_SHARD", "HYBRID_SHARD 2x2"])
 @on_ranks(4, timeout=20)
 def test_the_collectives_of_a_step_are_the_same_on_four_ranks_whatever_their_losses_use(layout: str, rank: int) -> None:
-    check(layout, True, rank)
+    check(layout, True, rank, USES)

@@ -79,7 +79,7 @@ def check_scaled(pair: Pair, scales: dict[str, float], step: int) -> None:
 @KINDS
 @WHEN
 @pytest.mark.parametrize("where", ["stacks.0.blocks.1", "stacks.1", ""], ids=["leaf", "inner", "root"])
-@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2)
 def test_a_divide_factor_scales_what_is_at_and_below_its_wrapper(
     layout: str, where: str, steps_before: int, use_orig_params: bool, num_ranks: int

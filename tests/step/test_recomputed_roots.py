@@ -153,7 +153,7 @@ def several(how: str, model: nn.Module, rank: int, scale: float = 1.0) -> None:
 
 @pytest.mark.parametrize("steps_before", [0, 2], ids=["at first", "after two steps"])
 @pytest.mark.parametrize("frozen", list(FROZEN))
-@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_two_forwards_over_parameters_frozen_after_wrapping_equal_the_replica(
     layout: str, frozen: str, steps_before: int, rank: int
@@ -222,7 +222,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 @KINDS
 @pytest.mark.parametrize("kind", list(MODELS))
-@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD 2x1"])
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 @on_ranks(2)
 def test_a_second_backward_through_one_graph_adds_the_gradients_again(
     layout: str, kind: str, use_orig_params: bool, rank: int
