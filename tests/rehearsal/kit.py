@@ -1,0 +1,108 @@
+"""Runs training steps on the fake accelerator and reports what was found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.rehearsal import seam
+from tests.rehearsal.check import Checker, Finding
+from tests.rehearsal.fake_collectives import FakeCollectives
+from tests.rehearsal.fake_device import DEVICE, fake_accelerator
+from tests.rehearsal.memory import MemoryRecorder
+from tests.rehearsal.streams import Machine
+from tests.runtime.kit import BLOCKS, ROWS, WIDTH, Stack, wrapped
+
+__all__ = ["NUM_RANKS", "Rehearsal", "rehearsal", "train"]
+
+NUM_RANKS = 4
+
+
+@dataclass
+class Rehearsal:
+    """A fake machine and what it has found.
+
+    Attributes:
+        models: wrapped models, whose storages have names in reports.
+    """
+
+    machine: Machine
+    checker: Checker
+    recorder: MemoryRecorder
+    collectives: FakeCollectives
+    models: list[nn.Module] = field(default_factory=list)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The defects so far."""
+        return self.checker.findings
+
+    def kinds(self) -> set[str]:
+        """The kinds of the defects so far."""
+        return {finding.kind for finding in self.findings}
+
+    def check(self, *, allowed: Sequence[str] = ()) -> None:
+        """Raise if anything was found, except what is of an allowed kind."""
+        assert self.checker.num_accesses > 0, "nothing was recorded"
+        found = [str(finding) for finding in self.findings if finding.kind not in allowed]
+        assert not found, f"{len(found)} defects:\n" + "\n".join(found[:12])
+
+    def wrap(self, module: nn.Module | None = None, **kwargs: Any) -> nn.Module:
+        """Shard a model on the accelerator; what the host waits for while that is done does not count."""
+        self.checker.is_on = False
+        if module is None:
+            with DEVICE:
+                module = Stack()
+        kwargs.setdefault("auto_wrap_policy", BLOCKS)
+        model = wrapped(module, **kwargs)
+        self.models.append(model)
+        self.recorder.name_storages()
+        self.checker.is_on = True
+        return model
+
+
+@contextmanager
+def rehearsal() -> Iterator[Rehearsal]:
+    """Let the library train on a fake accelerator inside the block."""
+    machine = Machine(DEVICE)
+    checker = Checker(machine)
+    models: list[nn.Module] = []
+    recorder = MemoryRecorder(
+        machine, checker, lambda: {key: name for model in models for key, name in seam.names_of_storages(model).items()}
+    )
+    collectives = FakeCollectives(machine, recorder)
+    with seam.installed(machine, collectives), fake_accelerator(machine, recorder):
+        yield Rehearsal(machine, checker, recorder, collectives, models)
+
+
+def batch() -> torch.Tensor:
+    """Rows on the accelerator."""
+    return torch.zeros(ROWS, WIDTH, device=DEVICE)
+
+
+def train(
+    run: Rehearsal,
+    model: nn.Module,
+    *,
+    num_steps: int = 3,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    before_step: Callable[[nn.Module], object] = lambda model: None,
+    micro_batches: int = 1,
+) -> None:
+    """Train, with ``micro_batches - 1`` backwards inside ``no_sync`` in each step."""
+    optimizer_ = optimizer(model.parameters())
+    for _ in range(num_steps):
+        for _ in range(micro_batches - 1):
+            with model.no_sync():  # type: ignore[operator]
+                model(batch()).float().pow(2).mean().backward()
+        model(batch()).float().pow(2).mean().backward()
+        run.recorder.name_storages()
+        before_step(model)
+        optimizer_.step()
+        optimizer_.zero_grad()

@@ -1,0 +1,117 @@
+"""Puts the recording streams and the fake accelerator into the library: the only file that names its internals.
+
+* ``fsdp_flat.runtime.unit.streams_for`` makes the streams of a unit. Here it makes :class:`AcceleratorStreams` over
+  recording streams, whose names are those of the attributes that hold them.
+* ``fsdp_flat.construction.compute_device_from`` answers the accelerator.
+* ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
+* :func:`names_of_storages` asks units for their handles, shards, gathered buffers and flat gradients.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import fsdp_flat.construction
+import fsdp_flat.runtime.unit
+from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.comm.streams import AcceleratorStreams
+from fsdp_flat.runtime import units_of
+from tests.rehearsal.fake_collectives import FakeCollectives
+from tests.rehearsal.fake_device import DEVICE
+from tests.rehearsal.streams import Machine, RecordingStream
+
+__all__ = ["PLANTED", "installed", "names_of_storages", "planted"]
+
+
+class _RecordedStreams(AcceleratorStreams):
+    """The library's streams, made of recording ones."""
+
+    def __init__(self, machine: Machine, device: torch.device) -> None:
+        with mock.patch.object(torch, "Stream", machine.new_stream):
+            super().__init__(device)
+        for name, value in vars(self).items():
+            if isinstance(value, RecordingStream):
+                value.name = name.strip("_")
+
+
+@contextmanager
+def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
+    """Have models that are wrapped and run inside the block use the recording streams and collectives."""
+    functions = collectives.functions()
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: object) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        replace(fsdp_flat.runtime.unit, "streams_for", functools.partial(_RecordedStreams, machine))
+        replace(fsdp_flat.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
+        for owner in (dist, comm_torch):
+            for name, function in functions.items():
+                if hasattr(owner, name):
+                    replace(owner, name, function)
+        for name in ("all_gather_object", "broadcast_object_list", "barrier", "monitored_barrier"):
+            replace(dist, name, collectives.waits(name, getattr(dist, name)))
+        yield
+
+
+def names_of_storages(model: nn.Module) -> dict[int, str]:
+    """By ``_cdata`` of the storage, what the storages of a wrapped model hold."""
+    names: dict[int, str] = {}
+
+    def add(tensor: torch.Tensor | None, what: str) -> None:
+        if tensor is not None:
+            names.setdefault(tensor.untyped_storage()._cdata, what)
+
+    for unit in units_of(model):
+        for handle in unit.handles:
+            add(handle.flat_param.data, f"the shard of {unit.name!r}")
+            add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
+            for dtype, variant in handle._variants.items():
+                add(variant.buffer.tensor, f"the gathered buffer of {unit.name!r} in {dtype}")
+            for window in (handle._window, handle._spare_window):
+                if window is not None:
+                    add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
+    return names
+
+
+# By name, a defect and how it is planted: class, method, and what replaces it.
+def _nothing(_streams: AcceleratorStreams) -> None:
+    pass
+
+
+@contextmanager
+def _reduce_at_once(streams: AcceleratorStreams) -> Iterator[None]:
+    with streams._reduce:
+        yield
+
+
+@contextmanager
+def _gather_at_once(streams: AcceleratorStreams) -> Iterator[None]:
+    with streams._gather:
+        yield
+
+
+PLANTED: dict[str, tuple[str, Any]] = {
+    "compute does not wait for all-gathers": ("gathered", _nothing),
+    "compute does not wait for reduce-scatters": ("reduced", _nothing),
+    "a freed buffer is not announced": ("freed", _nothing),
+    "the optimizer is not announced": ("optimizer_ran", _nothing),
+    "reduce-scatters do not wait for compute": ("reducing", _reduce_at_once),
+    "all-gathers do not wait for events": ("gathering", _gather_at_once),
+}
+
+
+@contextmanager
+def planted(defect: str) -> Iterator[None]:
+    """Give the library a defect of :data:`PLANTED` inside the block."""
+    method, replacement = PLANTED[defect]
+    with mock.patch.object(AcceleratorStreams, method, replacement):
+        yield
