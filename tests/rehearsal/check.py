@@ -119,7 +119,7 @@ class Checker:
         self.num_accesses += 1
         access = Access(op, queue.name, stamp, writes, where)
         if block.is_freed:
-            self.report("freed memory", f"{access} {block.label} after its memory was given back", (op, where))
+            self.report("freed memory", f"{access} {block.label} after its memory was given back", (block.label, op, where))
         self._check_reuse(block, queue, access)
         earlier = list(block.writes.values())
         if writes:
@@ -129,7 +129,7 @@ class Checker:
                 self.report(
                     "conflict",
                     f"{access} {block.label} without order after {other}",
-                    (op, where, other.op, other.where, queue.name, other.queue),
+                    (block.label, op, where, other.op, other.where, queue.name, other.queue),
                 )
         (block.writes if writes else block.reads)[queue.id] = access
 
@@ -143,6 +143,6 @@ class Checker:
                         "freed memory",
                         f"{access} {block.label}, memory of the {block.owner.name} stream that {freed.label} may have "
                         f"had until it was freed ({where}), without order after {other}",
-                        (access.op, access.where, other.op, other.where, queue.name, other.queue),
+                        (block.label, freed.label, access.op, access.where, other.op, other.where, queue.name),
                     )
                     return

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from tests.rehearsal import seam
@@ -68,8 +67,8 @@ class Rehearsal:
 
 
 @contextmanager
-def rehearsal() -> Iterator[Rehearsal]:
-    """Let the library train on a fake accelerator inside the block."""
+def rehearsal(*, with_library: bool = True) -> Iterator[Rehearsal]:
+    """Have a fake accelerator inside the block; ``with_library`` lets fsdp_flat train on it."""
     machine = Machine(DEVICE)
     checker = Checker(machine)
     models: list[nn.Module] = []
@@ -77,7 +76,8 @@ def rehearsal() -> Iterator[Rehearsal]:
         machine, checker, lambda: {key: name for model in models for key, name in seam.names_of_storages(model).items()}
     )
     collectives = FakeCollectives(machine, recorder)
-    with seam.installed(machine, collectives), fake_accelerator(machine, recorder):
+    library = seam.installed(machine, collectives) if with_library else nullcontext()
+    with library, fake_accelerator(machine, recorder):
         yield Rehearsal(machine, checker, recorder, collectives, models)
 
 
