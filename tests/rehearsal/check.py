@@ -119,7 +119,9 @@ class Checker:
         self.num_accesses += 1
         access = Access(op, queue.name, stamp, writes, where)
         if block.is_freed:
-            self.report("freed memory", f"{access} {block.label} after its memory was given back", (block.label, op, where))
+            self.report(
+                "freed memory", f"{access} {block.label} after its memory was given back", (block.label, op, where)
+            )
         self._check_reuse(block, queue, access)
         earlier = list(block.writes.values())
         if writes:

@@ -30,6 +30,10 @@ _LIBRARY = str(Path(_ROOT, "fsdp_flat"))
 _MOST_LINES = 3
 # These give memory whose content is undefined, and write nothing.
 _EMPTY = {"aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided"}
+# These take from their argument its shape, dtype and device, and read no values.
+_READ_SHAPES = {"aten::empty_like", "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::rand_like"} | {
+    f"aten::new_{how}" for how in ("empty", "empty_strided", "zeros", "ones", "full")
+}
 # The result depends on values, so the host waits for them.
 _READ_BY_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2"}
 _COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
@@ -65,6 +69,9 @@ class MemoryRecorder(TorchDispatchMode):
         machine: the streams.
         checker: takes what is noted.
         labels: returns names of storages, by ``_cdata``.
+
+    Attributes:
+        log: the operations and ``"wait"`` for each wait of the host, in the order in which the host issues them.
     """
 
     def __init__(self, machine: Machine, checker: Checker, labels: Callable[[], dict[int, str]]) -> None:
@@ -73,11 +80,12 @@ class MemoryRecorder(TorchDispatchMode):
         self._checker = checker
         self._labels = labels
         self._blocks: dict[int, Block] = {}
+        self.log: list[str] = []
         machine.on_host_wait = self._on_host_wait
 
     def _on_host_wait(self, kind: str, op: str) -> None:
-        where = where_in_library()
-        self._checker.report(f"host wait: {kind}", f"{op} ({where})")
+        self.log.append("wait")
+        self._checker.report(f"host wait: {kind}", f"{op} ({where_in_library()})")
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lives on the accelerator."""
@@ -115,18 +123,15 @@ class MemoryRecorder(TorchDispatchMode):
     ) -> torch.UntypedStorage:
         """Stand in for ``UntypedStorage.resize_``: what was there is given back, what comes is new memory."""
         before = storage.nbytes()
-        key = storage._cdata
-        block = self._blocks.get(key)
+        block = self._blocks.get(storage._cdata)
         result = resize(storage, nbytes)
         if storage.device.type == self._machine.device.type and nbytes != before:
-            label = self._labels().get(key) or (block.label if block is not None else "")
             if block is None:
-                block = self._allocate(storage, self._machine.compute, label)
-            block.label = label or block.label
-            if before and not block.is_freed:
+                block = self._allocate(storage, self._machine.compute, "")
+            if before:
                 self._checker.free(block, where_in_library())
             if nbytes:
-                self._allocate(storage, self._machine.current, label)
+                self._allocate(storage, self._machine.current, block.label)
         return result
 
     def name_storages(self) -> None:
@@ -145,6 +150,7 @@ class MemoryRecorder(TorchDispatchMode):
         writes: Iterable[torch.Tensor] = (),
     ) -> None:
         """Note one operation on ``queue``."""
+        self.log.append(op)
         stamp = self._machine.launch(queue)
         where = where_in_library()
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -160,7 +166,9 @@ class MemoryRecorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func._schema.name
         if name.startswith("c10d"):
-            raise AssertionError(f"{name} was called past tests/rehearsal/fake_collectives.py, which has to imitate it.")
+            raise AssertionError(
+                f"{name} was called past tests/rehearsal/fake_collectives.py, which has to imitate it."
+            )
         if name == "aten::is_pinned":
             return self.block_of(args[0]).is_pinned
         if name in _COPIES:
@@ -180,7 +188,8 @@ class MemoryRecorder(TorchDispatchMode):
         if writes or fresh or not outputs:
             made = [] if name in _EMPTY else fresh
             queue = self._machine.current if any(map(self.is_on_device, (*reads, *writes, *fresh))) else None
-            self.note(name, queue or self._machine.host, reads, [*writes, *made])
+            read = [] if name in _READ_SHAPES else reads
+            self.note(name, queue or self._machine.host, read, [*writes, *made])
         return result
 
     def _run(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -21,6 +21,7 @@ from torch import nn
 
 import fsdp_flat.construction
 import fsdp_flat.runtime.unit
+from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
 from fsdp_flat.runtime import units_of
@@ -28,7 +29,7 @@ from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine, RecordingStream
 
-__all__ = ["PLANTED", "installed", "names_of_storages", "planted"]
+__all__ = ["PLANTED", "USED_PARAMETERS", "installed", "names_of_storages", "planted"]
 
 
 class _RecordedStreams(AcceleratorStreams):
@@ -82,9 +83,16 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
     return names
 
 
-# By name, a defect and how it is planted: class, method, and what replaces it.
+# Findings that mention this are about asking which parameters any rank used, which a rank with unused ones has to.
+USED_PARAMETERS = "fsdp_flat/runtime/used.py"
+
+
 def _nothing(_streams: AcceleratorStreams) -> None:
     pass
+
+
+def _no_wait(pending: Pending) -> torch.Tensor:
+    return pending.result
 
 
 @contextmanager
@@ -99,19 +107,21 @@ def _gather_at_once(streams: AcceleratorStreams) -> Iterator[None]:
         yield
 
 
-PLANTED: dict[str, tuple[str, Any]] = {
-    "compute does not wait for all-gathers": ("gathered", _nothing),
-    "compute does not wait for reduce-scatters": ("reduced", _nothing),
-    "a freed buffer is not announced": ("freed", _nothing),
-    "the optimizer is not announced": ("optimizer_ran", _nothing),
-    "reduce-scatters do not wait for compute": ("reducing", _reduce_at_once),
-    "all-gathers do not wait for events": ("gathering", _gather_at_once),
+# By name, a defect and how it is planted: class, method, and what replaces it.
+PLANTED: dict[str, tuple[type, str, Any]] = {
+    "compute does not wait for all-gathers": (AcceleratorStreams, "gathered", _nothing),
+    "compute does not wait for reduce-scatters": (AcceleratorStreams, "reduced", _nothing),
+    "a freed buffer is not announced": (AcceleratorStreams, "freed", _nothing),
+    "the optimizer is not announced": (AcceleratorStreams, "optimizer_ran", _nothing),
+    "reduce-scatters do not wait for compute": (AcceleratorStreams, "reducing", _reduce_at_once),
+    "all-gathers do not wait for events": (AcceleratorStreams, "gathering", _gather_at_once),
+    "collectives are not waited for": (Pending, "wait", _no_wait),
 }
 
 
 @contextmanager
 def planted(defect: str) -> Iterator[None]:
     """Give the library a defect of :data:`PLANTED` inside the block."""
-    method, replacement = PLANTED[defect]
-    with mock.patch.object(AcceleratorStreams, method, replacement):
+    owner, method, replacement = PLANTED[defect]
+    with mock.patch.object(owner, method, replacement):
         yield
