@@ -1,8 +1,8 @@
 """Collectives that follow NCCL's rules for streams and move nothing.
 
 A collective runs on an internal stream of its process group, which first waits for the stream that is current at the
-call; ``wait`` on its work has the current stream wait for it. Values stay as they are, as if every rank had the
-same. Collectives of CPU tensors run on the host at once.
+call; ``wait`` on its work has the current stream wait for it, and until then the work keeps the tensors alive (their
+storages may be resized nevertheless). Values stay as they are. Collectives of CPU tensors run on the host at once.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ __all__ = ["FakeCollectives", "FakeWork"]
 class FakeWork:
     """Stands for the ``Work`` of a collective under way."""
 
-    def __init__(self, machine: Machine, event: RecordingEvent | None) -> None:
+    def __init__(self, machine: Machine, event: RecordingEvent | None, tensors: list[torch.Tensor]) -> None:
         self._machine = machine
         self._event = event
+        self._tensors = tensors
 
     def wait(self, timeout: object = None) -> bool:
         """Have the current stream wait for the collective."""
         if self._event is not None:
             self._machine.current.wait_event(self._event)
+        self._tensors = []
         return True
 
     def is_completed(self) -> bool:
@@ -56,12 +58,12 @@ class FakeCollectives:
         if not all(map(self._recorder.is_on_device, (*reads, *writes))):
             self._recorder._check_devices(name, [*reads, *writes])
             self._recorder.note(name, self._machine.host, reads, writes)
-            work = FakeWork(self._machine, None)
+            work = FakeWork(self._machine, None, [])
         else:
             stream = self._machine.stream_of_group(group, f"group {dist.get_process_group_ranks(group)}")
             stream.wait_stream(self._machine.current)
             self._recorder.note(name, stream, reads, writes)
-            work = FakeWork(self._machine, stream.record_event())
+            work = FakeWork(self._machine, stream.record_event(), [*reads, *writes])
         if is_async:
             return work
         work.wait()

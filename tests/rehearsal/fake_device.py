@@ -52,11 +52,14 @@ def fake_accelerator(machine: Machine, recorder: MemoryRecorder) -> Iterator[Non
     def resize_storage(storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
         return recorder.resize_storage(resize, storage, nbytes)
 
+    def synchronize(_device: Any = None) -> None:
+        machine.synchronize("accelerator.synchronize")
+
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", resize_storage),
         mock.patch.object(torch.Tensor, "is_meta", property(lambda _tensor: False), create=True),
         mock.patch.object(torch.accelerator, "current_stream", machine.current_stream),
-        mock.patch.object(torch.accelerator, "synchronize", lambda *_: machine.synchronize("accelerator.synchronize")),
+        mock.patch.object(torch.accelerator, "synchronize", synchronize),
         _TensorsFromValues(machine),
         recorder,
     ):

@@ -165,6 +165,18 @@ def test_a_collective_runs_on_a_stream_of_its_own_until_it_is_waited_for() -> No
     assert found(run) == ["conflict"]
 
 
+def test_a_collective_keeps_its_tensors_until_it_is_waited_for_on_the_stream_that_then_has_their_memory() -> None:
+    with rehearsal() as run:
+        side = run.machine.new_stream(name="side")
+        work = torch.distributed.all_reduce(torch.zeros(4, device=DEVICE), async_op=True)
+        torch.zeros(4, device=DEVICE)
+        assert not run.findings
+        with side:
+            work.wait()
+        torch.zeros(4, device=DEVICE)
+    assert found(run) == ["freed memory"]
+
+
 @pytest.mark.parametrize("program", ["x.sum().item()", "bool(x.sum())", "float(x.sum())", "torch.equal(x, x)"])
 def test_a_value_that_the_host_reads_makes_it_wait(program: str) -> None:
     with rehearsal(with_library=False) as run:
