@@ -58,6 +58,7 @@ class Block:
         label: name for reports.
         owner: the queue whose memory it is.
         after: what every access has to come after, since the memory may have served other blocks before.
+        came_after: queues whose accesses come after ``after``.
         is_pinned: it is host memory that the device can copy from and to without the host.
     """
 
@@ -66,6 +67,7 @@ class Block:
     after: Clock
     is_pinned: bool = False
     is_freed: bool = False
+    came_after: set[int] = field(default_factory=set)
     reads: dict[int, Access] = field(default_factory=dict)
     writes: dict[int, Access] = field(default_factory=dict)
 
@@ -136,7 +138,10 @@ class Checker:
         (block.writes if writes else block.reads)[queue.id] = access
 
     def _check_reuse(self, block: Block, queue: Queue, access: Access) -> None:
+        if queue.id in block.came_after:
+            return
         if all(is_ordered(stamp, queue.clock) for stamp in block.after.items()):
+            block.came_after.add(queue.id)
             return
         for freed, where in reversed(self._freed.get(block.owner.id, [])):
             for other in freed.accesses():

@@ -56,7 +56,7 @@ class FakeCollectives:
     ) -> FakeWork | None:
         group = group or dist.group.WORLD
         if not all(map(self._recorder.is_on_device, (*reads, *writes))):
-            self._recorder._check_devices(name, [*reads, *writes])
+            self._recorder.check_devices(name, [*reads, *writes])
             self._recorder.note(name, self._machine.host, reads, writes)
             work = FakeWork(self._machine, None, [])
         else:

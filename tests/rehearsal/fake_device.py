@@ -2,8 +2,8 @@
 
 The library takes every branch that it takes on an accelerator, since the device is not the CPU. Values cannot be
 looked at, so nothing that makes the host wait for a value goes by unnoticed: ``memory`` reports it and gives zeros or
-ones. FakeTensorMode with ``device="cuda"`` was tried first; a torch that is built without CUDA cannot run ``copy_`` or
-a backward under it ("PyTorch is not linked with support for cuda devices").
+ones. FakeTensorMode with ``device="cuda"`` was tried first; under a torch that is built without CUDA ``copy_`` raises
+there ("PyTorch is not linked with support for cuda devices") and autograd ends the process.
 
 What differs from CUDA and is bridged here: meta tensors report ``is_meta``, which the library takes for a model that
 has no weights yet; ``torch.tensor(..., device=...)`` goes past dispatch modes; memory cannot be pinned.
@@ -11,13 +11,12 @@ has no weights yet; ``torch.tensor(..., device=...)`` goes past dispatch modes; 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tests.rehearsal.memory import MemoryRecorder
 from tests.rehearsal.streams import Machine
@@ -27,21 +26,16 @@ __all__ = ["DEVICE", "fake_accelerator"]
 DEVICE = torch.device("meta")
 
 
-class _TensorsFromValues(TorchFunctionMode):
-    """Reports tensors that are made of Python values on the accelerator: a blocking copy of pageable memory."""
+def _reporting(machine: Machine, make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Report tensors that ``make`` makes of Python values on the accelerator: blocking copies of pageable memory."""
 
-    def __init__(self, machine: Machine) -> None:
-        super().__init__()
-        self._machine = machine
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in (torch.tensor, torch.as_tensor) and result.device.type == self._machine.device.type:
-            data = args[0] if args else (kwargs or {}).get("data")
-            if not isinstance(data, torch.Tensor):
-                stream = self._machine.current
-                self._machine.host_wait("blocking copy", f"{func.__name__} of Python values", stream.clock)
+    def made(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result = make(data, *args, **kwargs)
+        if result.device.type == machine.device.type and not isinstance(data, torch.Tensor):
+            machine.host_wait("blocking copy", f"{make.__name__} of Python values", machine.current.clock)
         return result
+
+    return made
 
 
 @contextmanager
@@ -60,7 +54,8 @@ def fake_accelerator(machine: Machine, recorder: MemoryRecorder) -> Iterator[Non
         mock.patch.object(torch.Tensor, "is_meta", property(lambda _tensor: False), create=True),
         mock.patch.object(torch.accelerator, "current_stream", machine.current_stream),
         mock.patch.object(torch.accelerator, "synchronize", synchronize),
-        _TensorsFromValues(machine),
+        mock.patch.object(torch, "tensor", _reporting(machine, torch.tensor)),
+        mock.patch.object(torch, "as_tensor", _reporting(machine, torch.as_tensor)),
         recorder,
     ):
         yield

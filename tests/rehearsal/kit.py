@@ -98,7 +98,7 @@ def train(
     run: Rehearsal,
     model: nn.Module,
     *,
-    num_steps: int = 3,
+    num_steps: int = 2,
     optimizer: Callable[[Any], torch.optim.Optimizer] = lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
     before_step: Callable[[nn.Module], object] = lambda model: None,
     micro_batches: int = 1,

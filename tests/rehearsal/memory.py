@@ -178,7 +178,7 @@ class MemoryRecorder(TorchDispatchMode):
         on_device = [self.is_on_device(tensor) for tensor in (*reads, *writes)]
         if name in _READ_BY_HOST and any(on_device):
             return self._read_by_host(func, name, reads)
-        self._check_devices(name, [*reads, *writes])
+        self.check_devices(name, [*reads, *writes])
         result = self._run(func, name, args, kwargs)
         outputs = _tensors(result)
         held = {tensor.untyped_storage()._cdata for tensor in (*reads, *writes)}
@@ -206,7 +206,7 @@ class MemoryRecorder(TorchDispatchMode):
             return True
         raise AssertionError(f"{name} has a shape that depends on values of the accelerator, which has none here.")
 
-    def _check_devices(self, name: str, operands: list[torch.Tensor]) -> None:
+    def check_devices(self, name: str, operands: list[torch.Tensor]) -> None:
         # A tensor without dims on the CPU goes along as an argument of the kernel.
         devices = {self.is_on_device(t) for t in operands if self.is_on_device(t) or t.dim() > 0}
         if len(devices) > 1:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -282,14 +284,15 @@ def test_a_rehearsal_in_which_nothing_ran_does_not_pass() -> None:
 # -- planted into the library ----------------------------------------------------------------------------------------
 
 
-def findings_of(defect: str | None, use_orig_params: bool) -> set[Finding]:
+@functools.cache
+def findings_of(defect: str | None, use_orig_params: bool) -> frozenset[Finding]:
     with rehearsal() as run:
         if defect is None:
             train(run, run.wrap(use_orig_params=use_orig_params))
         else:
             with seam.planted(defect):
                 train(run, run.wrap(use_orig_params=use_orig_params))
-    return set(run.findings)
+    return frozenset(run.findings)
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
