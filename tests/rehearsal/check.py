@@ -22,7 +22,7 @@ _MOST_FREED = 4000
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One defect.
+    """Describes one defect.
 
     Attributes:
         kind: ``"conflict"``, ``"freed memory"``, ``"host wait: ..."`` or ``"device mismatch"``.
@@ -38,7 +38,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One operation on one block."""
+    """Records one operation on one block."""
 
     op: str
     queue: str
@@ -52,7 +52,7 @@ class Access:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Memory of one storage, from allocation to the moment it is given back.
+    """Holds the accesses to the memory of one storage, from allocation to the moment it is given back.
 
     Attributes:
         label: name for reports.
@@ -72,7 +72,7 @@ class Block:
     writes: dict[int, Access] = field(default_factory=dict)
 
     def accesses(self) -> list[Access]:
-        """The last read and the last write of each queue."""
+        """Return the last read and the last write of each queue."""
         return [*self.reads.values(), *self.writes.values()]
 
 

@@ -44,7 +44,7 @@ class FakeCollectives:
 
     Args:
         machine: the streams.
-        recorder: notes what is read and written.
+        recorder: notes reads and writes.
     """
 
     def __init__(self, machine: Machine, recorder: MemoryRecorder) -> None:
@@ -113,7 +113,7 @@ class FakeCollectives:
         return call
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """By name, what stands in for functions of ``torch.distributed``."""
+        """Return the stand-ins for functions of ``torch.distributed``, by name."""
         return {
             "all_gather_single": self.all_gather_single,
             "all_gather_into_tensor": self.all_gather_single,

@@ -5,7 +5,7 @@ looked at, so nothing that makes the host wait for a value goes by unnoticed: ``
 ones. FakeTensorMode with ``device="cuda"`` was tried first; under a torch that is built without CUDA ``copy_`` raises
 there ("PyTorch is not linked with support for cuda devices") and autograd ends the process.
 
-What differs from CUDA and is bridged here: meta tensors report ``is_meta``, which the library takes for a model that
+Three differences from CUDA are bridged here: meta tensors report ``is_meta``, which the library takes for a model that
 has no weights yet; ``torch.tensor(..., device=...)`` goes past dispatch modes; memory cannot be pinned.
 """
 

@@ -1,4 +1,4 @@
-"""Runs training steps on the fake accelerator and reports what was found."""
+"""Runs training steps on the fake accelerator and reports defects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ END_OF_BACKWARD = "end of backward"
 
 @dataclass
 class Rehearsal:
-    """A fake machine and what it has found.
+    """Holds a fake machine and the defects found on it.
 
     Attributes:
         models: wrapped models, whose storages have names in reports.
@@ -40,11 +40,11 @@ class Rehearsal:
 
     @property
     def findings(self) -> list[Finding]:
-        """The defects so far."""
+        """Return the defects so far."""
         return self.checker.findings
 
     def kinds(self) -> set[str]:
-        """The kinds of the defects so far."""
+        """Return the kinds of the defects so far."""
         return {finding.kind for finding in self.findings}
 
     def check(self, *, allowed: Sequence[str] = ()) -> None:
@@ -61,7 +61,7 @@ class Rehearsal:
             assert not (waited and entry in ("aten::mm", "aten::tanh_backward")), "backward goes on after a wait"
 
     def wrap(self, module: nn.Module | None = None, **kwargs: Any) -> nn.Module:
-        """Shard a model on the accelerator; what the host waits for while that is done does not count."""
+        """Shard a model on the accelerator; findings during construction are not kept."""
         self.checker.is_on = False
         if module is None:
             with DEVICE:
@@ -70,6 +70,7 @@ class Rehearsal:
         model = wrapped(module, **kwargs)
         self.models.append(model)
         self.recorder.name_storages()
+        self.recorder.log.clear()
         self.checker.is_on = True
         return model
 
@@ -90,7 +91,7 @@ def rehearsal(*, with_library: bool = True) -> Iterator[Rehearsal]:
 
 
 def batch() -> torch.Tensor:
-    """Rows on the accelerator."""
+    """Make rows on the accelerator."""
     return torch.zeros(ROWS, WIDTH, device=DEVICE)
 
 

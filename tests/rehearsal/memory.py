@@ -1,9 +1,9 @@
-"""Notes which storage each operation reads and writes, on which stream, and what makes the host wait.
+"""Notes which storage each operation reads and writes, on which stream, and where the host waits.
 
-A dispatch mode sees every operation, those of autograd and optimizers too, and takes from its schema what it reads and
-writes. Operations on tensors of the accelerator go to the current stream, all others run on the host at once. A
-storage gets memory from the stream that is current where it is made, and gives it back when it dies or is resized to
-no bytes, as with CUDA's caching allocator.
+A dispatch mode sees every operation, those of autograd and optimizers too, and takes from its schema which tensors it
+reads and writes. Operations on tensors of the accelerator go to the current stream, all others run on the host at
+once. A storage gets memory from the stream that is current where it is made, and gives it back when it dies or is
+resized to no bytes, as with CUDA's caching allocator.
 
 Values never leave the accelerator (see ``fake_device``): a copy to the host gives zeros, ``item()`` gives one.
 """
@@ -40,7 +40,7 @@ _COPIES = {"aten::copy_", "aten::_to_copy", "aten::_foreach_copy_"}
 
 
 def where_in_library() -> str:
-    """The innermost lines of fsdp_flat on the stack, or the innermost line of the tests."""
+    """Return the innermost lines of fsdp_flat on the stack, or the innermost line of the tests."""
     frame = sys._getframe(1)
     lines: list[str] = []
     elsewhere = "outside of fsdp_flat"
@@ -63,11 +63,11 @@ def _tensors(value: object) -> list[torch.Tensor]:
 
 
 class MemoryRecorder(TorchDispatchMode):
-    """Passes each operation on and notes what it does.
+    """Passes each operation on and notes its accesses.
 
     Args:
         machine: the streams.
-        checker: takes what is noted.
+        checker: takes the accesses.
         labels: returns names of storages, by ``_cdata``.
 
     Attributes:
@@ -88,13 +88,13 @@ class MemoryRecorder(TorchDispatchMode):
         self._checker.report(f"host wait: {kind}", f"{op} ({where_in_library()})")
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lives on the accelerator."""
+        """Say whether a tensor lives on the accelerator."""
         return tensor.device.type == self._machine.device.type
 
     # -- storages ------------------------------------------------------------------------------------------------
 
     def block_of(self, tensor: torch.Tensor, op: str = "", *, is_new: bool = False) -> Block:
-        """The block that holds a tensor's data."""
+        """Return the block that holds a tensor's data."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         block = self._blocks.get(key)
@@ -121,7 +121,7 @@ class MemoryRecorder(TorchDispatchMode):
     def resize_storage(
         self, resize: Callable[..., torch.UntypedStorage], storage: torch.UntypedStorage, nbytes: int
     ) -> torch.UntypedStorage:
-        """Stand in for ``UntypedStorage.resize_``: what was there is given back, what comes is new memory."""
+        """Stand in for ``UntypedStorage.resize_``: old memory is given back, and new memory taken."""
         before = storage.nbytes()
         block = self._blocks.get(storage._cdata)
         result = resize(storage, nbytes)
@@ -269,7 +269,7 @@ class MemoryRecorder(TorchDispatchMode):
 def _operands(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The tensors that an operation reads, and those that it writes, by its schema."""
+    """Return the tensors that an operation reads, and those that it writes, by its schema."""
     reads: list[torch.Tensor] = []
     writes: list[torch.Tensor] = []
     for index, argument in enumerate(func._schema.arguments):

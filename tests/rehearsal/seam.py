@@ -24,16 +24,17 @@ import fsdp_flat.runtime.unit
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
+from fsdp_flat.flat.gradients import GradientWindow
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine, RecordingStream
 
-__all__ = ["PLANTED", "USED_PARAMETERS", "installed", "names_of_storages", "planted"]
+__all__ = ["PLANTED", "USED_PARAMETERS", "GradientWindow", "installed", "names_of_storages", "planted"]
 
 
 class _RecordedStreams(AcceleratorStreams):
-    """The library's streams, made of recording ones."""
+    """Makes the library's streams of recording ones."""
 
     def __init__(self, machine: Machine, device: torch.device) -> None:
         with mock.patch.object(torch, "Stream", machine.new_stream):
@@ -64,12 +65,12 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
 
 
 def names_of_storages(model: nn.Module) -> dict[int, str]:
-    """By ``_cdata`` of the storage, what the storages of a wrapped model hold."""
+    """Return names of the storages of a wrapped model, by their ``_cdata``."""
     names: dict[int, str] = {}
 
-    def add(tensor: torch.Tensor | None, what: str) -> None:
+    def add(tensor: torch.Tensor | None, name: str) -> None:
         if tensor is not None:
-            names.setdefault(tensor.untyped_storage()._cdata, what)
+            names.setdefault(tensor.untyped_storage()._cdata, name)
 
     for unit in units_of(model):
         for handle in unit.handles:
@@ -107,7 +108,7 @@ def _gather_at_once(streams: AcceleratorStreams) -> Iterator[None]:
         yield
 
 
-# By name, a defect and how it is planted: class, method, and what replaces it.
+# By name, a defect and how it is planted: class, method, and replacement.
 PLANTED: dict[str, tuple[type, str, Any]] = {
     "compute does not wait for all-gathers": (AcceleratorStreams, "gathered", _nothing),
     "compute does not wait for reduce-scatters": (AcceleratorStreams, "reduced", _nothing),

@@ -26,7 +26,7 @@ def join(clock: Clock, other: Clock) -> None:
 
 
 def is_ordered(stamp: Stamp, clock: Clock) -> bool:
-    """Say whether the operation with ``stamp`` comes before whatever is issued with ``clock``."""
+    """Say whether the operation with ``stamp`` comes before an operation issued with ``clock``."""
     return clock.get(stamp[0], 0) >= stamp[1]
 
 
@@ -62,7 +62,7 @@ class RecordingEvent:
 
     @property
     def clock(self) -> Clock:
-        """The clock of the queue where the event was recorded last."""
+        """Return the clock that the queue had when the event was recorded last."""
         return self._clock
 
     def record(self, stream: RecordingStream | None = None) -> None:
@@ -92,11 +92,11 @@ class RecordingStream(Queue):
         self.device = device
 
     def wait_event(self, event: RecordingEvent) -> None:
-        """Order what is issued here from now on after ``event``."""
+        """Order operations issued here from now on after ``event``."""
         join(self.clock, event.clock)
 
     def wait_stream(self, stream: RecordingStream) -> None:
-        """Order what is issued here from now on after everything issued on ``stream`` so far."""
+        """Order operations issued here from now on after those issued on ``stream`` so far."""
         join(self.clock, stream.clock)
 
     def record_event(self, event: RecordingEvent | None = None) -> RecordingEvent:
@@ -126,7 +126,7 @@ class RecordingStream(Queue):
 
 
 class Machine:
-    """One host, one accelerator and its streams.
+    """Stands for one host, one accelerator and its streams.
 
     Attributes:
         device: the accelerator.
@@ -153,11 +153,11 @@ class Machine:
         return stream
 
     def current_stream(self, _device: Any = None) -> RecordingStream:
-        """The stream to which operations go now."""
+        """Return the stream to which operations go now."""
         return self.current
 
     def stream_of_group(self, group: Any, name: str) -> RecordingStream:
-        """The internal stream on which a process group runs its collectives."""
+        """Return the internal stream on which a process group runs its collectives."""
         if group not in self._of_groups:
             self._of_groups[group] = self.new_stream(name=name)
         return self._of_groups[group]

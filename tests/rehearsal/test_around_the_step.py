@@ -1,4 +1,4 @@
-"""What users do between and inside of steps on a fake accelerator is ordered, and does not stop the host."""
+"""Uses of a model around and inside of steps on a fake accelerator are ordered and do not stop the host."""
 
 from __future__ import annotations
 

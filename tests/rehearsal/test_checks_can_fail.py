@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -303,16 +304,33 @@ def test_a_defect_planted_into_the_library_is_found(defect: str, use_orig_params
     assert any("fsdp_flat/" in finding.text for finding in added), "the report says where in the library"
 
 
+@pytest.mark.parametrize("method", ["land", "close"])
+def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = getattr(seam.GradientWindow, method)
+
+    def wait_first(*args: Any) -> Any:
+        torch.accelerator.synchronize()
+        return plain(*args)
+
+    with rehearsal() as run:
+        model = run.wrap()
+        train(run, model, num_steps=1)
+        run.check_waits_come_last()
+        monkeypatch.setattr(seam.GradientWindow, method, wait_first)
+        train(run, model, num_steps=1)
+    assert "host wait: device synchronize" in run.kinds()
+    with pytest.raises(AssertionError, match="backward goes on after a wait"):
+        run.check_waits_come_last()
+
+
 def test_a_value_read_in_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdp_flat.flat.gradients import GradientWindow
+    land = seam.GradientWindow.land
 
-    land = GradientWindow.land
-
-    def land_and_look(window: GradientWindow, index: int, grad: torch.Tensor) -> None:
+    def land_and_look(window: Any, index: int, grad: torch.Tensor) -> None:
         assert grad.isfinite().all()
         land(window, index, grad)
 
-    monkeypatch.setattr(GradientWindow, "land", land_and_look)
+    monkeypatch.setattr(seam.GradientWindow, "land", land_and_look)
     with rehearsal() as run:
         train(run, run.wrap(), num_steps=1)
     assert "host wait: a value is read" in run.kinds()
