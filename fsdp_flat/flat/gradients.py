@@ -155,15 +155,16 @@ class PartialGrad:
         describe: returns the parameter's name for errors.
     """
 
-    __slots__ = ("_grad", "_ours", "_param", "_version")
+    __slots__ = ("_before", "_grad", "_param", "_version")
 
     def __init__(self, param: nn.Parameter, piece: torch.Tensor, describe: Callable[[], str]) -> None:
         self._param = param
-        self._ours = param.grad is None
-        if self._ours:
-            param.grad = UnreducedGrad.of(piece.to(param.dtype), describe)
+        self._before = param.grad
+        # A gradient that is there is reduced, but a step must wait for what was added to it and is not.
+        shown = piece.to(param.dtype) if self._before is None else self._before
+        param.grad = UnreducedGrad.of(shown, describe)
         self._grad = param.grad
-        self._version = -1 if self._grad is None else self._grad._version
+        self._version = shown._version
 
     @property
     def is_cleared(self) -> bool:
@@ -174,13 +175,13 @@ class PartialGrad:
     @property
     def is_changed(self) -> bool:
         """Whether somebody has written into the gradient since."""
-        return self._ours and self._changed_in_place
+        return self._before is None and self._changed_in_place
 
     @property
     def _changed_in_place(self) -> bool:
-        return self._param.grad is self._grad and self._grad is not None and self._grad._version != self._version
+        return self._param.grad is self._grad and self._grad._version != self._version
 
     def withdraw(self) -> None:
         """Take back what was shown."""
-        if self._ours and self._param.grad is self._grad:
-            self._param.grad = None
+        if self._param.grad is self._grad:
+            self._param.grad = self._before

@@ -128,9 +128,9 @@ class ShardedParameter(nn.Parameter):
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if name in _NEEDS_THE_SHAPE:
+        if name in _NEEDS_THE_SHAPE or name in _SPLITS:
             param = _first(ShardedParameter, args, kwargs)
-            raise UsageError(_explain(param, name))
+            raise UsageError(_explain(param, name) + (_NO_FULLY_SHARD if name in _SPLITS else ""))
         others = tuple(kind for kind in types if kind is not ShardedParameter)
         if others:
             # Another class of tensors has the say, as it would beside a plain Parameter.
@@ -164,12 +164,16 @@ def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
 unguarded = torch._C.DisableTorchFunctionSubclass
 """Context in which sharded parameters are looked at without a detour, for the library's own work on them."""
 
+_SPLITS = frozenset({"chunk", "tensor_split", "split", "split_with_sizes", "unbind"})
+_NO_FULLY_SHARD = (
+    " torch's fully_shard cannot be called on modules that FullyShardedDataParallel manages, nor around them: take the "
+    "wrapper away first (fsdp_flat.unwrap)."
+)
 _NEEDS_THE_SHAPE = frozenset(
     {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm"}
     | {"baddbmm", "einsum", "tensordot", "inner", "kron", "chain_matmul", "linalg_multi_dot", "cdist"}
     | {f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)}
     | {"embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"}
     | {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
-    | {"chunk", "tensor_split", "split", "split_with_sizes", "unbind"}
     | {"t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
 )

@@ -173,7 +173,7 @@ class _Forward:
         with profiled("post_forward", unit.name):
             schedule.note("post_forward", unit)
             iteration = record.iteration
-            reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root
+            reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
             keep = returns and (open_ended or iteration is None or not reshards)
             # A re-entrant checkpoint runs its units without gradients, so the iteration says whether a backward may
             # come.

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, ShardState, in_backward, modules_of
+from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
 from fsdp_flat.runtime.context import CommContext, profiled
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
@@ -166,6 +166,11 @@ class Unit:
     def gathers(self) -> bool:
         """Whether an unshard communicates, so that beginning it early helps."""
         return bool(self.handles) and self._collectives is not None
+
+    @property
+    def holds_copies(self) -> bool:
+        """Whether gathered parameters take memory of their own, which a reshard frees."""
+        return any([not isinstance(handle.buffer, AliasBuffer) for handle in self.handles])
 
     @property
     def is_trainable(self) -> bool:
