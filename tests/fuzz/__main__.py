@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 
 from .case import Case, from_json, to_json
+from .features import FEATURES, without
 from .generate import case_from
 from .running import TIMEOUT_S, Failure, Fuzzer
 from .script import script_of
@@ -19,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     args = parsed(argv)
     if args.print and args.seed is not None:
-        print(to_json(case_from(args.seed, args.ranks[0]), indent=1))
+        print(to_json(without(case_from(args.seed, args.ranks[0]), args.without), indent=1))
         return 0
     if args.case:
         return replay(args)
@@ -44,9 +45,11 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="time for shrinking one case")
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds until a case counts as a hang")
     parser.add_argument("--failures", type=Path, help="append failing cases, shrunken, to this file")
+    parser.add_argument("--without", default="", help=f"features to leave out, of: {', '.join(FEATURES)}")
     parser.add_argument("--plant", default="", help="plant a defect, to see it found")
     args = parser.parse_args(argv)
     args.ranks = [int(text) for text in args.ranks.split(",")]
+    args.without = [name for name in args.without.split(",") if name]
     args.transports = [True, False]
     if args.shared_memory or args.no_shared_memory:
         args.transports = [not args.no_shared_memory]
@@ -76,7 +79,7 @@ def run_seeds(args: argparse.Namespace, num_ranks: int, shared_memory: bool) -> 
         start = last = time.monotonic()
         spent_shrinking = 0.0
         for count, seed in enumerate(seeds, 1):
-            case = case_from(seed, num_ranks)
+            case = without(case_from(seed, num_ranks), args.without)
             failure = fuzzer.run(case)
             if failure is not None:
                 kinds[failure.kind] += 1

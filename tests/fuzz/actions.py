@@ -17,7 +17,7 @@ from fsdp_flat import OptimStateKeyType, ShardedEMA, StateDictType, load_checkpo
 
 from .case import Action, Case, nodes_of, options_from, wrapping_from
 from .models import CURRENT, Part, Trouble, as_rank
-from .session import Mismatch, NotLegal, Session, State
+from .session import Mismatch, NotLegal, Session, State, shard_sizes
 
 __all__ = ["ACTIONS", "State"]
 
@@ -573,6 +573,8 @@ class Move(ActionKind):
     def run(self, session: Session, action: Action) -> None:
         form, with_optim = action.args["form"], action.args["optimizer"]
         options, wrapping = options_from(action.args["options"]), wrapping_from(action.args["wrapping"])
+        if form == "LOCAL" and session.case.options.mesh:
+            form = "SHARDED"
         if form == "LOCAL":
             options, wrapping = session.case.options, session.case.wrapping
         elif session.case.optimizer.num_groups == 2 or (with_optim and not is_uniform(session)):
@@ -580,6 +582,9 @@ class Move(ActionKind):
         # New weights that differ over ranks would be warned about, so they are the same.
         new, case = session.wrapped(lambda: session.fresh(action.seed), wrapping, options)
         new_optim = session.make_optimizer(new)
+        if form == "SHARDED" and (len(shard_sizes(case)) > 1 or shard_sizes(case) != shard_sizes(session.case)):
+            # Chunks of another number of ranks are refused.
+            form = "FULL"
         if form == "checkpoint":
             self.by_checkpoint(session, new, new_optim if with_optim else None)
         else:
@@ -695,6 +700,14 @@ class Copy(ActionKind):
             optim.step()
 
 
+def is_shared(case: Case, module: Part) -> bool:
+    """Whether other places use modules or parameters inside ``module``, so that it cannot run without other units."""
+    inside = {getattr(child, "node_id", -1) for child in module.modules()}
+    return any(
+        node.refers >= 0 and (node.refers in inside or node.id in inside) for node in nodes_of(case.model)
+    )
+
+
 class CallUnit(ActionKind):
     """Train a unit that is called by itself."""
 
@@ -708,18 +721,20 @@ class CallUnit(ActionKind):
         units = [
             unit
             for unit in FSDP.fsdp_modules(session.model)
-            if isinstance(unit.module, Part) and unit is not session.model
+            if isinstance(unit.module, Part) and unit is not session.model and not is_shared(session.case, unit.module)
         ]
         if not units:
             raise NotLegal("no unit")
         unit = units[action.args["index"] % len(units)]
         other = next(m for m in session.plain.modules() if getattr(m, "node_id", -1) == unit.module.node_id)
         inputs = session.batches(action.seed)
+        kept = session.copied_buffers()
         losses = []
         for rank, x in enumerate(inputs):
             with session.replica(rank):
                 losses.append(other(x).tanh().square().mean())
         if not all(loss.requires_grad for loss in losses):
+            session.buffers = kept
             raise NotLegal("a loss without a gradient")
         for rank, loss in enumerate(losses):
             with session.replica(rank):

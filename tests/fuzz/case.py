@@ -90,7 +90,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """All that a run depends on."""
+    """All that a run depends on. ``compares_by`` is summon (which gathers) or slices (which leaves units as they are)."""
 
     seed: int
     num_ranks: int
@@ -100,6 +100,7 @@ class Case:
     options: Options
     optimizer: Optimizer
     actions: tuple[Action, ...]
+    compares_by: str = "summon"
 
 
 def nodes_of(node: Node) -> Iterator[Node]:
@@ -128,6 +129,7 @@ def from_json(text: str) -> Case:
         options=options_from(raw["options"]),
         optimizer=Optimizer(**raw["optimizer"]),
         actions=tuple(Action(**action) for action in raw["actions"]),
+        compares_by=raw.get("compares_by", "summon"),
     )
 
 

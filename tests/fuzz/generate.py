@@ -48,6 +48,7 @@ def case_from(seed: int, num_ranks: int) -> Case:
         options=options,
         optimizer=optimizer,
         actions=(),
+        compares_by=rng.choice(["summon", "slices", "slices"]),
     )
     return replace(case, actions=random_actions(rng, case))
 
@@ -171,6 +172,9 @@ def random_wrapping(rng: random.Random, model: Node, options: Options) -> Wrappi
     if policy in ("custom", "hand") and options.strategy in ("FULL_SHARD", "SHARD_GRAD_OP") and rng.random() < 0.3:
         names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
         strategies = tuple((id, rng.choice(names)) for id in ids if rng.random() < 0.5)
+    if policy == "hand" and not all(node.refers in ids for node in nodes_of(model) if node.kind == "alias"):
+        # A module that is in a unit and also outside of it: refused when it runs outside.
+        policy = "custom"
     return Wrapping(policy=policy, kinds=kinds, ids=ids, strategies=strategies, min_size=rng.choice([1, 10, 40, 100]))
 
 

@@ -121,10 +121,7 @@ def run_here(case_text: str, directory: str, environ: dict[str, str], plant: str
                     report.refused[f"{action.kind}: {reason}"] += 1
                 else:
                     report.actions[action.kind] += 1
-                if session.num_pending == 0:
-                    session.compare_all()
-                else:
-                    session.compare_buffers()
+                session.compare_after_action()
 
             where = f"action {index} ({action.kind})"
             if guarded(act, report, where):
@@ -164,8 +161,8 @@ def kind_of(error: BaseException) -> str:
 
 def plain_words(text: str) -> str:
     """Cut a message to the words that do not depend on the case."""
-    words = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[\w.]*\d[\w.]*", "_", text.splitlines()[0])
-    return words[:70]
+    words = re.sub(r"'[^']*'|\"[^\"]*\"|\[[^\]]*\]|[\w.]*\d[\w.]*", "_", " ".join(text.split("\n")[:2]))
+    return " ".join(words.split())[:120]
 
 
 class Fuzzer:

@@ -21,7 +21,7 @@ from .case import Case, Node, Options, Wrapping, nodes_of
 from .models import Root, as_rank, build
 from .wrapping import arguments_from, wrap
 
-__all__ = ["Mismatch", "NotLegal", "Pending", "Session", "State", "expected_warnings_ignored"]
+__all__ = ["Mismatch", "NotLegal", "Pending", "Session", "State", "expected_warnings_ignored", "shard_sizes"]
 
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-10}
 # fp32 parameters beside fp64 ones: their gradients are averaged in fp32.
@@ -35,6 +35,7 @@ EXPECTED_WARNINGS = (
     "auto_wrap_policy names no class",
     "clip_grad_norm_ was called on a rank without gradients",
     ".*is sharded in torch.float32",
+    "Unit .* is not sharded, so its entries of the sharded state dict are whole tensors",
 )
 
 
@@ -91,6 +92,20 @@ class Pending:
     outputs: list[torch.Tensor]
 
 
+def clean_path(path: str) -> str:
+    """Make a prefix of the plain model's names of a module's path."""
+    words = [word for word in path.split(".") if word and word != "_fsdp_wrapped_module"]
+    return "".join(f"{word}." for word in words)
+
+
+def shard_sizes(case: Case) -> set[int]:
+    """Return the numbers of ranks that units of a case are sharded over."""
+    options = case.options
+    whole = options.mesh[-1] if options.mesh else case.num_ranks
+    strategies = {options.strategy, *(strategy for _, strategy in case.wrapping.strategies)}
+    return {1 if strategy == "NO_SHARD" else whole for strategy in strategies}
+
+
 def flattened(outputs: Any) -> list[torch.Tensor]:
     """List the tensors of a root's output."""
     return [outputs["out"], *outputs["sides"]]
@@ -117,6 +132,7 @@ class Session(State):
         self.directory = directory
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.plain = build(case)
+        self.is_narrow = any(p.dtype == torch.float32 for p in self.plain.parameters())
         # As a user's script has it: only rank 0's weights count.
         is_other = case.options.sync_module_states and self.rank > 0
         self.model, self.case = self.wrapped(
@@ -196,8 +212,7 @@ class Session(State):
         found = []
         for name, module in self.model.named_modules():
             if module in units and module._flat_param is not None:
-                prefix = clean_tensor_name(f"{name}." if name else "").removeprefix("_fsdp_wrapped_module.")
-                found.append([self.plain.get_parameter(prefix + fqn) for fqn in module._flat_param._fqns])
+                found.append([self.plain.get_parameter(clean_path(name) + fqn) for fqn in module._flat_param._fqns])
         return found
 
     # -- running the replica -----------------------------------------------------------------------------------------
@@ -292,9 +307,8 @@ class Session(State):
 
     def compare(self, what: str, actual: Any, expected: Any, *, loose: bool = False) -> None:
         """Compare nested values; raises :class:`Mismatch`."""
-        is_narrow = any(p.dtype == torch.float32 for p in self.plain.parameters())
         try:
-            assert_close(actual, expected, **(NARROW if loose or is_narrow else TOLERANCE), what=what)
+            assert_close(actual, expected, **(NARROW if loose or self.is_narrow else TOLERANCE), what=what)
         except AssertionError as error:
             raise Mismatch(what, str(error)) from None
 
@@ -321,6 +335,50 @@ class Session(State):
                 {name: p.grad for name, p in mine.items() if name in present},
             )
         self.compare_buffers()
+
+    def compare_after_action(self) -> None:
+        """Compare what can be compared without a change of what comes next."""
+        if self.num_pending:
+            self.compare_buffers()
+        elif self.case.compares_by == "summon":
+            self.compare_all()
+        else:
+            self.compare_slices()
+
+    def compare_slices(self) -> None:
+        """Compare this rank's own slices of parameters and gradients, and buffers; no communication."""
+        units = set(FSDP.fsdp_modules(self.model))
+        actual: dict[str, torch.Tensor] = {}
+        expected: dict[str, torch.Tensor] = {}
+        for path, module in self.model.named_modules():
+            if module in units:
+                for flat_param in module.params:
+                    self._add_slices(clean_path(path), flat_param, actual, expected)
+        self.compare("slices", actual, expected)
+        self.compare_buffers()
+
+    def _add_slices(
+        self, prefix: str, flat_param: Any, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
+    ) -> None:
+        for index, (fqn, info) in enumerate(zip(flat_param._fqns, flat_param._shard_param_infos)):
+            if not info.in_shard:
+                continue
+            name = prefix + fqn
+            param = self.plain.get_parameter(name)
+            here = slice(info.intra_param_start_idx, info.intra_param_end_idx + 1)
+            there = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
+            actual[name], expected[name] = flat_param.data[there], param.detach().flatten()[here]
+            if self.unsynced:
+                continue
+            if self.case.options.use_orig_params:
+                grad = flat_param._params[index].grad
+                grad = None if grad is None else grad.detach().flatten()
+            else:
+                grad = None if flat_param.grad is None else flat_param.grad.detach()[there]
+            if (grad is None) != (param.grad is None):
+                raise Mismatch("presence of gradients", f"{name}: got {grad}, expected {param.grad}")
+            if grad is not None:
+                actual[f"{name}.grad"], expected[f"{name}.grad"] = grad, param.grad.flatten()[here]  # type: ignore
 
     def compare_buffers(self) -> None:
         buffers = {clean_tensor_name(name): buffer for name, buffer in self.model.named_buffers()}

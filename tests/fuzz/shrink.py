@@ -40,11 +40,21 @@ def shrink(case: Case, failure: Failure, runner: Runner, *, seconds: float = 60.
 
 def smaller_cases(case: Case) -> Iterator[Case]:
     """Iterate over cases with less in them, the largest steps first."""
+    yield from filter(is_legal, _all_smaller_cases(case))
+
+
+def _all_smaller_cases(case: Case) -> Iterator[Case]:
     yield from _fewer_actions(case)
     for model in _smaller_models(case.model):
         yield replace(case, model=repaired(model))
     yield from _simpler_settings(case)
     yield from _simpler_arguments(case)
+
+
+def is_legal(case: Case) -> bool:
+    """Whether units made by hand hold each aliased module at all of its places."""
+    aliased = {node.refers for node in nodes_of(case.model) if node.kind == "alias"}
+    return case.wrapping.policy != "hand" or aliased <= set(case.wrapping.ids)
 
 
 def _fewer_actions(case: Case) -> Iterator[Case]:
@@ -100,6 +110,8 @@ def repaired(root: Node) -> Node:
 
 
 def _simpler_settings(case: Case) -> Iterator[Case]:
+    if case.compares_by != "summon":
+        yield replace(case, compares_by="summon")
     if case.width > 3:
         yield replace(case, width=3)
     if case.wrapping.policy != "none":
