@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-clients check fix bench bench-scale clean
+.PHONY: demo test test-clients fuzz check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -16,6 +16,14 @@ test: $(INSTALLED)
 # The released accelerate, transformers, lightning and peft on fsdp_flat; they live in an environment of their own.
 test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
+
+# Random programs beside a plain replica; failing ones are shrunken, printed, and appended to a file.
+SEEDS ?= 1000
+RANKS ?= 2,3,4
+FAILURES ?= fuzz-failures.txt
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz --seeds $(SEEDS) --ranks $(RANKS) --failures $(FAILURES) $(FUZZ)
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check $(SOURCES)

@@ -61,9 +61,7 @@ def replay(args: argparse.Namespace) -> int:
     case = from_json(args.case.read_text())
     status = 0
     for shared_memory in args.transports:
-        with Fuzzer(
-            case.num_ranks, shared_memory=shared_memory, timeout_s=args.timeout, plant=args.plant
-        ) as fuzzer:
+        with Fuzzer(case.num_ranks, shared_memory=shared_memory, timeout_s=args.timeout, plant=args.plant) as fuzzer:
             failure = fuzzer.run(case)
         print("clean" if failure is None else f"{failure.kind}\n{failure.text}")
         status = status or int(failure is not None)
@@ -103,9 +101,7 @@ def run_seeds(args: argparse.Namespace, num_ranks: int, shared_memory: bool) -> 
     return sum(kinds.values())
 
 
-def tell(
-    args: argparse.Namespace, label: str, seed: int, case: Case, failure: Failure, shared_memory: bool
-) -> None:
+def tell(args: argparse.Namespace, label: str, seed: int, case: Case, failure: Failure, shared_memory: bool) -> None:
     """Print a failure, with the script that shows it, and keep it in the file of failures."""
     text = f"FAILED seed {seed}, {label}: {failure.kind}"
     print(text)

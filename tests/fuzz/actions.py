@@ -288,8 +288,8 @@ class Fail(ActionKind):
         def step(model: nn.Module, x: torch.Tensor) -> None:
             out = model(x)
             loss = sum(o.square().mean() for o in (out["out"], *out["sides"]))
-            if loss.requires_grad:  # type: ignore[union-attr]
-                loss.backward()  # type: ignore[union-attr]
+            if loss.requires_grad:
+                loss.backward()
 
         inputs = session.batches(action.seed)
         kept = session.copied_buffers()
@@ -621,6 +621,7 @@ class Move(ActionKind):
         session.num_saves += 1
         save_checkpoint(directory, session.model, session.optim, {"rank": session.rank}).wait()
         loaded = load_checkpoint(directory, new, optim)
+        assert loaded is not None
         session.compare("extra", loaded.extra, {"rank": session.rank})
         # Buffers are taken to be the same on every rank, so the first rank's are saved.
         for buffers in session.buffers[1:]:
@@ -671,7 +672,7 @@ class Elsewhere(ActionKind):
 
 
 class Copy(ActionKind):
-    """``copy.deepcopy`` of model and optimizer; go on with the copy, or with the original after the copy took a step."""
+    """``copy.deepcopy`` of model and optimizer; go on with the copy, or with the original after the copy has stepped."""
 
     kind = "copy"
     weight = 1.5
@@ -703,9 +704,7 @@ class Copy(ActionKind):
 def is_shared(case: Case, module: Part) -> bool:
     """Whether other places use modules or parameters inside ``module``, so that it cannot run without other units."""
     inside = {getattr(child, "node_id", -1) for child in module.modules()}
-    return any(
-        node.refers >= 0 and (node.refers in inside or node.id in inside) for node in nodes_of(case.model)
-    )
+    return any(node.refers >= 0 and (node.refers in inside or node.id in inside) for node in nodes_of(case.model))
 
 
 class CallUnit(ActionKind):
@@ -752,5 +751,3 @@ def close_session(session: Session) -> None:
     if not session.unsynced:
         session.compare_all()
     session.compare_optimizers()
-
-

@@ -90,7 +90,11 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """All that a run depends on. ``compares_by`` is summon (which gathers) or slices (which leaves units as they are)."""
+    """All that a run depends on.
+
+    Attributes:
+        compares_by: summon, which gathers after each action, or slices, which leaves units as they are.
+    """
 
     seed: int
     num_ranks: int

@@ -72,7 +72,9 @@ class ModelMaker:
         self.num_nodes = 0
         self.done: list[Node] = []
         # Many cases are to have none of a feature at all, so that features do not hide each other's defects.
-        self.leaves = {kind: weight for kind, weight in LEAVES.items() if kind in ("mlp", "linear") or rng.random() < 0.4}
+        self.leaves = {
+            kind: weight for kind, weight in LEAVES.items() if kind in ("mlp", "linear") or rng.random() < 0.4
+        }
         self.containers = {kind: weight for kind, weight in CONTAINERS.items() if kind == "seq" or rng.random() < 0.5}
         self.freezes = rng.random() < 0.3
         self.hooks = rng.random() < 0.2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -15,123 +15,169 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 __all__ = ["DEFECTS", "planted"]
 
 
-def _after_backward(change: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Change the first gradient of this rank's parameters whenever an optimizer or a summon is about to see it."""
-    original = torch.Tensor.backward
-
-    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        models = list(_models)
-        before = {id(p): None if p.grad is None else p.grad.clone() for m in models for p in m.parameters()}
-        original(self, *args, **kwargs)
-        for model in models:
-            for param in model.parameters():
-                old = before.get(id(param))
-                if param.grad is not None and (old is None or old.shape != param.grad.shape or (old != param.grad).any()):
-                    change(param.grad)
-                    break
-
-    torch.Tensor.backward = backward  # type: ignore[method-assign, assignment]
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """Replace a function inside the block by ``make(function)``."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
     try:
         yield
     finally:
-        torch.Tensor.backward = original  # type: ignore[method-assign]
+        setattr(owner, name, original)
 
 
-_models: list[FSDP] = []
+def _scaled_gradient() -> AbstractContextManager[None]:
+    """A gradient that rank 0 reduces is a thousandth too large."""
+
+    def make(original: Any) -> Any:
+        def forward(self: FSDP, x: torch.Tensor) -> Any:
+            out = original(self, x)
+            if isinstance(out, torch.Tensor) and out.requires_grad and dist.get_rank() == 0:
+                out.register_hook(lambda grad: grad * 1.001)
+            return out
+
+        return forward
+
+    return _replaced(FSDP, "forward", make)
 
 
-@contextmanager
-def _noticed_models() -> Iterator[None]:
-    original = FSDP.__init__
+def _changed_output() -> AbstractContextManager[None]:
+    """A unit's output on the last rank is a millionth too large."""
 
-    def init(self: FSDP, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        _models[:] = [self]
+    def make(original: Any) -> Any:
+        def forward(self: FSDP, x: torch.Tensor) -> Any:
+            out = original(self, x)
+            is_last = dist.get_rank() == dist.get_world_size() - 1
+            return out * (1 + 1e-6) if isinstance(out, torch.Tensor) and is_last else out
 
-    FSDP.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        FSDP.__init__ = original  # type: ignore[method-assign]
-        _models.clear()
+        return forward
+
+    return _replaced(FSDP, "forward", make)
 
 
-@contextmanager
-def _scaled_gradient() -> Iterator[None]:
-    """One gradient of rank 0 is a thousandth too large."""
-
-    def change(grad: torch.Tensor) -> None:
-        if dist.get_rank() == 0:
-            grad.mul_(1.001)
-
-    with _noticed_models():
-        yield from _after_backward(change)
-
-
-@contextmanager
-def _lost_clip() -> Iterator[None]:
+def _lost_clip() -> AbstractContextManager[None]:
     """Clipping returns the norm and scales nothing."""
-    original = FSDP.clip_grad_norm_
-    FSDP.clip_grad_norm_ = lambda self, max_norm, norm_type=2.0: original(self, 1e30, norm_type)  # type: ignore
-    try:
-        yield
-    finally:
-        FSDP.clip_grad_norm_ = original  # type: ignore[method-assign]
+    return _replaced(
+        FSDP,
+        "clip_grad_norm_",
+        lambda original: lambda self, max_norm, norm_type=2.0: original(self, 1e30, norm_type),
+    )
 
 
 @contextmanager
 def _lost_reductions() -> Iterator[None]:
-    """``no_sync`` is always on, so that backward reduces nothing."""
-    original = FSDP.forward
+    """Every backward runs inside ``no_sync``, so none reduces anything."""
+    roots: list[FSDP] = []
 
-    def forward(self: FSDP, *args: Any, **kwargs: Any) -> Any:
-        return original(self, *args, **kwargs)
+    def forward_of(original: Any) -> Any:
+        def forward(self: FSDP, x: torch.Tensor) -> Any:
+            if not roots:
+                roots.append(self)
+            return original(self, x)
 
-    FSDP.forward = forward  # type: ignore[method-assign]
-    backward = torch.Tensor.backward
+        return forward
 
-    def silent(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        roots = [model for model in _models if model.check_is_root()]
-        if roots and self.grad_fn is not None:
+    def backward_of(original: Any) -> Any:
+        def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
             with roots[0].no_sync():
-                backward(self, *args, **kwargs)
-        else:
-            backward(self, *args, **kwargs)
+                original(self, *args, **kwargs)
 
-    torch.Tensor.backward = silent  # type: ignore[method-assign, assignment]
-    try:
-        with _noticed_models():
-            yield
-    finally:
-        torch.Tensor.backward = backward  # type: ignore[method-assign]
-        FSDP.forward = original  # type: ignore[method-assign]
+        return backward
+
+    # The replica has run its backward, on every rank's batch, outside of any unit; that changes nothing for it.
+    with _replaced(FSDP, "forward", forward_of), _replaced(torch.Tensor, "backward", backward_of):
+        yield
 
 
 @contextmanager
-def _hang() -> Iterator[None]:
-    """Rank 0 sleeps in its first forward."""
-    original = FSDP.forward
+def _lost_step() -> Iterator[None]:
+    """The first optimizer that steps, which is that of the wrapped model, does nothing."""
+    first: list[Any] = []
 
-    def forward(self: FSDP, *args: Any, **kwargs: Any) -> Any:
-        if dist.get_rank() == 0:
-            time.sleep(3600)
-        return original(self, *args, **kwargs)
+    def make(original: Any) -> Any:
+        def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not first:
+                first.append(self)
+            return None if self is first[0] else original(self, *args, **kwargs)
 
-    FSDP.forward = forward  # type: ignore[method-assign]
-    try:
+        return step
+
+    with _replaced(torch.optim.SGD, "step", make), _replaced(torch.optim.AdamW, "step", make):
         yield
-    finally:
-        FSDP.forward = original  # type: ignore[method-assign]
 
 
-DEFECTS: dict[str, Any] = {
+def _lost_optimizer_state() -> AbstractContextManager[None]:
+    """The optimizer state dict has zeros."""
+
+    def make(original: Any) -> Any:
+        def optim_state_dict(*args: Any, **kwargs: Any) -> Any:
+            found = original(*args, **kwargs)
+            for state in found["state"].values():
+                for value in state.values():
+                    value.zero_()
+            return found
+
+        return staticmethod(optim_state_dict)
+
+    return _replaced(FSDP, "optim_state_dict", make)
+
+
+def _changed_buffer() -> AbstractContextManager[None]:
+    """Buffers of the wrapped model change in forward."""
+
+    def make(original: Any) -> Any:
+        def forward(self: FSDP, x: torch.Tensor) -> Any:
+            out = original(self, x)
+            for buffer in self.buffers():
+                buffer.add_(1)
+            return out
+
+        return forward
+
+    return _replaced(FSDP, "forward", make)
+
+
+def _error_on_one_rank() -> AbstractContextManager[None]:
+    """Rank 1 raises in forward."""
+
+    def make(original: Any) -> Any:
+        def forward(self: FSDP, x: torch.Tensor) -> Any:
+            if dist.get_rank() == 1:
+                raise RuntimeError("planted")
+            return original(self, x)
+
+        return forward
+
+    return _replaced(FSDP, "forward", make)
+
+
+def _hang() -> AbstractContextManager[None]:
+    """Rank 0 sleeps in its first forward."""
+
+    def make(original: Any) -> Any:
+        def forward(self: FSDP, x: torch.Tensor) -> Any:
+            if dist.get_rank() == 0:
+                time.sleep(3600)
+            return original(self, x)
+
+        return forward
+
+    return _replaced(FSDP, "forward", make)
+
+
+DEFECTS: dict[str, Callable[[], AbstractContextManager[None]]] = {
     "scaled gradient": _scaled_gradient,
+    "changed output": _changed_output,
     "lost clip": _lost_clip,
     "lost reductions": _lost_reductions,
+    "lost step": _lost_step,
+    "lost optimizer state": _lost_optimizer_state,
+    "changed buffer": _changed_buffer,
+    "error on one rank": _error_on_one_rank,
     "hang": _hang,
 }
 
 
-def planted(name: str) -> Any:
+def planted(name: str) -> AbstractContextManager[None]:
     """Plant a defect inside the block."""
     return DEFECTS[name]()

@@ -30,7 +30,7 @@ from .session import Mismatch, NotLegal, Session, expected_warnings_ignored
 __all__ = ["Failure", "Fuzzer", "Report", "run_here"]
 
 # How long a rank that failed waits for the others to fail too.
-VERDICT_TIMEOUT = timedelta(seconds=5)
+VERDICT_TIMEOUT = timedelta(seconds=3)
 TIMEOUT_S = 30.0
 
 
@@ -233,5 +233,3 @@ def from_pool(text: str) -> Failure:
     if first is None:
         return Failure("hang", text)
     return Failure(plain_words(f"some ranks {first[1]}"), text)
-
-

@@ -65,7 +65,9 @@ def described(case: Case) -> list[str]:
     }.get(wrapping.policy, "")
     lines.append(f"units: {wrapping.policy} {detail} {dict(wrapping.strategies) or ''}".rstrip())
     for name, spec, plain in (("options", case.options, Options()), ("optimizer", case.optimizer, Optimizer())):
-        changed = {f.name: getattr(spec, f.name) for f in fields(plain) if getattr(spec, f.name) != getattr(plain, f.name)}
+        changed = {
+            f.name: getattr(spec, f.name) for f in fields(plain) if getattr(spec, f.name) != getattr(plain, f.name)
+        }
         lines.append(f"{name}: {changed or 'defaults'}")
     lines.append("program:")
     lines += [f"  {action.kind} {action.args or ''}".rstrip() for action in case.actions]

@@ -282,9 +282,7 @@ class Session(State):
         ]
         if not all(loss.requires_grad for loss in expected):
             raise NotLegal("a loss without a gradient")
-        return expected, lambda: sum(
-            (loss_of(one.outputs, uses[self.rank]) for one in chosen), start=torch.zeros(())
-        )
+        return expected, lambda: sum((loss_of(one.outputs, uses[self.rank]) for one in chosen), start=torch.zeros(()))
 
     def backward(self, chosen: list[Pending], uses: list[list[int]], *, retain: bool, synced: bool) -> None:
         """Run both backward, and compare losses and the inputs' gradients."""

@@ -79,9 +79,10 @@ def _smaller_models(root: Node) -> Iterator[Node]:
                     yield _with(root, child.id, grandchild)
         if node.kind not in ("linear", "mlp", "root") and not node.children:
             yield _with(root, node.id, Node(kind="linear", id=node.id))
-        for name, plain in (("frozen", ""), ("hook", "")):
-            if getattr(node, name) != plain:
-                yield _with(root, node.id, replace(node, **{name: plain}))
+        if node.frozen:
+            yield _with(root, node.id, replace(node, frozen=""))
+        if node.hook:
+            yield _with(root, node.id, replace(node, hook=""))
 
 
 def _with(root: Node, id: int, new: Node) -> Node:
@@ -131,16 +132,22 @@ def _simpler_settings(case: Case) -> Iterator[Case]:
                 yield replace(case, wrapping=replace(case.wrapping, ids=kept))
             for index in range(len(kept)):
                 yield replace(case, wrapping=replace(case.wrapping, ids=kept[:index] + kept[index + 1 :]))
-    for spec, plain, name in ((case.options, Options(), "options"), (case.optimizer, Optimizer(), "optimizer")):
-        for one in fields(plain):
-            value = getattr(plain, one.name)
-            if getattr(spec, one.name) != value:
-                changed: Any = {one.name: value}
-                if one.name == "strategy":
-                    changed["mesh"] = ()
-                if one.name == "mesh" and "HYBRID" in getattr(spec, "strategy", ""):
-                    continue
-                yield replace(case, **{name: replace(spec, **changed)})
+    for options in _simpler(case.options, Options()):
+        yield replace(case, options=options)
+    for optimizer in _simpler(case.optimizer, Optimizer()):
+        yield replace(case, optimizer=optimizer)
+
+
+def _simpler(spec: Any, plain: Any) -> Iterator[Any]:
+    """Iterate over copies of a spec with one field as in the plain one."""
+    for field in fields(plain):
+        if getattr(spec, field.name) == getattr(plain, field.name):
+            continue
+        changed = {field.name: getattr(plain, field.name)}
+        if field.name == "strategy":
+            changed["mesh"] = ()
+        if field.name != "mesh" or "HYBRID" not in spec.strategy:
+            yield replace(spec, **changed)
 
 
 def _ids(case: Case) -> tuple[int, ...]:
