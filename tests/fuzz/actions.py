@@ -255,7 +255,7 @@ class DropForwards(ActionKind):
     """Forget the graphs that wait."""
 
     kind = "drop"
-    weight = 0.7
+    weight = 3
 
     def is_legal(self, state: State, case: Case) -> bool:
         return state.num_pending > 0
@@ -523,7 +523,7 @@ class Restore(ActionKind):
     """Load what was kept."""
 
     kind = "restore"
-    weight = 2
+    weight = 5
 
     def is_legal(self, state: State, case: Case) -> bool:
         return state.is_between_steps and state.has_snapshot
@@ -672,7 +672,7 @@ class Elsewhere(ActionKind):
 
 
 class Copy(ActionKind):
-    """``copy.deepcopy`` of model and optimizer; go on with the copy, or with the original after the copy has stepped."""
+    """``copy.deepcopy`` of model and optimizer; go on with the copy, or with the original after a step of it."""
 
     kind = "copy"
     weight = 1.5

@@ -186,6 +186,8 @@ def random_actions(rng: random.Random, case: Case) -> tuple[Action, ...]:
     weights = {kind: action.weight for kind, action in ACTIONS.items()}
     # As with features of the model: each program has some kinds of actions only.
     kept = {kind: w for kind, w in weights.items() if ACTIONS[kind].is_basic or rng.random() < 0.35}
+    if "snapshot" in kept:
+        kept["restore"] = weights["restore"]
     for _ in range(rng.randint(4, 12)):
         legal = {kind: weight for kind, weight in kept.items() if ACTIONS[kind].is_legal(state, case)}
         kind = pick(rng, legal)

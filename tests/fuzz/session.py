@@ -123,6 +123,17 @@ def without_parameter_hooks(node: Node) -> Node:
     return replace(node, hook=hook, children=tuple(map(without_parameter_hooks, node.children)))
 
 
+@dataclass
+class Sides:
+    """What is compared, by name."""
+
+    actual: dict[str, torch.Tensor]
+    expected: dict[str, torch.Tensor]
+
+    def add(self, name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        self.actual[name], self.expected[name] = actual, expected
+
+
 class Session(State):
     """Both models of a case while its program runs. Every rank must make one and do the same with it."""
 
@@ -346,18 +357,16 @@ class Session(State):
     def compare_slices(self) -> None:
         """Compare this rank's own slices of parameters and gradients, and buffers; no communication."""
         units = set(FSDP.fsdp_modules(self.model))
-        actual: dict[str, torch.Tensor] = {}
-        expected: dict[str, torch.Tensor] = {}
+        params, grads = Sides({}, {}), Sides({}, {})
         for path, module in self.model.named_modules():
             if module in units:
                 for flat_param in module.params:
-                    self._add_slices(clean_path(path), flat_param, actual, expected)
-        self.compare("slices", actual, expected)
+                    self._add_slices(clean_path(path), flat_param, params, grads)
+        self.compare("parameters", params.actual, params.expected)
+        self.compare("gradients", grads.actual, grads.expected)
         self.compare_buffers()
 
-    def _add_slices(
-        self, prefix: str, flat_param: Any, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
-    ) -> None:
+    def _add_slices(self, prefix: str, flat_param: Any, params: Sides, grads: Sides) -> None:
         for index, (fqn, info) in enumerate(zip(flat_param._fqns, flat_param._shard_param_infos)):
             if not info.in_shard:
                 continue
@@ -365,7 +374,7 @@ class Session(State):
             param = self.plain.get_parameter(name)
             here = slice(info.intra_param_start_idx, info.intra_param_end_idx + 1)
             there = slice(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard)
-            actual[name], expected[name] = flat_param.data[there], param.detach().flatten()[here]
+            params.add(name, flat_param.data[there], param.detach().flatten()[here])
             if self.unsynced:
                 continue
             if self.case.options.use_orig_params:
@@ -373,10 +382,10 @@ class Session(State):
                 grad = None if grad is None else grad.detach().flatten()
             else:
                 grad = None if flat_param.grad is None else flat_param.grad.detach()[there]
-            if (grad is None) != (param.grad is None):
+            if grad is not None and param.grad is not None:
+                grads.add(name, grad, param.grad.flatten()[here])
+            elif grad is not param.grad:
                 raise Mismatch("presence of gradients", f"{name}: got {grad}, expected {param.grad}")
-            if grad is not None:
-                actual[f"{name}.grad"], expected[f"{name}.grad"] = grad, param.grad.flatten()[here]  # type: ignore
 
     def compare_buffers(self) -> None:
         buffers = {clean_tensor_name(name): buffer for name, buffer in self.model.named_buffers()}
