@@ -156,7 +156,7 @@ class Train(ActionKind):
         one = session.forward(action.seed)
         session.backward([one], action.args["uses"], retain=False, synced=True)
         session.unsynced = False
-        session.compare_all()
+        session.compare_after_action()
         for optim in (session.optim, session.plain_optim):
             optim.step()
             optim.zero_grad(set_to_none=action.args["set_to_none"])

@@ -101,7 +101,7 @@ def run_here(case_text: str, directory: str, environ: dict[str, str], plant: str
             report.refused["use_orig_params=False"] += 1
         if session.case.wrapping != case.wrapping:
             report.refused["ties by hand"] += 1
-        session.compare_all()
+        session.compare_after_action()
 
     with expected_warnings_ignored():
         where = "wrapping"
