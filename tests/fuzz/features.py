@@ -51,7 +51,10 @@ def _without_action(kind: str) -> Callable[[Case], Case]:
 FEATURES: dict[str, Callable[[Case], Case]] = {
     "rank-units": _same_on_every_rank,
     "reentrant": _not_reentrant,
-    **{f"part-{kind}": _without_kind(kind) for kind in ("alias", "tied", "mixed", "empty", "ints", "scalar", "unused")},
+    **{
+        f"part-{kind}": _without_kind(kind)
+        for kind in ("alias", "tied", "mixed", "empty", "ints", "scalar", "unused", "rankpart")
+    },
     **{
         f"action-{kind}": _without_action(kind)
         for kind in ("accumulate", "fail", "move", "elsewhere", "copy", "unit", "toggle", "input_gradient", "average")

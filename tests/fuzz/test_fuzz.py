@@ -25,7 +25,7 @@ from .running import Failure, Fuzzer, plain_words
 from .script import script_of
 from .shrink import repaired, shrink, smaller_cases
 
-NUM_SEEDS = 15
+NUM_SEEDS = 12
 
 ALL = [[0], [0]]
 TRAIN = Action(kind="train", seed=1, args={"uses": ALL, "set_to_none": True})
@@ -66,7 +66,7 @@ def without_shared_memory() -> Iterator[Callable[[int], Fuzzer]]:
 
     def of_size(num_ranks: int) -> Fuzzer:
         if num_ranks not in made:
-            made[num_ranks] = Fuzzer(num_ranks, shared_memory=False)
+            made[num_ranks] = Fuzzer(num_ranks, shared_memory=False, timeout_s=15.0)
         return made[num_ranks]
 
     yield of_size
@@ -85,7 +85,7 @@ def check(case: Case, fuzzer: Fuzzer) -> None:
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_a_seed_ends_clean(num_ranks: int, seed: int, fuzzer: Callable[..., Fuzzer]) -> None:
-    check(case_from(seed, num_ranks), fuzzer(num_ranks))
+    check(case_from(seed, num_ranks), fuzzer(num_ranks, timeout_s=15.0))
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS, 2 * NUM_SEEDS))
