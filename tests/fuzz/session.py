@@ -30,6 +30,7 @@ NARROW = {"rtol": 1e-4, "atol": 1e-5}
 EXPECTED_WARNINGS = (
     "NO_SHARD keeps whole",
     ".*over a single rank",
+    "Unit .* is not sharded, so its entries of the local state dict are whole tensors",
     "None of the inputs have requires_grad=True",
     "auto_wrap_policy matches",
     "auto_wrap_policy names no class",
