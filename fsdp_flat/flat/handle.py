@@ -79,6 +79,11 @@ class HandleSpec:
     master_dtype: torch.dtype | None = None
     keep_reduce_dtype: bool = False
 
+    @property
+    def offloads(self) -> bool:
+        """Whether shards are on the host, in pinned memory, and compute is on an accelerator."""
+        return self.shard_device.type == "cpu" and self.device.type != "cpu"
+
 
 class FlatParamHandle:
     """Owner of one flat parameter.
@@ -135,7 +140,10 @@ class FlatParamHandle:
         self.compute_dtype = self._low_dtype
 
     def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
-        shard = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=self.spec.shard_device)
+        spec = self.spec
+        shard = torch.empty(
+            self.layout.shard_numel, dtype=self.orig_dtype, device=spec.shard_device, pin_memory=spec.offloads
+        )
         own = self.layout.shard(self.spec.rank)
         for padding in self.layout.paddings():
             shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
@@ -223,7 +231,10 @@ class FlatParamHandle:
         """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
         self._move(ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
-        if not isinstance(self.buffer, AliasBuffer):
+        if self.spec.offloads:
+            # In the shard's dtype first: a copy that converts on the way would wait for the host.
+            self._own_slice.copy_(self.flat_param.data.to(self.spec.device, non_blocking=True))
+        elif not isinstance(self.buffer, AliasBuffer):
             self._own_slice.copy_(self.flat_param.data)
         return self.buffer.tensor
 
@@ -359,15 +370,19 @@ class FlatParamHandle:
         for leaf in self.views.leaves:
             leaf.grad = None
 
-    def show_partial(self) -> None:
-        """Inside ``no_sync``: let ``.grad`` show this rank's part of what waits here, not yet reduced.
+    def show_partial(self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]) -> None:
+        """Inside ``no_sync``: lets ``.grad`` show this rank's part of the waiting gradient, not yet reduced.
 
-        It costs no memory, and shows by its absence that the caller has cleared the gradients.
+        It costs no memory, unless shards are offloaded, and shows by its absence that the caller has cleared the
+        gradients.
+
+        Args:
+            copy_to: copies a tensor to another device and dtype, if it is not there.
         """
         if self._window is not None and not self._partial:
             self._window.is_shown = True
             own = self._window.close(self.pool)[self.layout.shard(self.spec.rank).to_slice()]
-            self._partial = self.views.show_partial(own, self.landed)
+            self._partial = self.views.show_partial(copy_to(own, self.spec.shard_device, self.orig_dtype), self.landed)
 
     def _withdraw_partial(self) -> None:
         partial, self._partial = self._partial, []
@@ -404,7 +419,7 @@ class FlatParamHandle:
         if not self._is_current(converted):
             self._rebuild(converted)
         if was_partial:
-            self.show_partial()
+            self.show_partial(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.generation += 1

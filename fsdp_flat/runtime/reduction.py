@@ -52,6 +52,7 @@ class Reduction:
     """
 
     __slots__ = (
+        "_flat",
         "_groups",
         "_pending",
         "_policy",
@@ -84,6 +85,8 @@ class Reduction:
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
+            # Memory of compute: kept until compute has waited for the reduction that reads it.
+            self._flat: torch.Tensor | None = flat
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
@@ -129,6 +132,7 @@ class Reduction:
     def _free(self) -> None:
         # Memory of compute goes back to compute, which therefore comes after the reduction that read it.
         self._streams.wait_for_reduce_scatters()
+        self._flat = None
         for scratch in (*self._scratch, *self._pending.scratch):
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
@@ -169,7 +173,7 @@ class Reductions:
         self._most = most
         self._in_flight: list[Reduction] = []
         self._last: dict[FlatParamHandle, Reduction] = {}
-        self.results: dict[FlatParamHandle, torch.Tensor] = {}
+        self.results: dict[FlatParamHandle, list[torch.Tensor]] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -193,25 +197,28 @@ class Reductions:
         reduction = self._in_flight.pop(0)
         shard = reduction.finish()
         self._last[reduction.handle] = reduction
-        before = self.results.get(reduction.handle)
-        if before is None:
-            self.results[reduction.handle] = shard
-        else:
-            before.add_(shard)
+        self.results.setdefault(reduction.handle, []).append(shard)
 
     def finish_all(self) -> None:
         """Waits for everything."""
         while self._in_flight:
             self._finish_oldest()
 
-    def finish(self) -> dict[FlatParamHandle, torch.Tensor]:
-        """Waits for everything; the sharded mean gradients by handle."""
+    def finish(self, streams: Streams) -> dict[FlatParamHandle, torch.Tensor]:
+        """Waits for everything; the sharded mean gradients by handle, for use by compute and by the host."""
         self.finish_all()
+        streams.wait_for_reduce_scatters()
+        streams.wait_for_host_copies()
+        gathered, self.results = self.results, {}
+        results: dict[FlatParamHandle, torch.Tensor] = {}
+        for handle, (first, *others) in gathered.items():
+            for other in others:
+                first.add_(other)
+            results[handle] = first
         # Only now: a factor may be a tensor that the caller completes while backward runs.
         for handle, reduction in self._last.items():
             scale = reduction.rescale
             if scale is not None:
-                self.results[handle].mul_(scale)
+                results[handle].mul_(scale)
         self._last.clear()
-        results, self.results = self.results, {}
         return results

@@ -238,7 +238,7 @@ class Schedule(CommContext):
         self._used.clear()
         self._prefetched = None
         self._last_run = None
-        self.reductions.finish()
+        self.reductions.finish(self.streams)
         for unit in self.units:
             unit.abort()
         self.pool.clear()
@@ -390,7 +390,8 @@ class Schedule(CommContext):
                 self._check_first_backward()
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
-                    handle.show_partial()
+                    handle.show_partial(self.streams.copy_to)
+                self.streams.wait_for_host_copies()
             elif any([unit.is_trainable for unit in self.units]):
                 self._publish()
         self.backward = None
@@ -418,9 +419,7 @@ class Schedule(CommContext):
             for handle in unit.handles:
                 if handle in unreduced:
                     unit.begin_reduction(handle)
-        shards = self.reductions.finish()
-        self.streams.wait_for_reduce_scatters()
-        self.streams.wait_for_host_copies()
+        shards = self.reductions.finish(self.streams)
         for handle, shard in shards.items():
             handle.views.publish(shard, used[handle])
 

@@ -1,7 +1,7 @@
 """Puts the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.unit.streams_for`` makes the streams of a unit. Here it makes :class:`AcceleratorStreams` over
-  recording streams, whose names are those of the attributes that hold them.
+* ``fsdp_flat.runtime.context.streams_for`` makes the streams of a tree. Here it makes :class:`AcceleratorStreams` over
+  recording streams, in the order in which a step first uses them.
 * ``fsdp_flat.construction.compute_device_from`` answers the accelerator.
 * ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
 * :func:`names_of_storages` asks units for their handles, shards, gathered buffers and flat gradients.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_flat.construction
-import fsdp_flat.runtime.unit
+import fsdp_flat.runtime.context
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
@@ -28,20 +28,14 @@ from fsdp_flat.flat.gradients import GradientWindow
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
-from tests.rehearsal.streams import Machine, RecordingStream
+from tests.rehearsal.streams import Machine
 
 __all__ = ["PLANTED", "USED_PARAMETERS", "GradientWindow", "installed", "names_of_storages", "planted"]
 
 
-class _RecordedStreams(AcceleratorStreams):
+def _recorded_streams(machine: Machine, device: torch.device) -> AcceleratorStreams:
     """Makes the library's streams of recording ones."""
-
-    def __init__(self, machine: Machine, device: torch.device) -> None:
-        with mock.patch.object(torch, "Stream", machine.new_stream):
-            super().__init__(device)
-        for name, value in vars(self).items():
-            if isinstance(value, RecordingStream):
-                value.name = name.strip("_")
+    return AcceleratorStreams(device, new_stream=machine.new_stream)
 
 
 @contextmanager
@@ -53,7 +47,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
         def replace(owner: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        replace(fsdp_flat.runtime.unit, "streams_for", functools.partial(_RecordedStreams, machine))
+        replace(fsdp_flat.runtime.context, "streams_for", functools.partial(_recorded_streams, machine))
         replace(fsdp_flat.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
         for owner in (dist, comm_torch):
             for name, function in functions.items():
@@ -85,7 +79,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
 
 
 # Findings that mention this are about asking which parameters any rank used, which a rank with unused ones has to.
-USED_PARAMETERS = "fsdp_flat/runtime/used.py"
+USED_PARAMETERS = "fsdp_flat/runtime/exchange.py"
 
 
 def _nothing(_streams: AcceleratorStreams) -> None:
@@ -96,26 +90,26 @@ def _no_wait(pending: Pending) -> torch.Tensor:
     return pending.result
 
 
-@contextmanager
-def _reduce_at_once(streams: AcceleratorStreams) -> Iterator[None]:
-    with streams._reduce:
-        yield
+def _reduce_at_once(streams: AcceleratorStreams) -> Any:
+    if streams._reduce_scatter is None:
+        streams._reduce_scatter = streams._new_stream(streams._device)
+    return streams._reduce_scatter
 
 
-@contextmanager
-def _gather_at_once(streams: AcceleratorStreams) -> Iterator[None]:
-    with streams._gather:
-        yield
+def _gather_at_once(streams: AcceleratorStreams) -> Any:
+    if streams._all_gather is None:
+        streams._all_gather = streams._new_stream(streams._device)
+    return streams._all_gather
 
 
 # By name, a defect and how it is planted: class, method, and replacement.
 PLANTED: dict[str, tuple[type, str, Any]] = {
-    "compute does not wait for all-gathers": (AcceleratorStreams, "gathered", _nothing),
-    "compute does not wait for reduce-scatters": (AcceleratorStreams, "reduced", _nothing),
-    "a freed buffer is not announced": (AcceleratorStreams, "freed", _nothing),
-    "the optimizer is not announced": (AcceleratorStreams, "optimizer_ran", _nothing),
-    "reduce-scatters do not wait for compute": (AcceleratorStreams, "reducing", _reduce_at_once),
-    "all-gathers do not wait for events": (AcceleratorStreams, "gathering", _gather_at_once),
+    "compute does not wait for all-gathers": (AcceleratorStreams, "wait_for_all_gathers", _nothing),
+    "compute does not wait for reduce-scatters": (AcceleratorStreams, "wait_for_reduce_scatters", _nothing),
+    "a freed buffer is not announced": (AcceleratorStreams, "buffers_freed", _nothing),
+    "the optimizer is not announced": (AcceleratorStreams, "shards_written", _nothing),
+    "reduce-scatters do not wait for compute": (AcceleratorStreams, "_enter_reduce_scatters", _reduce_at_once),
+    "all-gathers do not wait for events": (AcceleratorStreams, "_enter_all_gathers", _gather_at_once),
     "collectives are not waited for": (Pending, "wait", _no_wait),
 }
 
