@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
@@ -189,11 +190,16 @@ class Schedule(CommContext):
         return ForwardRecord(unit, iteration, self._position)
 
     def end_forward(self, record: ForwardRecord, *, returns: bool) -> None:
-        """Records the end of a unit's forward; ``returns`` if a backward may come to its outputs."""
+        """Records the end of a unit's forward; ``returns`` if a backward may come to its outputs.
+
+        One without gradients inside an iteration with gradients is taken for a re-entrant checkpoint's, to whose
+        recomputation a backward comes.
+        """
         if record.iteration is not None:
             self._position += 1
             record.end = self._position
-            weights = record.weights if returns else None
+            recomputed = record.iteration.trains and not torch.is_grad_enabled() and record.unit.is_trainable
+            weights = record.weights if returns or recomputed else None
             record.iteration.events.append(Event(self._position, record.unit, is_begin=False, weights=weights))
 
     def note_kept(self, unit: Unit) -> None:
@@ -347,7 +353,7 @@ class Schedule(CommContext):
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._last_run:
             self._last_run = None
-        elif unit.is_sharded:
+        elif unit.gathers and unit.is_sharded:
             self._drop_kept()
 
     def _join(self, unit: Unit, weights: Weights) -> None:
