@@ -8,7 +8,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from benchmarks.runner import measure, where
-from benchmarks.spec import IMPLEMENTATIONS, PRESETS, Setting
+from benchmarks.spec import BEFORE, IMPLEMENTATIONS, PRESETS, Setting
 from benchmarks.tables import write_picture, write_table
 
 FLAGS = list(fields(Setting))
@@ -23,6 +23,9 @@ def main(argv: list[str] | None = None) -> Path:
     parser.add_argument(
         "--states", action="store_true", help="state dicts of every kind, saved and loaded, in place of steps"
     )
+    parser.add_argument(
+        "--against", type=Path, help="another checkout: its fsdp_flat runs too, in the same rounds, as 'before'"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON, table, picture")
     parser.add_argument("--name", help="name of the files (default: made of the flags)")
     for field in FLAGS:
@@ -34,7 +37,16 @@ def main(argv: list[str] | None = None) -> Path:
     changed = {field.name: value for field in FLAGS if (value := getattr(args, field.name)) is not None}
     setting = replace(PRESETS[args.preset], **changed)
     names = args.only or list(IMPLEMENTATIONS)
-    results = measure(names, setting, rounds=args.rounds, states=args.states, say=lambda line: print(line, flush=True))
+    if args.against is not None:
+        names = [twin for name in names for twin in ([BEFORE + name] * name.startswith("flat") + [name])]
+    results = measure(
+        names,
+        setting,
+        rounds=args.rounds,
+        states=args.states,
+        say=lambda line: print(line, flush=True),
+        against=(args.against or Path()).resolve(),
+    )
     results = {"setting": asdict(setting), "where": where(), **results}
     name = args.name or "-".join([args.preset, *(f"{key}{value:d}" for key, value in changed.items())])
     args.out.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.spec import Job, Setting
+from benchmarks.spec import BEFORE, Job, Setting
 
 __all__ = ["JobError", "measure", "run_processes", "where"]
 
@@ -49,8 +49,13 @@ def _lines(path: str) -> list[str]:
         return []
 
 
-def run_processes(job: Job, timeout_s: float = 900) -> list[dict[str, Any]]:
+def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[dict[str, Any]]:
     """Run one job in ``job.setting.ranks`` new processes of one thread each; their results by rank.
+
+    Args:
+        job: the job.
+        timeout_s: seconds until it has failed.
+        root: the checkout whose fsdp_flat and benchmarks run.
 
     Raises:
         JobError: a rank failed or took too long.
@@ -64,7 +69,7 @@ def run_processes(job: Job, timeout_s: float = 900) -> list[dict[str, Any]]:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "benchmarks.worker", json.dumps(arguments)],
-                    cwd=ROOT,
+                    cwd=root,
                     env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
                     stdout=log,
                     stderr=subprocess.STDOUT,
@@ -96,29 +101,42 @@ def _wait(
 
 
 def measure(
-    names: Sequence[str], setting: Setting, *, rounds: int, states: bool, say: Callable[[str], None]
+    names: Sequence[str],
+    setting: Setting,
+    *,
+    rounds: int,
+    states: bool,
+    say: Callable[[str], None],
+    against: Path = ROOT,
 ) -> dict[str, Any]:
     """Time the steps of ``names`` in ``rounds`` interleaved rounds and count each once, or with ``states`` state dicts.
+
+    Names that begin with ``before-`` run in the checkout ``against``.
 
     Returns:
         ``rounds`` (a list of {name: mean over ranks}), ``counts`` by name, ``states`` (a list of {name: {kind: seconds
         on rank 0}}), all plain values.
     """
+
+    def run(name: str, task: str) -> list[dict[str, Any]]:
+        kind = name.removeprefix(BEFORE)
+        return run_processes(Job(kind, task, setting), root=ROOT if kind == name else against)
+
     results: dict[str, Any] = {"rounds": [], "counts": {}, "states": []}
     for index in range(rounds):
         row: dict[str, Any] = {}
         # Every other round backwards, so that a machine that slows down slows everybody down.
         for name in names if index % 2 == 0 else reversed(names):
             if states:
-                row[name] = run_processes(Job(name, "states", setting))[0]
+                row[name] = run(name, "states")[0]
                 say(f"round {index + 1}/{rounds} {name}: {len(row[name])} kinds of state dicts")
             else:
-                row[name] = _over_ranks(run_processes(Job(name, "time", setting)))
+                row[name] = _over_ranks(run(name, "time"))
                 say(f"round {index + 1}/{rounds} {name}: {1e3 * row[name]['step']:.1f} ms a step")
         results["states" if states else "rounds"].append(row)
     for name in () if states else names:
         if name != "local":
-            results["counts"][name] = _over_ranks(run_processes(Job(name, "count", setting)))
+            results["counts"][name] = _over_ranks(run(name, "count"))
             say(f"counted {name}: {results['counts'][name]['sent'] / 1e6:.1f} MB sent a step")
     return results
 

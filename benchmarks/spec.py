@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["IMPLEMENTATIONS", "PRESETS", "Job", "Setting"]
+__all__ = ["BEFORE", "IMPLEMENTATIONS", "PRESETS", "Job", "Setting", "title_of"]
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,16 @@ IMPLEMENTATIONS = {
     "flat-full-orig": "fsdp_flat, FULL_SHARD, use_orig_params=True",
     "flat-grad-op": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=True",
 }
+
+
+# A name that begins so is fsdp_flat as another checkout has it, with --against.
+BEFORE = "before-"
+
+
+def title_of(name: str) -> str:
+    """The name of an implementation on the page."""
+    kind = name.removeprefix(BEFORE)
+    return IMPLEMENTATIONS[kind] + (", before" if name != kind else "")
 
 
 @dataclass(frozen=True)

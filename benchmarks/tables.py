@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.spec import IMPLEMENTATIONS
+from benchmarks.spec import title_of
 
 __all__ = [
     "STATE_PEERS",
@@ -74,7 +74,7 @@ def step_table(results: Mapping[str, Any]) -> str:
         counts = results["counts"].get(name, {})
         rows.append(
             [
-                IMPLEMENTATIONS[name],
+                title_of(name),
                 *(_number(1e3 * row[key], ".1f") for key in ("step", "forward", "backward", "optimizer", "cpu")),
                 _number(ratios(results, name, ["local"])),
                 _number(ratios(results, name, ["ddp"])),

@@ -19,8 +19,8 @@ __all__ = ["clip_grads"]
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-    Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over their shard axis, and over the axes
-    over which tensor parallelism has split them; what is not sharded (NO_SHARD units, ignored parameters) is the same
+    Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over their
+    shard axis, and over the axes over which tensor parallelism has split them; what is not sharded (NO_SHARD units, ignored parameters) is the same
     on every rank and counts once.
 
     Every rank must call this.
@@ -63,7 +63,9 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
                     param.grad = guise.shown(local[-1])
     grads = [grad for local in by_axes.values() for grad in local]
     device = device if device is not None else torch.device("cpu")
-    parts = [_over_axes(_local_norm(local, norm_type, device, dtype), axes, norm_type) for axes, local in by_axes.items()]
+    parts = [
+        _over_axes(_local_norm(local, norm_type, device, dtype), axes, norm_type) for axes, local in by_axes.items()
+    ]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
     if not grads:
@@ -83,9 +85,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     return total.to(returned)
 
 
-def _local_norm(
-    grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
+def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     some = [grad.detach() for grad in grads if grad.numel() > 0]
     if not some:
         return torch.zeros((), dtype=dtype, device=device)

@@ -54,25 +54,33 @@ class FlatViews(Views):
                 ShardedStandIn.of(leaf, slot.fqn, lambda: self.unit_name)
                 for leaf, slot in zip(leaves, self.layout.slots, strict=True)
             ]
+        self._bindings = [
+            (site.module.__dict__, site.name, leaf, stand_in)
+            for entry, leaf, stand_in in zip(self.params, self.leaves, self._stand_ins, strict=True)
+            for site in entry.sites
+        ]
+        self._shows_whole = True
         self.show_shard()
-
-    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
-        for entry, tensor in zip(self.params, tensors, strict=True):
-            for site in entry.sites:
-                site.module._parameters.pop(site.name, None)
-                site.module.__dict__[site.name] = tensor
 
     def show_full(self) -> None:
         self.unguard()
-        self._show(self.leaves)
+        for attributes, name, leaf, _ in self._bindings:
+            attributes[name] = leaf
 
     def show_shard(self) -> None:
-        self._show(self._stand_ins)
+        if self._shows_whole:
+            self._shows_whole = False
+            for entry in self.params:
+                for site in entry.sites:
+                    site.module._parameters.pop(site.name, None)
+        for attributes, name, _, stand_in in self._bindings:
+            attributes[name] = stand_in
         self.guard()
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
     def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self.unguard()
+        self._shows_whole = True
         self.module._parameters.pop(FLAT_PARAM, None)
         for entry, tensor in zip(self.params, tensors, strict=True):
             fresh = nn.Parameter(entry.guise.shown(tensor), requires_grad=self.flat_param.requires_grad)
@@ -130,7 +138,7 @@ class FlatViews(Views):
     def requires_grad(self) -> list[bool]:
         return [self.flat_param.requires_grad] * len(self.leaves)
 
-    def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
+    def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         if not any(used):
             return
         # The flat parameter is no leaf of the graph, so its hooks see what there is: this rank's reduced gradient.
@@ -141,7 +149,11 @@ class FlatViews(Views):
             run_grad_hooks(self.flat_param)
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
-        return [PartialGrad(self.flat_param, own, lambda: f"the flat parameter of unit {self.unit_name!r}")] if any(landed) else []
+        return (
+            [PartialGrad(self.flat_param, own, lambda: f"the flat parameter of unit {self.unit_name!r}")]
+            if any(landed)
+            else []
+        )
 
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)

@@ -28,12 +28,15 @@ class ModuleGuard:
         unit_name: returns the unit's name.
         param_fqn: a parameter of the module that is sharded now.
         shape: its whole shape.
+
+    Attributes:
+        key: that of the hook.
     """
 
-    __slots__ = ("_key", "_param_fqn", "_shape", "_unit_name")
+    __slots__ = ("_param_fqn", "_shape", "_unit_name", "key")
 
     def __init__(self, key: int, unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> None:
-        self._key = f"fsdp_flat_guard_{key}"
+        self.key = f"fsdp_flat_guard_{key}"
         self._unit_name = unit_name
         self._param_fqn = param_fqn
         self._shape = shape
@@ -46,15 +49,15 @@ class ModuleGuard:
 
     def put(self, module: nn.Module) -> None:
         """Guard ``module`` from now on."""
-        module._forward_pre_hooks[self._key] = self  # type: ignore[index]
+        module._forward_pre_hooks[self.key] = self  # type: ignore[index]
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether ``module`` is guarded now."""
-        return self._key in module._forward_pre_hooks
+        return self.key in module._forward_pre_hooks
 
     def take(self, module: nn.Module) -> None:
         """Let ``module`` run."""
-        module._forward_pre_hooks.pop(self._key, None)  # type: ignore[call-overload]
+        module._forward_pre_hooks.pop(self.key, None)  # type: ignore[call-overload]
 
 
 class ShardedStandIn(torch.Tensor):

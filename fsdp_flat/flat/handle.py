@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import nn

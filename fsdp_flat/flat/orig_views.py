@@ -187,7 +187,7 @@ class OrigViews(Views):
             if now != was:
                 sharded.requires_grad_(now)
 
-    def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
+    def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         hooked = []
         with unguarded():
             for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):

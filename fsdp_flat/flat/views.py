@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.gradients import PartialGrad
-from fsdp_flat.flat.guards import ModuleGuard
+from fsdp_flat.flat.guards import ModuleGuard, unguarded
 from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
@@ -72,21 +72,25 @@ class Views:
                 for site in entry.sites:
                     guard = ModuleGuard(id(self), lambda: self.unit_name, slot.fqn, slot.shape)
                     self._guards.setdefault(site.module, guard)
+        self._guard_hooks: list[tuple[Any, str, ModuleGuard]] = [
+            (module._forward_pre_hooks, guard.key, guard) for module, guard in self._guards.items()
+        ]
 
     def guard(self) -> None:
         """Have the modules raise when they are called: their parameters are sharded."""
-        for module, guard in self._guards.items():
-            guard.put(module)
+        for hooks, key, guard in self._guard_hooks:
+            hooks[key] = guard
 
     def unguard(self) -> None:
         """Let the modules run."""
-        for module, guard in self._guards.items():
-            guard.take(module)
+        for hooks, key, _ in self._guard_hooks:
+            hooks.pop(key, None)
 
     def run_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Pass a whole local gradient through the hooks that the user registered on the original parameter."""
-        hooks = self.params[index].param._backward_hooks or self._hooks[index]
-        for hook in (hooks or {}).values():
+        with unguarded():
+            hooks = self.params[index].param._backward_hooks or self._hooks[index]
+        for hook in hooks.values() if hooks else ():
             result = hook(grad)
             grad = grad if result is None else result
         return grad
@@ -208,7 +212,7 @@ class Views:
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         """Take over the ``requires_grad`` that the user set on gathered parameters (``shown``; it was ``before``)."""
 
-    def publish(self, shard_grad: torch.Tensor, used: Sequence[bool]) -> None:
+    def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         """Add a reduced gradient (1-D, the shard's numel) to ``.grad`` of what the optimizer holds."""
         raise NotImplementedError
 

@@ -2,8 +2,8 @@
 
 from fsdp_flat.runtime.agreement import Words, agree, agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
-from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
+from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
 from fsdp_flat.runtime.forward import register_forward_method, run_forward, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
@@ -37,8 +37,8 @@ __all__ = [
     "check_idle",
     "compute_device_from",
     "copy_unit",
-    "keep_full_precision",
     "hide_compiled_name",
+    "keep_full_precision",
     "materialize",
     "offloads_params",
     "owners_of_ties",

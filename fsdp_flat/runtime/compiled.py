@@ -12,8 +12,6 @@ __all__ = ["hide_compiled_name", "show_compiled_name"]
 _WORD = "_orig_mod."
 
 
-
-
 def hide_compiled_name(module: nn.Module) -> None:
     """Have what ``torch.compile(module)`` returned save and load under plain names; other modules are left alone."""
     if isinstance(module, OptimizedModule):

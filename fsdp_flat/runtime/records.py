@@ -60,7 +60,7 @@ class Iteration:
     @property
     def is_alive(self) -> bool:
         """Whether a backward can still come to one of the nodes."""
-        return any([gate() is not None for gate in self._gates])
+        return any(gate() is not None for gate in self._gates)
 
     @property
     def is_in_backward(self) -> bool:

@@ -38,6 +38,8 @@ __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 _logger = logging.getLogger("fsdp_flat")
 # A program that evaluates with gradients enabled never comes back to its iterations.
 _MOST_AWAITED = 32
+# Gradients between two looks for reductions that have arrived; a look is a system call a rank.
+_LANDINGS_A_LOOK = 4
 _ORDER = Words(
     "the comparison of their collectives",
     "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
@@ -67,6 +69,7 @@ class Schedule(CommContext):
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
         self._used: dict[FlatParamHandle, bytes] = {}
+        self._num_landed = 0
         self._position = 0
         self._iteration: Iteration | None = None
         # Iterations to which no backward has come yet, the same on every rank.
@@ -79,7 +82,8 @@ class Schedule(CommContext):
         self._warned_uncompiled = False
         self._buffers_full: bool | None = None
         for name, unit in units.items():
-            unit.rename(clean_fqn(name) or type(unit.module).__name__)
+            # A unit that is called without its root keeps the path that wrapping gave it.
+            unit.rename(clean_fqn(name) or unit.name)
         _check_homogeneous(self.units)
         _check_optimizers_in_backward(self.units)
         names = {unit.unit_id: unit.name for unit in self.units}
@@ -140,7 +144,7 @@ class Schedule(CommContext):
         """
         modules = [wrapped] if self._looked_for_compiled else list(wrapped.modules())
         self._looked_for_compiled = True
-        if self._warned_uncompiled or not (compiler or any([_is_compiled(module) for module in modules])):
+        if self._warned_uncompiled or not (compiler or any(_is_compiled(module) for module in modules)):
             return
         self._warned_uncompiled = True
         warnings.warn(
@@ -343,11 +347,12 @@ class Schedule(CommContext):
 
     def landed(self, unit: Unit) -> None:
         """Notes that a parameter of a unit has got its gradient."""
-        self._in_backward()
         if unit.phase is not Phase.BACKWARD:
             # No output of the unit was on the way here: a parameter, or a tensor that the unit kept, was used directly.
+            self._in_backward()
             unit.phase = Phase.BACKWARD
-        if not self.streams.is_accelerator:
+        self._num_landed += 1
+        if self._num_landed % _LANDINGS_A_LOOK == 0 and not self.streams.is_accelerator:
             self.reductions.finish_done()
 
     def _make_room_for(self, unit: Unit) -> None:
@@ -398,7 +403,7 @@ class Schedule(CommContext):
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.show_partial(self.streams.copy_to)
                 self.streams.wait_for_host_copies()
-            elif any([unit.is_trainable for unit in self.units]):
+            elif any(unit.is_trainable for unit in self.units):
                 self._publish()
         self.backward = None
         self._callback = None

@@ -170,12 +170,12 @@ class Unit:
     @property
     def holds_copies(self) -> bool:
         """Whether gathered parameters take memory of their own, which a reshard frees."""
-        return any([not isinstance(handle.buffer, AliasBuffer) for handle in self.handles])
+        return any(not isinstance(handle.buffer, AliasBuffer) for handle in self.handles)
 
     @property
     def is_trainable(self) -> bool:
         """Whether any parameter is to get a gradient."""
-        return any([handle.is_trainable for handle in self.handles])
+        return any(handle.is_trainable for handle in self.handles)
 
     @property
     def generation(self) -> int:
@@ -264,7 +264,7 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Computes in the original dtype, or in the low one again; buffers gathered in the other one are freed."""
-        if any([h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles]):
+        if any(h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
             self.reshard()
             for handle in self.handles:
                 handle.use_full_precision(full)

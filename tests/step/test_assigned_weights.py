@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from tests.step.pairs import Pair, Stack, batch, placed, square_loss
-from tests.support import assert_close, on_ranks
+from tests.support import on_ranks
 
 
 def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:

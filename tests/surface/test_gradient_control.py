@@ -269,14 +269,6 @@ def count_tokens(own: int) -> float:
 
 
 @on_ranks(2)
-def test_a_divide_factor_is_for_the_root(rank: int, num_ranks: int) -> None:
-    model = sharded(small_model())
-    model.check_is_root()
-    with pytest.raises(RuntimeError, match="outermost"):
-        model[1].set_gradient_divide_factor(2.0)
-
-
-@on_ranks(2)
 def test_a_divide_factor_that_cannot_be_used_is_refused_when_it_is_set() -> None:
     model = sharded(small_model())
     with pytest.raises(OptionError, match="factor must not be zero"):
