@@ -19,9 +19,9 @@ __all__ = ["clip_grads"]
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-    Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over their
-    shard axis, and over the axes over which tensor parallelism has split them; what is not sharded (NO_SHARD units, ignored parameters) is the same
-    on every rank and counts once.
+    Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over
+    their shard axis, and over the axes over which tensor parallelism has split them; what is not sharded (NO_SHARD
+    units, ignored parameters) is the same on every rank and counts once.
 
     Every rank must call this.
 

@@ -174,12 +174,17 @@ class _Forward:
             schedule.note("post_forward", unit)
             iteration = record.iteration
             reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
-            keep = returns and (open_ended or iteration is None or not reshards)
+            # Outputs may need gradients on some ranks only; what every rank does next may depend on the unit alone.
+            # A backward that comes to none of the outermost unit's outputs comes to no rank.
+            expects_backward = returns or (
+                unit.is_trainable and torch.is_grad_enabled() and not (self._outermost and not open_ended)
+            )
+            keep = expects_backward and (open_ended or iteration is None or not reshards)
             # A re-entrant checkpoint runs its units without gradients, so the iteration says whether a backward may
             # come.
             trains = iteration is not None and iteration.trains
             keep_memory = not keep and not open_ended and unit is not schedule.root and unit.gathers and trains
-            schedule.end_forward(record, returns=returns and not open_ended)
+            schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
             unit.exit_forward(keep=keep, keep_memory=keep_memory)
             if keep_memory:
                 schedule.note_kept(unit)
@@ -203,8 +208,6 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
         outputs += unit.stored.tensors()
     if not outputs:
         return False
-    if record.iteration is not None:
-        record.iteration.has_outputs = True
     hook = functools.partial(_outputs_reached, record)
     for tensor in outputs:
         tensor.register_hook(hook)

@@ -40,16 +40,16 @@ class Iteration:
         order: the units in the order in which they began.
         events: the begins and ends.
         trains: gradients were enabled where it began, so a backward may come.
-        has_outputs: an output of a unit was hooked.
+        expects_backward: a backward may come to the outputs of a unit.
     """
 
-    __slots__ = ("__weakref__", "_gates", "events", "has_outputs", "order", "trains")
+    __slots__ = ("__weakref__", "_gates", "events", "expects_backward", "order", "trains")
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
-        self.has_outputs = False
+        self.expects_backward = False
         # Autograd nodes on the inputs of units; they live as long as the graph does, which this must not prolong.
         self._gates: list[weakref.ref[Any]] = []
 

@@ -193,8 +193,8 @@ class Schedule(CommContext):
             self._drop_kept()
         return ForwardRecord(unit, iteration, self._position)
 
-    def end_forward(self, record: ForwardRecord, *, returns: bool) -> None:
-        """Records the end of a unit's forward; ``returns`` if a backward may come to its outputs.
+    def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
+        """Records the end of a unit's forward; ``expects_backward`` if a backward may come to it on any rank.
 
         One without gradients inside an iteration with gradients is taken for a re-entrant checkpoint's, to whose
         recomputation a backward comes.
@@ -203,7 +203,8 @@ class Schedule(CommContext):
             self._position += 1
             record.end = self._position
             recomputed = record.iteration.trains and not torch.is_grad_enabled() and record.unit.is_trainable
-            weights = record.weights if returns or recomputed else None
+            weights = record.weights if expects_backward or recomputed else None
+            record.iteration.expects_backward |= expects_backward
             record.iteration.events.append(Event(self._position, record.unit, is_begin=False, weights=weights))
 
     def note_kept(self, unit: Unit) -> None:
@@ -223,7 +224,7 @@ class Schedule(CommContext):
         """Ends the outermost forward."""
         assert self._iteration is not None
         self._last_order[self._iteration.order[0]] = self._iteration.order
-        if not self._iteration.has_outputs:
+        if not self._iteration.expects_backward:
             self._drop_kept()
             self._awaited = [iteration for iteration in self._awaited if iteration is not self._iteration]
             for whole in self._unsharded:

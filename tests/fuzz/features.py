@@ -8,14 +8,14 @@ from typing import Any
 
 from .case import Case, Node
 
-__all__ = ["FEATURES", "without"]
+__all__ = ["FEATURES", "same_on_every_rank", "without"]
 
 
 def _each_node(node: Node, change: Callable[[Node], Node]) -> Node:
     return change(replace(node, children=tuple(_each_node(child, change) for child in node.children)))
 
 
-def _same_on_every_rank(case: Case) -> Case:
+def same_on_every_rank(case: Case) -> Case:
     """Let every rank use the same outputs and branches; parameters inside a part may still be used by some ranks."""
 
     def change(node: Node) -> Node:
@@ -49,7 +49,7 @@ def _without_action(kind: str) -> Callable[[Case], Case]:
 
 
 FEATURES: dict[str, Callable[[Case], Case]] = {
-    "rank-units": _same_on_every_rank,
+    "rank-units": same_on_every_rank,
     "reentrant": _not_reentrant,
     **{
         f"part-{kind}": _without_kind(kind)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .actions import ACTIONS, State
 from .case import Action, Case, Node, Optimizer, Options, Wrapping, nodes_of
+from .features import same_on_every_rank
 
 __all__ = ["case_from", "random_options", "random_wrapping"]
 
@@ -50,7 +51,9 @@ def case_from(seed: int, num_ranks: int) -> Case:
         actions=(),
         compares_by=rng.choice(["summon", "slices", "slices"]),
     )
-    return replace(case, actions=random_actions(rng, case))
+    case = replace(case, actions=random_actions(rng, case))
+    # README's limits: every rank has to recompute the same re-entrant checkpoints around units.
+    return same_on_every_rank(case) if any(node.reentrant for node in nodes_of(model)) else case
 
 
 def pick(rng: random.Random, weights: dict[str, float]) -> str:

@@ -32,6 +32,7 @@ EXPECTED_WARNINGS = (
     ".*over a single rank",
     "Unit .* is not sharded, so its entries of the local state dict are whole tensors",
     "None of the inputs have requires_grad=True",
+    "Please use DTensor instead and we are deprecating ShardedTensor",
     "auto_wrap_policy matches",
     "auto_wrap_policy names no class",
     "clip_grad_norm_ was called on a rank without gradients",
