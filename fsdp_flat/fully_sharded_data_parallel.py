@@ -30,7 +30,7 @@ from fsdp_flat.api import (
 from fsdp_flat.clipping import clip_grads
 from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.flat import FlatParameter, untraced_here
+from fsdp_flat.flat import FlatParameter
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fsdp_flat.life import LifeMethods
 from fsdp_flat.loading import end_load
@@ -40,9 +40,9 @@ from fsdp_flat.runtime import (
     Phase,
     Schedule,
     build_unit,
+    forward,
     hide_compiled_name,
     resolve_ignored,
-    run_forward,
     schedule_of,
     summon_full_params,
     units_of,
@@ -240,17 +240,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    @untraced_here
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the wrapped module with its parameters gathered. Every rank of the unit's groups must call this.
-
-        Returns:
-            What the wrapped module returns.
-        """
-        # Looked up anew: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
-        wrapped = self._modules[FSDP_WRAPPED_MODULE]
-        assert wrapped is not None
-        return run_forward(self, self._unit, args, kwargs, wrapped)
+    forward = forward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward and those that wait inside ``no_sync``.

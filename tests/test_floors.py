@@ -146,6 +146,50 @@ def test_each_file_imports_its_own_folder_and_lower_floors_only() -> None:
     assert violations(sources) == []
 
 
+def circles(sources: Mapping[str, str], room: str) -> list[set[str]]:
+    """Modules of a folder that import each other in a circle, for type checkers too.
+
+    Args:
+        sources: ``{path: source}`` of the package's files.
+        room: the folder.
+    """
+    modules = {module_of(path) for path in sources}
+    edges = {
+        module_of(path): {
+            imported
+            for _, imported in imports_of(source, path, modules)
+            if imported in modules and room_of(imported) == room and not path.endswith("__init__.py")
+        }
+        for path, source in sources.items()
+        if room_of(module_of(path)) == room
+    }
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = edges.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        return seen
+
+    found = {frozenset(other for other in reached(start) if start in reached(other)) for start in edges}
+    return [set(circle) for circle in found if circle]
+
+
+def test_no_module_of_runtime_is_in_a_circle() -> None:
+    assert circles(package_sources(), "runtime") == []
+
+
+def test_a_circle_is_found_also_where_only_a_type_checker_goes_round() -> None:
+    sources = {
+        **HOUSE,
+        "fsdp_flat/runtime/unit.py": "if TYPE_CHECKING:\n    from fsdp_flat.runtime.order import Order",
+        "fsdp_flat/runtime/order.py": "from fsdp_flat.runtime.unit import Unit",
+    }
+    assert circles(sources, "runtime") == [{"fsdp_flat.runtime.unit", "fsdp_flat.runtime.order"}]
+
+
 # One file for each room, so that names after `from package import` can be told from modules.
 HOUSE = dict.fromkeys(
     [

@@ -9,19 +9,13 @@ from fsdp_flat.comm.agreement import (
     scatter_bytes,
 )
 from fsdp_flat.comm.collective_log import CollectiveLog
-from fsdp_flat.comm.collectives import (
-    Collectives,
-    Pending,
-    begin_all_reduce,
-    is_simulated,
-)
+from fsdp_flat.comm.collectives import Collectives, Pending, begin_all_reduce, collectives_for
 from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
-from fsdp_flat.comm.groups import Axis, UnitGroups, host_group, resolve_groups
+from fsdp_flat.comm.groups import Axis, UnitGroups, host_group, is_simulated, resolve_groups
 from fsdp_flat.comm.meeting import meet
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
-from fsdp_flat.comm.routes import collectives_for
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
-from fsdp_flat.comm.streams import Streams, streams_for
+from fsdp_flat.comm.streams import Streams, profiled, streams_for
 from fsdp_flat.comm.transfers import Lanes, Transfers
 
 __all__ = [
@@ -50,6 +44,7 @@ __all__ = [
     "host_group",
     "is_simulated",
     "meet",
+    "profiled",
     "resolve_groups",
     "scatter_bytes",
     "strategy_from",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["Axis", "UnitGroups", "host_group", "resolve_groups"]
+__all__ = ["Axis", "UnitGroups", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,21 @@ class UnitGroups:
     def process_group(self) -> dist.ProcessGroup | None:
         """The group of :attr:`primary`."""
         return self.primary.group
+
+
+def is_simulated(group: dist.ProcessGroup) -> bool:
+    """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared."""
+    return dist.get_backend(group) == "fake"
+
+
+def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether gloo is what moves tensors of ``device`` in ``group``."""
+    if is_simulated(group):
+        return False
+    try:
+        return group._get_backend(device).name() == "gloo"
+    except RuntimeError:
+        return False
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fsdp_flat.comm._torch import group_store
-from fsdp_flat.comm.collectives import is_simulated
-from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.groups import Axis, is_simulated
 from fsdp_flat.comm.neighbours import known_mailbox
 from fsdp_flat.errors import UsageError
 

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.collectives import moves_by_gloo
-from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.groups import Axis, moves_by_gloo
 from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
 from fsdp_flat.comm.neighbours import mailbox_of
 from fsdp_flat.layout import Moves

@@ -1,12 +1,11 @@
 """Floor 1: the tensors of one process. Walking a module, flat buffers, views, gradients, the handle."""
 
 from fsdp_flat.flat._torch import in_backward, look_at_operations, node_will_run
-from fsdp_flat.flat.buffer import AliasBuffer
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_if_dtensor, guise_of
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.pool import MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
 from fsdp_flat.flat.untraced import active_compiler, untraced, untraced_here
 from fsdp_flat.flat.walk import (
     FlattenedBy,

@@ -10,9 +10,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.guise import PLAIN, Guise
+from fsdp_flat.flat.storage import PartialGrad
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
@@ -43,7 +43,7 @@ class FlatViews(Views):
         super().__init__(entries, leaves, layout, rank, flat_param, module, unit_name)
         self._originals = originals
         _warn_of_lost_hooks(params, unit_name)
-        self._hooks = [entry.param._backward_hooks for entry in params]
+        self.hooks = [entry.param._backward_hooks for entry in params]
         self.use_leaves(leaves)
 
     def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
@@ -63,7 +63,8 @@ class FlatViews(Views):
         self.show_shard()
 
     def show_full(self) -> None:
-        self.unguard()
+        for hooks, key, _ in self._guard_hooks:
+            hooks.pop(key, None)
         for attributes, name, leaf, _ in self._bindings:
             attributes[name] = leaf
 
@@ -75,7 +76,8 @@ class FlatViews(Views):
                     site.module._parameters.pop(site.name, None)
         for attributes, name, _, stand_in in self._bindings:
             attributes[name] = stand_in
-        self.guard()
+        for hooks, key, guard in self._guard_hooks:
+            hooks[key] = guard
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
     def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:

@@ -16,13 +16,12 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
-from fsdp_flat.flat.gradients import GradientWindow, PartialGrad
+from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.guise import PLAIN
 from fsdp_flat.flat.orig_views import OrigViews
-from fsdp_flat.flat.pool import MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool, PartialGrad
 from fsdp_flat.flat.untraced import untraced
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
@@ -305,7 +304,12 @@ class FlatParamHandle:
             self._withdraw_partial()
         if self._window is None:
             self._window = self._new_window(grad.device)
-        grad = self.views.run_hooks(index, grad.detach())
+        grad = grad.detach()
+        views = self.views
+        with unguarded():
+            is_hooked = views.hooks[index] or views.params[index].param._backward_hooks
+        if is_hooked:
+            grad = views.run_hooks(index, grad)
         if self._guises:
             grad = self._guises.get(index, PLAIN).local(grad)
         self._window.land(index, grad)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.gradients import PartialGrad
 from fsdp_flat.flat.guards import ShardedParameter, unguarded
 from fsdp_flat.flat.guise import PLAIN, Guise
+from fsdp_flat.flat.storage import PartialGrad
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
@@ -72,12 +72,14 @@ class OrigViews(Views):
         ]
 
     def show_full(self) -> None:
-        self.unguard()
+        for hooks, key, _ in self._guard_hooks:
+            hooks.pop(key, None)
         for parameters, name, leaf, _ in self._bindings:
             parameters[name] = leaf
 
     def show_shard(self) -> None:
-        self.guard()
+        for hooks, key, guard in self._guard_hooks:
+            hooks[key] = guard
         for parameters, name, _, sharded in self._bindings:
             parameters[name] = sharded
 

@@ -22,9 +22,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.gradients import PartialGrad
-from fsdp_flat.flat.guards import ModuleGuard, unguarded
+from fsdp_flat.flat.guards import ModuleGuard
 from fsdp_flat.flat.guise import PLAIN, Guise
+from fsdp_flat.flat.storage import PartialGrad
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
@@ -42,6 +42,9 @@ class Views:
         flat_param: the flat parameter.
         module: the unit's module, where a visible flat parameter is registered.
         unit_name: name of the unit, for error texts.
+
+    Attributes:
+        hooks: by parameter, the gradient hooks that were there when it was flattened.
     """
 
     def __init__(
@@ -62,7 +65,7 @@ class Views:
         self.flat_param = flat_param
         self.module = module
         self.pieces: tuple[SlotShard, ...] = tuple(layout.piece(i, rank) for i in range(len(layout.slots)))
-        self._hooks = [entry.param._backward_hooks for entry in params]
+        self.hooks = [entry.param._backward_hooks for entry in params]
         # What the modules held is let go of, so that whoever still holds it can be found.
         self._originals = {index: entry.replaced for index, entry in enumerate(params) if entry.replaced is not None}
         self._num_rewrites = 0
@@ -88,8 +91,7 @@ class Views:
 
     def run_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Pass a whole local gradient through the hooks that the user registered on the original parameter."""
-        with unguarded():
-            hooks = self.params[index].param._backward_hooks or self._hooks[index]
+        hooks = self.params[index].param._backward_hooks or self.hooks[index]
         for hook in hooks.values() if hooks else ():
             result = hook(grad)
             grad = grad if result is None else result

@@ -5,7 +5,7 @@ from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
-from fsdp_flat.runtime.forward import register_forward_method, run_forward, unshard_for
+from fsdp_flat.runtime.forward import forward, register_forward_method, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
 from fsdp_flat.runtime.options import (
@@ -37,6 +37,7 @@ __all__ = [
     "check_idle",
     "compute_device_from",
     "copy_unit",
+    "forward",
     "hide_compiled_name",
     "keep_full_precision",
     "materialize",
@@ -47,7 +48,6 @@ __all__ = [
     "register_forward_method",
     "reset_schedule",
     "resolve_ignored",
-    "run_forward",
     "schedule_of",
     "structure_lines",
     "summon_full_params",

@@ -6,21 +6,13 @@ buffers; of packages on one layer neither may import the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
-from torch.autograd.profiler import record_function
 
 from fsdp_flat.comm import CollectiveLog, Streams, streams_for
 from fsdp_flat.flat import MemoryPool
 from fsdp_flat.runtime.reduction import Reductions
 
-__all__ = ["CommContext", "profiled"]
-
-_profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+__all__ = ["CommContext"]
 
 
 class CommContext:
@@ -48,11 +40,3 @@ class CommContext:
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
-
-
-def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
-    """Labels work inside the block in profiler traces as FSDP does, ``FSDP::all_gather (blocks.0)`` for example.
-
-    Costs nothing measurable while no profiler runs.
-    """
-    return record_function(f"FSDP::{operation} ({unit_name})") if _profiler_is_on() else _NOTHING

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
+from fsdp_flat.comm import profiled
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import active_compiler, in_backward, untraced, untraced_here
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.context import profiled
 from fsdp_flat.runtime.records import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.unit import Unit, unit_of
 
-__all__ = ["register_forward_method", "run_forward", "unshard_for"]
+__all__ = ["forward", "register_forward_method", "unshard_for"]
 
 
 @untraced_here
-def run_forward(
+def forward(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Run the wrapped module with its parameters gathered. Every rank of the unit's groups must call this.
+
+    This is the wrapper class's ``forward``.
+
+    Returns:
+        The output of the wrapped module.
+    """
+    # Looked up anew: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
+    wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
+    assert wrapped is not None
+    unit = unit_of(wrapper)
+    if unit is None:
+        unit = cast(Unit, wrapper._unit)  # raises: the wrapper is not in use any more
+    return _run_forward(wrapper, unit, args, kwargs, wrapped)
+
+
+@untraced_here
+def _run_forward(
     wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
     """Run ``call`` (the wrapped module, or a method of it) with the unit's parameters gathered.
@@ -96,7 +115,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     def gathered(*args: Any, **kwargs: Any) -> Any:
         # Looked up anew: the wrapped module may have been replaced since (activation checkpointing, torch.compile).
         wrapped = module._modules[FSDP_WRAPPED_MODULE]
-        return run_forward(module, unit, args, kwargs, getattr(wrapped, method_name))
+        return _run_forward(module, unit, args, kwargs, getattr(wrapped, method_name))
 
     module.__dict__[method_name] = gathered
     unit.forward_methods.add(method_name)
@@ -118,7 +137,7 @@ class _Forward:
         self._entered = False
         self._outermost = False
         if schedule.recomputes:
-            self._record = ForwardRecord(unit, None, -1)
+            self._record = ForwardRecord(unit, None, unit.weights(unit.wants_full_precision))
         else:
             self._outermost = schedule.iteration is None
             self._record = schedule.begin_forward(unit)
@@ -203,9 +222,14 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
     unit = record.unit
     if not torch.is_grad_enabled() or not (unit.handles or always):
         return False
-    outputs = differentiable_tensors(output)
-    if unit.handles:
-        outputs += unit.stored.tensors()
+    if isinstance(output, torch.Tensor):
+        outputs = [output] if output.requires_grad else []
+    else:
+        outputs = differentiable_tensors(output)
+    stored = unit.stored
+    stored.num_until_search -= 1
+    if unit.handles and (stored.places or stored.num_until_search <= 0):
+        outputs += stored.tensors()
     if not outputs:
         return False
     hook = functools.partial(_outputs_reached, record)
@@ -236,7 +260,7 @@ class _InputGate(torch.autograd.Function):
         ctx.record = record
         ctx.set_materialize_grads(False)
         if record.iteration is not None:
-            record.iteration.add_gate(ctx)
+            record.iteration.gates.append(weakref.ref(ctx))
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod

@@ -39,54 +39,48 @@ class Iteration:
     Attributes:
         order: the units in the order in which they began.
         events: the begins and ends.
+        gates: autograd nodes on the inputs of units; they live as long as the graph does, which this does not prolong.
         trains: gradients were enabled where it began, so a backward may come.
         expects_backward: a backward may come to the outputs of a unit.
     """
 
-    __slots__ = ("__weakref__", "_gates", "events", "expects_backward", "order", "trains")
+    __slots__ = ("__weakref__", "events", "expects_backward", "gates", "order", "trains")
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
         self.expects_backward = False
-        # Autograd nodes on the inputs of units; they live as long as the graph does, which this must not prolong.
-        self._gates: list[weakref.ref[Any]] = []
-
-    def add_gate(self, node: Any) -> None:
-        """Remembers the autograd node on the inputs of a forward."""
-        self._gates.append(weakref.ref(node))
+        self.gates: list[weakref.ref[Any]] = []
 
     @property
     def is_alive(self) -> bool:
         """Whether a backward can still come to one of the nodes."""
-        return any(gate() is not None for gate in self._gates)
+        return any(gate() is not None for gate in self.gates)
 
     @property
     def is_in_backward(self) -> bool:
         """Whether the running backward comes to one of the nodes."""
         # The last ones first: a loss nearly always reaches those.
-        return any(node_will_run(node) for gate in reversed(self._gates) if (node := gate()) is not None)
+        return any(node_will_run(node) for gate in reversed(self.gates) if (node := gate()) is not None)
 
 
+@dataclass(slots=True, eq=False)
 class ForwardRecord:
     """One forward of a unit to which a backward may come.
 
     Attributes:
         unit: the unit.
         iteration: where it belongs; None for a recomputation inside a backward.
+        weights: those that it ran with.
         begin: position of its begin in the iteration's events.
         end: position of its end; -1 while it runs.
-        weights: those that it ran with.
         task: id of the autograd graph task that reached its outputs last, -1 before.
     """
 
-    __slots__ = ("begin", "end", "iteration", "task", "unit", "weights")
-
-    def __init__(self, unit: Unit, iteration: Iteration | None, begin: int) -> None:
-        self.unit = unit
-        self.iteration = iteration
-        self.begin = begin
-        self.end = -1
-        self.weights = unit.weights(unit.wants_full_precision)
-        self.task = -1
+    unit: Unit
+    iteration: Iteration | None
+    weights: Weights
+    begin: int = -1
+    end: int = -1
+    task: int = -1

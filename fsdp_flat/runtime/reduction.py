@@ -73,12 +73,13 @@ class Reduction:
         policy: ReductionPolicy,
     ) -> None:
         self.handle = handle
-        self._groups = groups = options.groups
+        self._groups = options.groups
+        num_ranks = options.groups.shard.size * options.groups.replicate.size
         self._streams = streams
         self._policy = policy
         self._replicated = False
         self._scratch: tuple[torch.Tensor, ...] = ()
-        self._postscale: float = groups.num_ranks
+        self._postscale: float = num_ranks
         with torch.no_grad():
             flat, gradient = handle.take_gradient()
             # Hooks may keep their arguments, and where nothing is sharded the flat buffer becomes the gradient.
@@ -91,7 +92,7 @@ class Reduction:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
             if flat.dtype == torch.float16:
-                prescale = predivide_factor(groups.num_ranks)
+                prescale = predivide_factor(num_ranks)
                 flat.div_(prescale)
                 self._postscale /= prescale
             with streams.reduce_scatters:

@@ -22,13 +22,13 @@ from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import UnitGroups
+from fsdp_flat.comm import UnitGroups, profiled
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle, in_backward, look_at_operations, untraced
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.agreement import Words, agree
 from fsdp_flat.runtime.backward import Backward
-from fsdp_flat.runtime.context import CommContext, profiled
+from fsdp_flat.runtime.context import CommContext
 from fsdp_flat.runtime.exchange import BackwardExchange
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
@@ -191,7 +191,7 @@ class Schedule(CommContext):
         iteration.events.append(Event(self._position, unit, is_begin=True))
         if unit.handles:
             self._drop_kept()
-        return ForwardRecord(unit, iteration, self._position)
+        return ForwardRecord(unit, iteration, unit.weights(unit.wants_full_precision), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
         """Records the end of a unit's forward; ``expects_backward`` if a backward may come to it on any rank.

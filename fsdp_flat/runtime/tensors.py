@@ -57,29 +57,33 @@ class StoredTensors:
 
     Args:
         modules: the unit's own modules.
+
+    Attributes:
+        places: attributes that held such a tensor, as ``(attributes, name)``.
+        num_until_search: forwards until all attributes are searched; the caller counts down.
     """
 
     _SEARCH_EVERY = 64
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         self._modules = list(modules)
-        self._places: list[tuple[dict[str, Any], str]] = []
-        self._calls = 0
+        self.places: list[tuple[dict[str, Any], str]] = []
+        self.num_until_search = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StoredTensors:
         return StoredTensors(copy.deepcopy(self._modules, memo))
 
     def tensors(self) -> list[torch.Tensor]:
         """What is stored now."""
-        if self._calls % self._SEARCH_EVERY == 0:
-            self._places = [
+        if self.num_until_search <= 0:
+            self.num_until_search = self._SEARCH_EVERY
+            self.places = [
                 (module.__dict__, name)
                 for module in self._modules
                 for name, value in module.__dict__.items()
                 if _may_hold_tensors(name, value) and _derived(value)
             ]
-        self._calls += 1
-        return [tensor for attributes, name in self._places for tensor in _derived(attributes.get(name))]
+        return [tensor for attributes, name in self.places for tensor in _derived(attributes.get(name))]
 
 
 _MODULE_STATE = frozenset(torch.nn.Module().__dict__)

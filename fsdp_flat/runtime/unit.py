@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for
+from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for, profiled
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
-from fsdp_flat.runtime.context import CommContext, profiled
+from fsdp_flat.runtime.context import CommContext
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction, ReductionPolicy

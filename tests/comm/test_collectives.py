@@ -19,7 +19,7 @@ from fsdp_flat.comm import (
     gather_bytes,
     scatter_bytes,
 )
-from fsdp_flat.comm.routes import BackendCollectives, CpuCollectives, GlooAcceleratorCollectives, GlooCollectives
+from fsdp_flat.comm.collectives import BackendCollectives, CpuCollectives, GlooAcceleratorCollectives, GlooCollectives
 from tests.support import assert_equal, on_ranks
 
 KINDS = [BackendCollectives, GlooAcceleratorCollectives, GlooCollectives, CpuCollectives]

@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.flat._torch import swap_memory
-from fsdp_flat.flat.buffer import AliasBuffer, FlatBuffer
-from fsdp_flat.flat.gradients import GradientWindow
-from fsdp_flat.flat.pool import MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool
 from fsdp_flat.layout import FlatLayout
 from tests.support import assert_equal
 

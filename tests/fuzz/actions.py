@@ -573,7 +573,10 @@ class Move(ActionKind):
     def run(self, session: Session, action: Action) -> None:
         form, with_optim = action.args["form"], action.args["optimizer"]
         options, wrapping = options_from(action.args["options"]), wrapping_from(action.args["wrapping"])
-        if form == "LOCAL" and session.case.options.mesh:
+        if form == "LOCAL" and (
+            session.case.options.mesh or any(n.kind == "tied" for n in nodes_of(session.case.model))
+        ):
+            # LOCAL is refused with a mesh, and does not load yet where units made by a policy share a weight.
             form = "SHARDED"
         if form == "LOCAL":
             options, wrapping = session.case.options, session.case.wrapping

@@ -16,10 +16,10 @@ def _each_node(node: Node, change: Callable[[Node], Node]) -> Node:
 
 
 def same_on_every_rank(case: Case) -> Case:
-    """Let every rank use the same outputs and branches; parameters inside a part may still be used by some ranks."""
+    """Let every rank use the same outputs, branches and parameters."""
 
     def change(node: Node) -> Node:
-        return replace(node, ranks=tuple(range(case.num_ranks))) if node.kind == "branch" else node
+        return replace(node, ranks=tuple(range(case.num_ranks))) if node.kind in ("branch", "rankpart") else node
 
     def same(value: Any) -> Any:
         if isinstance(value[0][0], list):

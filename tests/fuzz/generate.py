@@ -52,8 +52,13 @@ def case_from(seed: int, num_ranks: int) -> Case:
         compares_by=rng.choice(["summon", "slices", "slices"]),
     )
     case = replace(case, actions=random_actions(rng, case))
-    # README's limits: every rank has to recompute the same re-entrant checkpoints around units.
-    return same_on_every_rank(case) if any(node.reentrant for node in nodes_of(model)) else case
+    return same_on_every_rank(case) if _limits_ranks(case) else case
+
+
+def _limits_ranks(case: Case) -> bool:
+    """Return whether ranks must use the same parts: README's limits for re-entrant checkpoints and frozen units."""
+    frozen = any(action.kind == "toggle" for action in case.actions)
+    return frozen or any(node.reentrant or node.frozen for node in nodes_of(case.model))
 
 
 def pick(rng: random.Random, weights: dict[str, float]) -> str:

@@ -24,7 +24,7 @@ import fsdp_flat.runtime.context
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
-from fsdp_flat.flat.gradients import GradientWindow
+from fsdp_flat.flat.storage import GradientWindow
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE

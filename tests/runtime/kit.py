@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import _torch as comm_torch
-from fsdp_flat.comm import routes, transfers
+from fsdp_flat.comm import collectives, transfers
 from fsdp_flat.comm.mailbox import Mailbox
 from fsdp_flat.comm.neighbours import mailbox_of
 from fsdp_flat.runtime import Phase, Schedule, Unit, units_of
@@ -319,12 +319,12 @@ def shared_memory(use: bool) -> Iterator[None]:
     if use:
         yield
         return
-    for module in (routes, transfers):
+    for module in (collectives, transfers):
         module.mailbox_of = lambda axis: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for module in (routes, transfers):
+        for module in (collectives, transfers):
             module.mailbox_of = mailbox_of  # type: ignore[attr-defined]
 
 
@@ -332,7 +332,7 @@ def acquaint(model: nn.Module) -> None:
     """Let ranks find out whether they share memory, which the first collective of a group would do."""
     for unit in units_of(model):
         if unit.gathers:
-            routes.mailbox_of(unit.options.groups.shard)  # type: ignore[attr-defined]
+            collectives.mailbox_of(unit.options.groups.shard)  # type: ignore[attr-defined]
 
 
 def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Gradients of one handle between the first one of a backward pass and its reduction."""
+"""Memory of one handle's flat tensors: gathered parameters, waiting gradients, and the pool that both come from."""
 
 from __future__ import annotations
 
@@ -9,12 +9,115 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import refuse_steps_on
-from fsdp_flat.flat.buffer import FlatBuffer
-from fsdp_flat.flat.pool import MemoryPool
+from fsdp_flat.flat._torch import refuse_steps_on, swap_memory
 from fsdp_flat.layout import FlatLayout
 
-__all__ = ["GradientWindow", "PartialGrad", "UnreducedGrad"]
+__all__ = ["AliasBuffer", "FlatBuffer", "GradientWindow", "MemoryPool", "PartialGrad", "UnreducedGrad"]
+
+_MOST_IDLE = 2
+
+
+class MemoryPool:
+    """A few freed blocks of CPU memory, so that the next buffer is not filled through page faults.
+
+    What moves is the memory, from one storage object to another: a view of a freed buffer, which autograd
+    may hold, is left with a storage of no bytes and can never see what another unit puts there. Accelerators
+    have caching allocators, so nothing is kept there, nor where torch cannot move memory.
+    """
+
+    __slots__ = ("_idle",)
+
+    def __init__(self) -> None:
+        self._idle: dict[int, list[torch.UntypedStorage]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept now."""
+        return sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give an empty ``storage`` memory; the content is undefined."""
+        idle = self._idle.get(nbytes)
+        if idle and storage.device.type == "cpu":
+            swap_memory(storage, idle.pop())
+        else:
+            storage.resize_(nbytes)
+
+    def empty(self, storage: torch.UntypedStorage) -> None:
+        """Take the memory of ``storage``."""
+        nbytes = storage.nbytes()
+        if nbytes == 0:
+            return
+        idle = self._idle.setdefault(nbytes, [])
+        if swap_memory is None or storage.device.type != "cpu" or len(idle) >= _MOST_IDLE:
+            storage.resize_(0)
+            return
+        kept = torch.UntypedStorage(0)
+        swap_memory(kept, storage)
+        idle.append(kept)
+
+    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the shape, dtype and device of ``tensor``, whose content is undefined."""
+        idle = self._idle.get(tensor.nbytes)
+        if not idle or tensor.device.type != "cpu":
+            return torch.empty_like(tensor)
+        fresh = torch.empty(0, dtype=tensor.dtype)
+        return fresh.set_(idle.pop(), 0, tensor.shape)  # type: ignore[call-overload]
+
+    def clear(self) -> None:
+        """Give everything that is kept back to the system."""
+        self._idle.clear()
+
+
+class FlatBuffer:
+    """A 1-D tensor that can be freed and filled again under the views that were made of it.
+
+    Autograd saves views of gathered parameters. The storage object therefore stays and is resized to
+    zero; when the same values are gathered again, everything saved is valid again. Views that are
+    parameters have version counters of their own, which a refill does not touch.
+
+    Args:
+        numel: elements of the whole buffer.
+        dtype: dtype of compute.
+        device: device of compute.
+    """
+
+    __slots__ = ("_nbytes", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._nbytes = self.tensor.untyped_storage().nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now."""
+        return self.tensor.untyped_storage().nbytes()
+
+    def alloc(self, pool: MemoryPool) -> None:
+        """Make sure that there is memory, from ``pool``; the content is undefined until it is filled."""
+        storage = self.tensor.untyped_storage()
+        if storage.nbytes() != self._nbytes:
+            pool.fill(storage, self._nbytes)
+
+    def free(self, pool: MemoryPool) -> None:
+        """Give the memory back to ``pool``."""
+        pool.empty(self.tensor.untyped_storage())
+
+
+class AliasBuffer(FlatBuffer):
+    """The buffer of a unit that is not sharded: the shard itself, never freed."""
+
+    __slots__ = ()
+
+    def __init__(self, shard: torch.Tensor) -> None:
+        self.tensor = shard
+        self._nbytes = shard.untyped_storage().nbytes()
+
+    def alloc(self, pool: MemoryPool) -> None:
+        pass
+
+    def free(self, pool: MemoryPool) -> None:
+        pass
 
 
 class GradientWindow:

@@ -1,0 +1,98 @@
+"""How many files a newcomer has to read to follow one unit through a step."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_flat
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.runtime.kit import WIDTH, Block, batch, shared_memory, wrapped
+from tests.support import on_ranks
+
+MOST = 12
+PACKAGE = Path(fsdp_flat.__file__).parent
+
+
+class Entered:
+    """The files of the package whose functions run while it is on."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def _note(self, frame: FrameType, event: str, _arg: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if event == "call" and path.is_relative_to(PACKAGE):
+            self.files.add(path.relative_to(PACKAGE).as_posix())
+
+    def on(self, *_: Any) -> None:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+
+    def off(self, *_: Any) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)
+
+
+@contextmanager
+def entered() -> Iterator[Entered]:
+    record = Entered()
+    try:
+        yield record
+    finally:
+        record.off()
+
+
+class Watched(nn.Module):
+    """Three blocks; ``record`` is on while the middle one runs forward, and while its backward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = Block(), Block(), Block()
+        self.record = Entered()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x) * 1
+        x.register_hook(self.record.off)
+        self.record.on()
+        x = self.middle(x)
+        self.record.off()
+        x = x * 1
+        x.register_hook(self.record.on)
+        return self.last(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("shared", [False, True], ids=["gloo", "shared"])
+def test_forward_and_backward_of_a_unit_enter_few_files(shared: bool, use_orig_params: bool, rank: int) -> None:
+    with shared_memory(shared):
+        model = wrapped(Watched(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+        for step in range(3):
+            with entered() as record:
+                model.module.record.files.clear()
+                model(batch(rank, step)).sum().backward()
+                record.off()
+            model.zero_grad()
+    files = model.module.record.files
+    assert {"runtime/unit.py", "runtime/forward.py", "runtime/backward.py", "flat/handle.py"} <= files, WIDTH
+    assert len(files) <= MOST, sorted(files)
+
+
+def test_the_record_sees_files_of_the_package_only_while_it_is_on() -> None:
+    record = Entered()
+    fsdp_flat.layout.clean_fqn("a")
+    assert not record.files
+    record.on()
+    fsdp_flat.layout.clean_fqn("a")
+    record.off()
+    assert record.files == {"layout/fqn.py"}
