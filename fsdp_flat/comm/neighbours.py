@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import secrets
@@ -19,6 +20,7 @@ from fsdp_flat.comm.mailbox import Mailbox, close_all
 
 __all__ = ["known_mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes"]
 
+_logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
 # Every rank has a socket to every other one, and a few files of each.
 _MOST_RANKS = 16
@@ -40,6 +42,8 @@ def mailbox_of(axis: Axis) -> Mailbox | None:
     assert axis.group is not None
     if axis.group not in _mailboxes:
         _mailboxes[axis.group] = _connect(axis, axis.group)
+        way = "gloo" if _mailboxes[axis.group] is None else "shared memory"
+        _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", axis.rank, axis.size, way)
     return _mailboxes[axis.group]
 
 

@@ -155,9 +155,11 @@ class Schedule(CommContext):
         )
 
     def note(self, event: str, unit: Unit) -> None:
-        """Appends to the trace, if there is one."""
+        """Appends to the trace, if there is one, and to the log."""
         if self.trace is not None:
             self.trace.append((event, unit.name))
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("%s of unit %r", event, unit.name)
 
     # -- forward -------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ tree has handed down and calls nothing above itself.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -24,6 +25,8 @@ from fsdp_flat.runtime.reduction import Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
 
 __all__ = ["Phase", "Unit", "Weights", "unit_of", "units_of"]
+
+_logger = logging.getLogger("fsdp_flat")
 
 
 class Phase(Enum):
@@ -185,6 +188,8 @@ class Unit:
     def _trace(self, event: str) -> None:
         if self.context.trace is not None:
             self.context.trace.append((event, self.name))
+        if _logger.isEnabledFor(logging.DEBUG):
+            _logger.debug("%s of unit %r", event, self.name)
 
     def begin_unshard(self) -> None:
         """Begins to all-gather if nothing is gathered yet. Every rank of the shard group must call this."""
