@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -79,7 +80,9 @@ def forbid_waits(device: torch.device) -> AbstractContextManager[None]:
 class _NoWaits(AbstractContextManager[None]):
     def __enter__(self) -> None:
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Synchronization debug mode", category=UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
 
     def __exit__(self, *_: object) -> None:
         torch.cuda.set_sync_debug_mode("default")
