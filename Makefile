@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-clients fuzz check fix bench bench-scale clean
+.PHONY: demo test test-clients gpu fuzz check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -16,6 +16,11 @@ test: $(INSTALLED)
 # The released accelerate, transformers, lightning and peft on fsdp_flat; they live in an environment of their own.
 test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
+
+# All that needs an accelerator: tests marked gpu, the stream sanitizer, benchmarks.gpu. Without one: stand-ins.
+# Other sizes or rounds of the benchmark: make gpu GPU="--rounds 5 --layers 8".
+gpu: $(INSTALLED)
+	$(BIN)/python -m tests.gpu $(GPU)
 
 # Random programs beside a plain replica; failing ones are shrunken, printed, and appended to a file.
 SEEDS ?= 1000

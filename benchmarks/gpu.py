@@ -1,159 +1,378 @@
-"""For one GPU: ``python -m benchmarks.gpu``. It has never run on one; on the CPU it runs with ``--device cpu``.
+"""For one GPU: ``python -m benchmarks.gpu``; ``--device cpu --tiny`` tries the command out where there is none.
 
-Two parts. First, two ranks share the device over gloo and train beside a replicated model: a missing wait between
-streams would show as another loss or weight. Then one process, as rank 0 of a group that only pretends to
-communicate, trains a GPT of about 1B parameters in bf16 with fp32 masters: time a step, peak memory, and whether
-memory is the same in every step, for plain training, torch's FSDP1 and fully_shard, and fsdp_flat. Nothing is
-sent in the second part, so it says what a library adds to compute, not how well communication is hidden.
+One process is rank 0 of a group that only pretends to communicate and trains a GPT of about 1B parameters in bf16 with
+fp32 masters, with real compute: time of a step, time that the host needs to issue it, and memory, for plain training,
+torch's FSDP1 and ``fully_shard``, and fsdp_flat. An all-gather writes the whole buffer and a reduce-scatter this rank's
+slice, from what this rank has, and nothing is sent: the figures tell what a library adds to compute, not how well
+communication is hidden.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
+import os
 import statistics
-import tempfile
+import subprocess
+import sys
 import time
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-from benchmarks.implementations import library_of, optimizer_for, quiet, wrap
+from benchmarks.implementations import autocast_for, library_of, optimizer_for, quiet, wrap
 from benchmarks.model import GPT, batch_of, loss_of
-from benchmarks.runner import where
-from benchmarks.spec import Setting
-from benchmarks.tables import markdown
+from benchmarks.runner import ROOT, where
+from benchmarks.spec import IMPLEMENTATIONS, Setting
+from benchmarks.tables import markdown, medians, ratios
 
-__all__ = ["check_streams", "main", "measure"]
+__all__ = ["LABELS", "PEERS", "default_folder", "gpu_table", "main", "measure", "pretended"]
 
-LARGE = Setting(layers=20, width=2048, heads=16, vocab=32768, seq=2048, batch=2, bf16=True, fused=True)
-SMALL = Setting(layers=8, width=1024, heads=16, vocab=512, seq=256, batch=4)
-TINY = Setting(layers=2, width=32, heads=2, vocab=64, seq=16, batch=2, steps=2, warmup=1)
-NAMES = ("local", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig")
-
-
-def check_streams(setting: Setting, device: str, steps: int = 5) -> float:
-    """Two processes train on one device against a replicated model; returns the largest difference of a weight."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_train_beside_replica, (setting, device, steps, folder), nprocs=2)
-        return max(float((Path(folder) / f"{rank}").read_text()) for rank in range(2))
-
-
-def _train_beside_replica(rank: int, setting: Setting, device: str, steps: int, folder: str) -> None:
-    from fsdp_flat import FullyShardedDataParallel as FSDP
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    where_to = torch.device(device)
-    torch.manual_seed(0)
-    plain = GPT(setting).to(where_to)
-    sharded = wrap("flat-full-orig", copy.deepcopy(plain), setting, where_to)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, sharded)]
-    for step in range(steps):
-        both = [batch_of(setting, r, step, device) for r in range(2)]
-        sum(loss_of(plain, tokens) / 2 for tokens in both).backward()
-        loss_of(sharded, both[rank]).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = dict(plain.named_parameters())
-    with FSDP.summon_full_params(sharded):
-        worst = max(float((p - expected[name]).detach().abs().max()) for name, p in sharded.named_parameters())
-    Path(folder, f"{rank}").write_text(str(worst))
-    dist.barrier()
-    dist.destroy_process_group()
+LARGE = Setting(
+    layers=16, width=2048, heads=16, vocab=32768, seq=2048, batch=2, steps=10, warmup=3, bf16=True, fused=True
+)
+TINY = Setting(layers=2, width=32, heads=2, vocab=64, seq=16, batch=2, steps=2, warmup=1, bf16=True)
+LABELS = {
+    **{name: IMPLEMENTATIONS[name] for name in ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp1-grad-op")},
+    "fsdp1-grad-op-flat": "torch FSDP1, SHARD_GRAD_OP, use_orig_params=False",
+    **{name: IMPLEMENTATIONS[name] for name in ("fsdp2", "fsdp2-no-reshard")},
+    **{name: IMPLEMENTATIONS[name] for name in ("flat-full-flat", "flat-full-orig", "flat-grad-op")},
+    "flat-grad-op-flat": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=False",
+}
+_FULL_PEERS = ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")
+_GRAD_OP_PEERS = ("fsdp1-grad-op", "fsdp1-grad-op-flat", "fsdp2-no-reshard")
+# For each of ours the others with the same resharding, of which the best in each round is compared with.
+PEERS = {
+    "flat-full-flat": _FULL_PEERS,
+    "flat-full-orig": _FULL_PEERS,
+    "flat-grad-op": _GRAD_OP_PEERS,
+    "flat-grad-op-flat": _GRAD_OP_PEERS,
+}
+_ALL_GATHERS = ("all_gather_single", "all_gather_into_tensor")
+_REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
-def measure(name: str, setting: Setting, device: str, world: int) -> dict[str, Any]:
-    """In this process, as rank 0 of ``world`` pretended ranks: seconds a step, peak bytes, bytes held after each step.
+class _Done:
+    """Work whose result the current stream has."""
 
-    Memory is 0 where the device keeps no statistics.
+    def wait(self, *_: Any) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return output and input of a collective, flat, whatever this version of torch calls them."""
+    values = [*args, *(kwargs[name] for name in ("output", "output_tensor", "input", "input_tensor") if name in kwargs)]
+    return values[0].view(-1), values[1].view(-1)
+
+
+@contextmanager
+def pretended(world: int) -> Iterator[None]:
+    """Make this process rank 0 of ``world`` that only pretend to communicate, inside the block.
+
+    torch's own pretended collectives launch one copy for each rank and leave the result of a reduction undefined; these
+    launch a copy or two and give this rank's slice, so that host time is the library's and values stay finite.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    from fsdp_flat.comm import _torch
+
+    def all_gather(*args: Any, **kwargs: Any) -> _Done:
+        output, own = _tensors(args, kwargs)
+        rows = output.view(world, -1)
+        # The slice may be the first row itself.
+        if own.data_ptr() != output.data_ptr():
+            rows[0].copy_(own)
+        rows[1:].copy_(own)
+        return _Done()
+
+    def reduce_scatter(*args: Any, **kwargs: Any) -> _Done:
+        output, whole = _tensors(args, kwargs)
+        output.copy_(whole[: output.numel()])
+        return _Done()
+
+    replaced: list[tuple[Any, str, Any]] = []
+    for names, function in ((_ALL_GATHERS, all_gather), (_REDUCE_SCATTERS, reduce_scatter)):
+        for owner in (dist, _torch):
+            for name in names:
+                if hasattr(owner, name):
+                    replaced.append((owner, name, getattr(owner, name)))
+                    setattr(owner, name, function)
     try:
-        with quiet():
-            return _measure(name, setting, torch.device(device))
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
     finally:
-        dist.destroy_process_group()
+        for owner, name, original in replaced:
+            setattr(owner, name, original)
 
 
-def _measure(name: str, setting: Setting, device: torch.device) -> dict[str, Any]:
+def measure(name: str, setting: Setting, device: str, world: int) -> dict[str, float]:
+    """Train in this process, as rank 0 of ``world`` pretended ranks.
+
+    Args:
+        name: a key of ``LABELS``.
+        setting: the model and how it is trained.
+        device: ``"cuda"`` or ``"cpu"``.
+        world: ranks.
+
+    Returns:
+        ``step`` and ``least`` (seconds; median and least time of the device for a step, of steps that are issued one
+        after the other), ``host`` and ``host_least`` (seconds until the host has issued a step to an idle device),
+        ``peak``, ``reserved``, ``held`` (bytes; after a step), ``drift`` (bytes by which ``held`` differs between
+        steps), ``parameters``. On the CPU issuing is computing, and memory is 0.
+    """
+    where_to = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
+    with pretended(world), quiet():
+        return _train(name, setting, where_to)
+
+
+def _train(name: str, setting: Setting, device: torch.device) -> dict[str, float]:
     library_of(name)
-    on_gpu = device.type == "cuda"
+    clock: _Clock = _DeviceClock(device) if device.type == "cuda" else _Clock()
     torch.manual_seed(0)
     with device:
-        model = wrap(name, GPT(setting), setting, device)
+        plain = GPT(setting)
+    num_parameters = sum(param.numel() for param in plain.parameters())
+    model = wrap(name, plain, setting, device)
     optimizer = optimizer_for(model, setting)
     tokens = batch_of(setting, 0, 0, device.type)
-    times, held = [], []
-    for step in range(setting.warmup + setting.steps):
-        if on_gpu and step == setting.warmup:
-            torch.cuda.reset_peak_memory_stats()
-        begun = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=setting.bf16 and name == "local"):
+
+    def step() -> None:
+        with autocast_for(name, setting, device.type):
             loss = loss_of(model, tokens)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if on_gpu:
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
-        held.append(torch.cuda.memory_allocated() if on_gpu else 0)
+
+    for _ in range(setting.warmup):
+        step()
+    clock.synchronize()
+    clock.reset_peak()
+    for _ in range(setting.steps):
+        clock.mark()
+        step()
+    clock.mark()
+    times = clock.seconds_between_marks()
+    host, held = [], []
+    for _ in range(setting.steps):
+        clock.synchronize()
+        begun = time.perf_counter()
+        step()
+        host.append(time.perf_counter() - begun)
+        held.append(clock.allocated())
+    clock.synchronize()
     return {
-        "step": statistics.median(times[setting.warmup :]),
-        "peak": torch.cuda.max_memory_allocated() if on_gpu else 0,
-        "reserved": torch.cuda.max_memory_reserved() if on_gpu else 0,
-        "held": held[setting.warmup :],
+        "step": statistics.median(times),
+        "least": min(times),
+        "host": statistics.median(host),
+        "host_least": min(host),
+        "peak": clock.peak(),
+        "reserved": clock.reserved(),
+        "held": max(held),
+        "drift": max(held) - min(held),
+        "parameters": num_parameters,
     }
 
 
-def _measure_into(_index: int, name: str, setting: Setting, device: str, world: int, path: str) -> None:
-    Path(path).write_text(json.dumps(measure(name, setting, device, world)))
+class _Clock:
+    """Takes times on the CPU, which has no statistics of memory."""
+
+    def __init__(self) -> None:
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Take the time when everything issued so far is done."""
+        self._marks.append(time.perf_counter())
+
+    def seconds_between_marks(self) -> list[float]:
+        """Return seconds from each mark to the next, once all are reached."""
+        return [later - earlier for earlier, later in zip(self._marks, self._marks[1:], strict=False)]
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+
+    def reset_peak(self) -> None:
+        """Begin to look for the most memory."""
+
+    def allocated(self) -> int:
+        """Return bytes of tensors now."""
+        return 0
+
+    def peak(self) -> int:
+        """Return the most bytes of tensors since :meth:`reset_peak`."""
+        return 0
+
+    def reserved(self) -> int:
+        """Return the most bytes that the allocator had since :meth:`reset_peak`."""
+        return 0
+
+
+class _DeviceClock(_Clock):
+    """Takes times by events of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def mark(self) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(event)
+
+    def seconds_between_marks(self) -> list[float]:
+        self.synchronize()
+        pairs = zip(self._marks, self._marks[1:], strict=False)
+        return [earlier.elapsed_time(later) / 1e3 for earlier, later in pairs]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reserved(self) -> int:
+        return torch.cuda.max_memory_reserved(self._device)
+
+
+def gpu_table(results: Mapping[str, Any]) -> str:
+    """Make the table in Markdown: medians over rounds, and ratios within a round to the best of the peers.
+
+    Args:
+        results: ``rounds`` (a list of {name: figures of :func:`measure`}) and ``setting`` (plain values).
+    """
+    rows = medians(results)
+    units = results["setting"]["layers"] + 1
+    local = rows.get("local", {}).get("host_least")
+    header = ["implementation", "step ms", "least", "x local", "x peer", "host ms", "host x peer", "host ms a unit"]
+    header += ["peak MB", "peak x peer", "reserved MB", "held MB", "drift MB"]
+    table = []
+    for name, row in rows.items():
+        peers = PEERS.get(name, ())
+        own = None if local is None or name == "local" else (row["host_least"] - local) / units
+        table.append(
+            [
+                LABELS[name],
+                f"{1e3 * row['step']:.1f}",
+                f"{1e3 * min(one[name]['least'] for one in results['rounds']):.1f}",
+                _cell(ratios(results, name, ["local"])),
+                _cell(ratios(results, name, peers)),
+                f"{1e3 * row['host']:.1f}",
+                _cell(ratios(results, name, peers, "host")),
+                "" if own is None else f"{1e3 * own:.3f}",
+                f"{row['peak'] / 1e6:.0f}",
+                _cell(ratios(results, name, peers, "peak") if row["peak"] else None),
+                f"{row['reserved'] / 1e6:.0f}",
+                f"{row['held'] / 1e6:.1f}",
+                f"{max(one[name]['drift'] for one in results['rounds']) / 1e6:.1f}",
+            ]
+        )
+    return markdown(header, table)
+
+
+def _cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def _describe(results: Mapping[str, Any]) -> str:
+    s, place = results["setting"], results["where"]
+    first = next(iter(results["rounds"][0].values()))
+    return (
+        f"{first['parameters'] / 1e9:.2f}B parameters: {s['layers']} blocks, width {s['width']}, vocabulary "
+        f"{s['vocab']}, sequence {s['seq']}, batch {s['batch']}; rank 0 of {results['world']} pretended ranks; "
+        f"{'bf16 compute, fp32 reduction and masters' if s['bf16'] else 'fp32'}; "
+        f"{'activations recomputed; ' if s['checkpoint'] else ''}{'fused ' if s['fused'] else ''}Adam. "
+        f"{len(results['rounds'])} rounds of fresh processes, {s['steps']} timed steps each.\n"
+        f"{results['device']}, Python {place['python']}, torch {place['torch']}, {place['date']}.\n"
+    )
+
+
+def _in_new_process(name: str, setting: Setting, device: str, world: int) -> dict[str, float]:
+    job = json.dumps({"name": name, "setting": asdict(setting), "device": device, "world": world})
+    command = [sys.executable, "-m", "benchmarks.gpu", "--here", job]
+    done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"{name} failed with status {done.returncode}:\n{done.stderr[-4000:]}")
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def _measure_rounds(
+    names: Sequence[str], setting: Setting, device: str, world: int, rounds: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    found = []
+    for index in range(rounds):
+        row: dict[str, Any] = {}
+        # Every other round backwards, so that a device that slows down slows everybody down.
+        for name in names if index % 2 == 0 else reversed(names):
+            row[name] = one = _in_new_process(name, setting, device, world)
+            say(
+                f"round {index + 1}/{rounds} {name}: {1e3 * one['step']:.1f} ms a step, {1e3 * one['host']:.1f} ms of "
+                f"the host, {one['peak'] / 1e6:.0f} MB"
+            )
+        found.append({name: row[name] for name in names})
+    return found
+
+
+def default_folder() -> Path:
+    """Return the folder for results: what ``$OUT`` names, else ``benchmarks/results``."""
+    return Path(os.environ.get("OUT") or "benchmarks/results")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Check, measure in fresh processes, write JSON and a table."""
+    """Measure in fresh processes, write JSON and a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world", type=int, default=8, help="pretended ranks; parameters are split over as many")
-    parser.add_argument("--tiny", action="store_true", help="sizes for trying the script out")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--tiny", action="store_true", help="sizes for trying the command out")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of fresh processes")
+    parser.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="implementations")
+    parser.add_argument("--out", type=Path, default=default_folder(), help="folder for JSON and table")
+    parser.add_argument("--here", metavar="JOB", help="measure one implementation in this process, and print it")
+    sizes = [field for field in fields(Setting) if field.name not in ("ranks", "accumulate")]
+    for field in sizes:
+        if isinstance(field.default, bool):
+            parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, default=None)
+        else:
+            parser.add_argument(f"--{field.name}", type=int, default=None)
     args = parser.parse_args(argv)
+    if args.here:
+        job = json.loads(args.here)
+        print(json.dumps(measure(job["name"], Setting(**job["setting"]), job["device"], job["world"])))
+        return
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA device here; --device cpu --tiny tries the script out")
-    setting = replace(TINY, bf16=True) if args.tiny else LARGE
-    worst = check_streams(TINY if args.tiny else SMALL, args.device)
-    print(f"largest difference of a weight from the replicated model after 5 steps: {worst:.2e}", flush=True)
-    rows: dict[str, Any] = {}
-    for name in NAMES:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_measure_into, (name, setting, args.device, args.world, f"{folder}/out"), nprocs=1)
-            rows[name] = json.loads(Path(folder, "out").read_text())
-    header = ["implementation", "step ms", "peak MB", "reserved MB", "held after a step, MB"]
-    table = markdown(
-        header,
-        [
-            [
-                name,
-                f"{1e3 * row['step']:.1f}",
-                f"{row['peak'] / 1e6:.0f}",
-                f"{row['reserved'] / 1e6:.0f}",
-                ", ".join(sorted({f"{held / 1e6:.1f}" for held in row["held"]})),
-            ]
-            for name, row in rows.items()
-        ],
+        parser.error("there is no CUDA device here; --device cpu --tiny tries the command out")
+    changed = {field.name: value for field in sizes if (value := getattr(args, field.name)) is not None}
+    setting = replace(TINY if args.tiny else LARGE, **changed)
+    rounds = _measure_rounds(
+        args.only, setting, args.device, args.world, args.rounds, lambda line: print(line, flush=True)
     )
-    device_name = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    results = {
+        "setting": asdict(setting),
+        "world": args.world,
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "where": where(),
+        "rounds": rounds,
+    }
     args.out.mkdir(parents=True, exist_ok=True)
-    results = {"device": device_name, "worst": worst, "rows": rows, "where": where()}
     (args.out / "gpu.json").write_text(json.dumps(results, indent=1))
-    print(table)
+    text = f"{_describe(results)}\n{gpu_table(results)}"
+    (args.out / "gpu.md").write_text(text)
+    print(text)
 
 
 if __name__ == "__main__":
