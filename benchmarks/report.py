@@ -39,6 +39,7 @@ for messages to the others, which gloo's counterpart is not counted for; "MB RSS
 make bench                                   # the first two tables
 make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
 make bench-scale                             # host time and memory by units and ranks
+make gpu                                     # one GPU: tests, the stream sanitizer, and python -m benchmarks.gpu
 python -m benchmarks.micro                   # collectives alone
 python -m benchmarks.report --measure        # everything, and this page
 ```
@@ -47,6 +48,16 @@ python -m benchmarks.report --measure        # everything, and this page
 STATES_NOTE = """Rows of boxes are `ShardedStateDictConfig(boxes=True)`, compared with the peer's sharded dict. A value
 has memory of its own everywhere but in boxes and local dicts.
 """
+
+
+GPU_NOTE = """`python -m benchmarks.gpu`, which `make gpu` ends with, trains about 1B parameters in bf16 on one GPU as rank 0 of
+8 ranks that only pretend to communicate: an all-gather writes the whole buffer, nothing is sent. "step ms" is by CUDA
+events, of steps issued one after the other; "host ms" is the time until the host has issued a step to an idle device,
+and "host ms a unit" the least of it over that of plain training, by units. Ratios are within a round, to the best of
+the peers with the same resharding; "drift MB" is how much the memory held after a step differs between steps. Results
+go to `$OUT`, or to `benchmarks/results`. `make gpu GPU="--rounds 5"` passes flags on.
+"""
+NO_GPU_NOTE = "No figures have been taken on a GPU yet.\n"
 
 
 def page(results: Path, pictures: Path, *, note: str = "") -> str:
@@ -66,6 +77,8 @@ def page(results: Path, pictures: Path, *, note: str = "") -> str:
         parts += ["## Host time and memory by units and ranks\n", scale.NOTE, scale.scale_table(found)]
     if (results / "micro.md").exists():
         parts += ["## Collectives alone\n", micro.NOTE, (results / "micro.md").read_text()]
+    measured = results / "gpu.md"
+    parts += ["## GPU\n", GPU_NOTE, measured.read_text() if measured.exists() else NO_GPU_NOTE]
     return "\n".join([*parts, *_projection(results)])
 
 
