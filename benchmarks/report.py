@@ -50,7 +50,8 @@ has memory of its own everywhere but in boxes and local dicts.
 """
 
 
-GPU_NOTE = """`python -m benchmarks.gpu`, which `make gpu` ends with, trains about 1B parameters in bf16 on one GPU as rank 0 of
+GPU_NOTE = """\
+`python -m benchmarks.gpu`, which `make gpu` ends with, trains about 1B parameters in bf16 on one GPU as rank 0 of
 8 ranks that only pretend to communicate: an all-gather writes the whole buffer, nothing is sent. "step ms" is by CUDA
 events, of steps issued one after the other; "host ms" is the time until the host has issued a step to an idle device,
 and "host ms a unit" the least of it over that of plain training, by units. Ratios are within a round, to the best of
