@@ -18,9 +18,9 @@ test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
 
 # All that needs an accelerator: tests marked gpu, the stream sanitizer, benchmarks.gpu. Without one: stand-ins.
-# Other sizes or rounds of the benchmark: make gpu GPU="--rounds 5 --layers 8".
+# Other sizes or rounds of the benchmark: make gpu BENCH="--rounds 5 --layers 8".
 gpu: $(INSTALLED)
-	$(BIN)/python -m tests.gpu $(GPU)
+	$(BIN)/python -m tests.gpu $(BENCH)
 
 # Random programs beside a plain replica; failing ones are shrunken, printed, and appended to a file.
 SEEDS ?= 1000

@@ -56,7 +56,7 @@ GPU_NOTE = """\
 events, of steps issued one after the other; "host ms" is the time until the host has issued a step to an idle device,
 and "host ms a unit" the least of it over that of plain training, by units. Ratios are within a round, to the best of
 the peers with the same resharding; "drift MB" is how much the memory held after a step differs between steps. Results
-go to `$OUT`, or to `benchmarks/results`. `make gpu GPU="--rounds 5"` passes flags on.
+go to `$OUT`, or to `benchmarks/results`. `make gpu BENCH="--rounds 5"` passes flags on.
 """
 NO_GPU_NOTE = "No figures have been taken on a GPU yet.\n"
 
