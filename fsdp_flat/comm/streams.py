@@ -63,8 +63,14 @@ class Streams:
         """``tensor`` on another device and in another dtype, for use after :meth:`wait_for_host_copies`."""
         return tensor.to(device=device, dtype=dtype)
 
+    def shards_read(self) -> None:
+        """Notes, inside :attr:`all_gathers`, that shards on the host are being read by copies issued so far."""
+
     def wait_for_host_copies(self) -> None:
-        """Blocks the host until the copies of :meth:`copy_to` that go to it are there; does nothing without any."""
+        """Blocks the host until copies to it are there and copies from shards on it are over; without any, not at all.
+
+        Copies to the host are those of :meth:`copy_to`, copies from shards those before :meth:`shards_read`.
+        """
 
 
 class AcceleratorStreams(Streams):
@@ -94,6 +100,7 @@ class AcceleratorStreams(Streams):
         self._buffers_free: Any = None
         self._shards_ready: Any = None
         self._host_copies: Any = None
+        self._host_reads: Any = None
         self.all_gathers = _On(self._enter_all_gathers)
         self.reduce_scatters = _On(self._enter_reduce_scatters)
 
@@ -112,9 +119,7 @@ class AcceleratorStreams(Streams):
     def _enter_reduce_scatters(self) -> Any:
         if self._reduce_scatter is None:
             self._reduce_scatter = self._new_stream(self._device)
-        current = self._current()
-        if current != self._reduce_scatter:
-            self._reduce_scatter.wait_stream(current)
+        self._reduce_scatter.wait_stream(self._current())
         return self._reduce_scatter
 
     def wait_for_all_gathers(self) -> None:
@@ -140,10 +145,15 @@ class AcceleratorStreams(Streams):
         self._host_copies = self._current().record_event()
         return copy
 
+    def shards_read(self) -> None:
+        self._host_reads = self._all_gather.record_event()
+
     def wait_for_host_copies(self) -> None:
-        event, self._host_copies = self._host_copies, None
-        if event is not None:
-            event.synchronize()
+        events = (self._host_copies, self._host_reads)
+        self._host_copies = self._host_reads = None
+        for event in events:
+            if event is not None:
+                event.synchronize()
 
 
 class _On:
@@ -158,14 +168,18 @@ class _On:
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
-        stream = self._enter()
+        # torch 2.11 refuses to enter a stream's context inside itself.
+        stream = None if self._entered else self._enter()
         self._entered.append(stream)
-        stream.__enter__()
+        if stream is not None:
+            stream.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, traceback)
+        stream = self._entered.pop()
+        if stream is not None:
+            stream.__exit__(kind, error, traceback)
 
 
 def streams_for(device: torch.device) -> Streams:

@@ -34,7 +34,10 @@ def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = 
     """A flat parameter with a copy of the shard; ``copied`` is one that ``copy.deepcopy`` has made already."""
     if copied is not None:
         return _marked(copied)
-    return new_flat_parameter(flat_param.data.clone(), requires_grad=flat_param.requires_grad)
+    shard = flat_param.data.clone()
+    # Offloaded shards are in pinned memory.
+    shard = shard.pin_memory() if flat_param.data.is_pinned() else shard
+    return new_flat_parameter(shard, requires_grad=flat_param.requires_grad)
 
 
 def _marked(flat_param: nn.Parameter) -> nn.Parameter:

@@ -415,6 +415,8 @@ class FlatParamHandle:
         was_partial = bool(self._partial)
         self._withdraw_partial()
         converted = fn(self.flat_param.data)
+        if self.spec.offloads and converted.device.type == "cpu":
+            converted = converted.pin_memory()
         grad, self.flat_param.grad = self.flat_param.grad, None
         self.flat_param.data = converted
         if grad is not None:

@@ -97,7 +97,8 @@ def collect_params(
     Raises:
         TiedParameterError: a parameter that some unit already flattened is registered here as well.
     """
-    found: dict[nn.Parameter, dict[tuple[int, str], Site]] = {}
+    # By name and not by module: a module registered at two places has every name of its parameters in state dicts.
+    found: dict[nn.Parameter, dict[str, Site]] = {}
     for site, param in named_sites(root):
         if is_managed_below(site.module, site.name) or skip(param):
             continue
@@ -109,7 +110,7 @@ def collect_params(
                 "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "
                 "an auto_wrap_policy (the parameter then moves up to a common unit), or wrap both places in one unit."
             )
-        found.setdefault(param, {}).setdefault((id(site.module), site.name), site)
+        found.setdefault(param, {}).setdefault(site.fqn, site)
     return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
 
 

@@ -232,6 +232,8 @@ class Schedule(CommContext):
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.reshard()
+            # No backward follows that would wait for them, and the caller may write to shards next.
+            self.streams.wait_for_host_copies()
         self._iteration = None
         self._drop_prefetched()
         self.pool.clear()

@@ -210,6 +210,8 @@ class Unit:
                 if collectives is not None:
                     self._issued.append(("all-gather", self))
                     self._gathers.append(collectives.begin_all_gather(full))
+            if self.options.offload_params and context.streams.is_accelerator:
+                context.streams.shards_read()
 
     def _reuse_kept(self) -> bool:
         """Becomes unsharded with the kept buffers, if this is the backward that they were kept for."""
