@@ -108,6 +108,10 @@ def chunk_form(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkForm:
     placements: tuple[Placement, ...] = ()
     if groups.mesh is not None and axis.size > 1:
         mesh, dim = _mesh_of(unit)
+        if not shape:
+            # There is no dimension to be cut along.
+            whole = Whole(1, None, axis.size)
+            return ChunkForm(unit.options.device, axis, pieces, whole, shape, shape, mesh, _placements(mesh, {}), None)
         placements = _placements(mesh, {dim: Shard(0)})
     chunks, own_shape = chunk_cut(shape, axis.size), chunk_shape(shape, axis.size, axis.rank)
     return ChunkForm(unit.options.device, axis, pieces, chunks, shape, own_shape, mesh, placements, None)

@@ -58,7 +58,8 @@ def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> S
         if shape:
             offsets[0] = chunk_rows(shape[0], axis.size, rank).start
         metadata.append((rank, offsets, list(size)))
-    return _sharded_tensor(chunk, shape, axis, metadata)
+    # A tensor without rows has a chunk all the same: torch refuses one without any.
+    return _sharded_tensor(chunk, shape, axis, metadata or [(0, [0] * len(shape), list(shape))])
 
 
 class ShardedTensors:
@@ -100,7 +101,7 @@ def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, axis: Axis) 
         for rank in range(axis.size)
         if rank * shard_numel < numel
     ]
-    return _sharded_tensor(local, (numel,), axis, metadata)
+    return _sharded_tensor(local, (numel,), axis, metadata or [(0, [0], [0])])
 
 
 def _sharded_tensor(

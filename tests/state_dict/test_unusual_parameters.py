@@ -1,0 +1,106 @@
+"""State dicts of parameters without elements or dimensions, and of modules registered at two places of one unit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import StateDictType, load_checkpoint, save_checkpoint
+from tests.runtime.kit import Block, batch, mesh, whole, wrapped
+from tests.support import assert_equal, on_ranks
+
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
+
+
+class Unusual(nn.Module):
+    """Parameters of shapes (5, 3), (0, 3), (3, 0) and ()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 3))
+        self.no_rows = nn.Parameter(torch.randn(0, 3))
+        self.no_columns = nn.Parameter(torch.randn(3, 0))
+        self.scale = nn.Parameter(torch.tensor(2.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight.T).sum() * self.scale
+
+
+def round_trip(model: FSDP, form: StateDictType, state_of_another: FSDP) -> None:
+    with FSDP.state_dict_type(model, form):
+        state = model.state_dict()
+    with FSDP.state_dict_type(state_of_another, form):
+        state_of_another.load_state_dict(state)
+    assert_equal(whole(state_of_another), whole(model))
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("form", "on_mesh"),
+    [*((form, False) for form in StateDictType), *((form, True) for form in StateDictType if "LOCAL" not in form.name)],
+)
+@on_ranks(2)
+def test_parameters_without_elements_or_dimensions_are_saved_and_loaded(
+    form: StateDictType, on_mesh: bool, use_orig_params: bool
+) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    where = {"device_mesh": init_device_mesh("cpu", (2,))} if on_mesh else {}
+    model, other = (wrapped(Unusual(), use_orig_params=use_orig_params, **where) for _ in range(2))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).backward()
+    optimizer.step()
+    round_trip(model, form, other)
+
+
+class Aliased(nn.Module):
+    """One block registered under two names, both of which run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Block()
+        self.decoder = self.encoder
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decoder(self.encoder(x))
+
+
+@KINDS
+@pytest.mark.parametrize("form", list(StateDictType))
+@on_ranks(2)
+def test_a_module_at_two_places_of_a_unit_is_saved_under_both_names_and_loaded(
+    form: StateDictType, use_orig_params: bool, rank: int
+) -> None:
+    model, other = (wrapped(Aliased(), use_orig_params=use_orig_params) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(batch(rank)).pow(2).mean().backward()
+    optimizer.step()
+    if form is not StateDictType.LOCAL_STATE_DICT:
+        with FSDP.state_dict_type(model, form):
+            assert {"encoder.up.weight", "decoder.up.weight"} <= set(model.state_dict())
+    round_trip(model, form, other)
+
+
+@KINDS
+@on_ranks(2)
+def test_a_module_at_two_places_of_a_unit_goes_through_a_checkpoint(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    model, other = (wrapped(Aliased(), use_orig_params=use_orig_params) for _ in range(2))
+    model(batch(rank)).sum().backward()
+    save_checkpoint(tmp_path / "run", model).wait()
+    load_checkpoint(tmp_path / "run", other)
+    assert_equal(whole(other), whole(model))
+
+
+@on_ranks(2)
+def test_a_scalar_on_a_two_dimensional_mesh_is_whole_on_every_rank() -> None:
+    model = wrapped(Unusual(), use_orig_params=True, device_mesh=mesh(1, 2))
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        scale = model.state_dict()["scale"]
+    assert torch.equal(scale.full_tensor(), torch.tensor(2.5))
