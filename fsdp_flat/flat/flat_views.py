@@ -151,11 +151,13 @@ class FlatViews(Views):
             run_grad_hooks(self.flat_param)
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
-        return (
-            [PartialGrad(self.flat_param, own, lambda: f"the flat parameter of unit {self.unit_name!r}")]
-            if any(landed)
-            else []
-        )
+        if not any(landed):
+            return []
+
+        def describe() -> str:
+            return f"the flat parameter of unit {self.unit_name!r}"
+
+        return [PartialGrad(self.flat_param, own, describe, range(len(landed)))]
 
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)

@@ -391,16 +391,20 @@ class FlatParamHandle:
         partial, self._partial = self._partial, []
         if not partial:
             return
-        if all(shown.is_cleared for shown in partial):
-            self._window = None
-        elif any(shown.is_changed for shown in partial):
+        kept = [shown for shown in partial if not shown.is_cleared]
+        if any(shown.is_changed for shown in kept):
             raise UsageError(
                 f"Gradients of unit {self.spec.unit_name!r} were changed in place between backwards inside no_sync. "
                 "There they are this rank's own, not yet reduced, and it holds a slice of them only: scale or clip "
                 "after the first backward outside of no_sync."
             )
         for shown in partial:
+            if self._window is not None and shown not in kept:
+                for index in shown.slots:
+                    self._window.forget(index)
             shown.withdraw()
+        if not kept:
+            self._window = None
 
     # -- whole-module changes ------------------------------------------------------------------------------------
 

@@ -206,7 +206,9 @@ class OrigViews(Views):
     @_unguarded
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
         return [
-            PartialGrad(sharded, own[piece.in_shard.to_slice()].view(sharded.shape), partial(self.describe, index))
+            PartialGrad(
+                sharded, own[piece.in_shard.to_slice()].view(sharded.shape), partial(self.describe, index), [index]
+            )
             for index, (sharded, piece, there) in enumerate(zip(self.sharded, self.pieces, landed, strict=True))
             if there
         ]

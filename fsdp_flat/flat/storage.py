@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -172,6 +172,14 @@ class GradientWindow:
         else:
             self._places[index].add_(grad)
 
+    def forget(self, index: int) -> None:
+        """Drops the gradient of slot ``index``, as if none had come."""
+        if self.landed[index]:
+            self.landed[index] = 0
+            self.num_landed -= 1
+            if self._waiting.pop(index, None) is None and self._buffer.nbytes:
+                self._places[index].zero_()
+
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """The flat gradient, complete: zero where nothing came and in the padding."""
         if self._buffer.nbytes == 0:
@@ -256,11 +264,17 @@ class PartialGrad:
         param: the parameter that the optimizer holds.
         piece: this rank's part of the waiting gradient, in the parameter's shape.
         describe: returns the parameter's name for errors.
+
+    Attributes:
+        slots: slots of the layout that the parameter stands for.
     """
 
-    __slots__ = ("_before", "_grad", "_param", "_version")
+    __slots__ = ("_before", "_grad", "_param", "_version", "slots")
 
-    def __init__(self, param: nn.Parameter, piece: torch.Tensor, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, param: nn.Parameter, piece: torch.Tensor, describe: Callable[[], str], slots: Sequence[int]
+    ) -> None:
+        self.slots = slots
         self._param = param
         self._before = param.grad
         # A gradient that is there is reduced, but a step must wait for what was added to it and is not.

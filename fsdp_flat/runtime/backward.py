@@ -5,7 +5,8 @@ are there, everything that was recorded after that forward began is over. So a b
 the iterations that it goes through, which falls from the last event to the first:
 
 * at the end of a unit's forward, its parameters are gathered;
-* at the begin of a unit's first forward, its turn has come: the parameters are freed and the gradient is reduced.
+* at the begin of a unit's first forward with gradients, its turn has come: the parameters are freed and the gradient
+  is reduced.
 
 Each rank passes every event, also those of units that its own loss does not reach: it joins their all-gathers and adds
 zeros to their gradients. Therefore the order of collectives is a function of the forwards alone, the same on all
@@ -47,6 +48,7 @@ class Backward:
         # Events that are still to be passed, the next one last; and where the turn of each unit comes.
         self._events: list[Event] = []
         self._turns: dict[Unit, int] = {}
+        self._returning: set[Unit] = set()
 
     def include(self, iterations: list[Iteration]) -> None:
         """Adds iterations whose events the backward is to pass."""
@@ -58,9 +60,12 @@ class Backward:
         if len(self.iterations) > 1:
             self._events.sort(key=_position)
         turns: dict[Unit, int] = {}
-        for event in self._events:
-            if event.is_begin:
-                turns.setdefault(event.unit, event.position)
+        # Forwards without gradients count for units that have no others: those of re-entrant checkpoints.
+        self._returning.update([event.unit for event in self._events if event.in_grad])
+        for in_grad in (True, False):
+            for event in self._events:
+                if event.is_begin and event.in_grad is in_grad and (in_grad or event.unit not in self._returning):
+                    turns.setdefault(event.unit, event.position)
         self._turns = turns
 
     def reach(self, record: ForwardRecord) -> None:
@@ -96,15 +101,18 @@ class Backward:
         while events and events[-1].position > position:
             event = events.pop()
             if not event.is_begin:
-                if event.weights is not None:
+                if event.weights is not None and self._comes_back(event):
                     self._join(event.unit, event.weights)
-            elif self._turns[event.unit] == event.position:
+            elif self._turns.get(event.unit) == event.position:
                 self._take_turn(event.unit)
+
+    def _comes_back(self, event: Event) -> bool:
+        return event.in_grad or event.unit not in self._returning
 
     def next_to_gather(self, after: Unit) -> Unit | None:
         """The unit whose gathering comes next, other than ``after``; None if there is none."""
         for event in reversed(self._events):
-            if event.weights is not None and event.unit is not after and event.unit.gathers:
+            if event.weights is not None and event.unit is not after and event.unit.gathers and self._comes_back(event):
                 return event.unit
         return None
 

@@ -18,13 +18,13 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.records import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
-from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
 __all__ = ["forward", "register_forward_method", "unshard_for"]
 
 
 @untraced_here
-def forward(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the wrapped module with its parameters gathered. Every rank of the unit's groups must call this.
 
     This is the wrapper class's ``forward``.
@@ -33,12 +33,12 @@ def forward(wrapper: nn.Module, *args: Any, **kwargs: Any) -> Any:
         The output of the wrapped module.
     """
     # Looked up anew: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
-    wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
+    wrapped = self._modules[FSDP_WRAPPED_MODULE]
     assert wrapped is not None
-    unit = unit_of(wrapper)
+    unit = unit_of(self)
     if unit is None:
-        unit = cast(Unit, wrapper._unit)  # raises: the wrapper is not in use any more
-    return _run_forward(wrapper, unit, args, kwargs, wrapped)
+        unit = cast(Unit, self._unit)  # raises: the wrapper is not in use any more
+    return _run_forward(self, unit, args, kwargs, wrapped)
 
 
 @untraced_here
@@ -124,7 +124,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 class _Forward:
     """One forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = ("_entered", "_outermost", "_record", "_schedule", "_unit")
+    __slots__ = ("_entered", "_gated", "_outermost", "_record", "_schedule", "_unit")
 
     @untraced
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -135,9 +135,10 @@ class _Forward:
             assert wrapped is not None
             schedule.check_compiles(unit, wrapped, compiler)
         self._entered = False
+        self._gated: list[_Gated] = []
         self._outermost = False
         if schedule.recomputes:
-            self._record = ForwardRecord(unit, None, unit.weights(unit.wants_full_precision))
+            self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
         else:
             self._outermost = schedule.iteration is None
             self._record = schedule.begin_forward(unit)
@@ -159,7 +160,7 @@ class _Forward:
             if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):
                 args, kwargs = unit.cast_inputs(args, kwargs)
             if unit.handles and torch.is_grad_enabled():
-                args, kwargs = _gate(record, args, kwargs)
+                args, kwargs = _gate(record, args, kwargs, self._gated)
         return args, kwargs
 
     @untraced
@@ -181,6 +182,8 @@ class _Forward:
     @untraced
     def leave(self, output: Any) -> None:
         """Hooks the outputs and frees the parameters, or keeps them for backward."""
+        for gated in self._gated:
+            gated.follow_changes()
         self._close(_hook_outputs(self._record, output, always=self._outermost))
 
     def leave_open(self) -> None:
@@ -233,8 +236,12 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
     if not outputs:
         return False
     hook = functools.partial(_outputs_reached, record)
+    if record.iteration is not None and always:
+        record.iteration.outputs.append(weakref.ref(hook))
     for tensor in outputs:
-        tensor.register_hook(hook)
+        # A leaf that is passed through outlives the graph, and with it a hook would.
+        if not tensor.is_leaf:
+            tensor.register_hook(hook)
     return bool(unit.handles)
 
 
@@ -252,7 +259,7 @@ def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
 class _InputGate(torch.autograd.Function):
     """Passes the inputs of a forward through, and calls when the gradients of all of them are there.
 
-    The outputs are fresh aliases, not views made in here: a module may change its input in place.
+    The outputs are fresh aliases, not views made in here: a module may change its input in place (see :class:`_Gated`).
     """
 
     @staticmethod
@@ -270,13 +277,63 @@ class _InputGate(torch.autograd.Function):
         _schedule_now(record.unit).inputs_complete(record)
         return (None, *grads)
 
+    @staticmethod
+    def jvp(ctx: Any, _record: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return tangents
+
+
+class _TakeHistory(torch.autograd.Function):
+    """Gives ``tensor`` the autograd history of ``alias``, which shares its memory and was changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, grads[0]
+
+
+class _Gated:
+    """An input as the caller has it and as the module gets it.
+
+    If the module changes it in place (``ReLU(inplace=True)``), the caller's tensor, which has the same memory, has to
+    get the change's history too.
+    """
+
+    __slots__ = ("_alias", "_given", "_version")
+
+    def __init__(self, given: torch.Tensor, alias: torch.Tensor) -> None:
+        self._given = given
+        self._alias = alias
+        self._version = alias._version
+
+    def follow_changes(self) -> None:
+        """Gives the caller's tensor the history of what the module has done to it."""
+        if self._alias._version != self._version:
+            # What autograd has saved of the changed values is valid: they do not change here.
+            with torch.autograd._unsafe_preserve_version_counter(self._given):
+                _TakeHistory.apply(self._given, self._alias)
+
 
 def _gate(
-    record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any]
+    record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], gated: list[_Gated]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Puts an autograd node on the inputs that need gradients; without any, the end of backward ends the forward's."""
+    """Puts an autograd node on the inputs that need gradients; without any, the end of backward ends the forward's.
+
+    Args:
+        record: of the forward.
+        args: its inputs.
+        kwargs: its inputs by name.
+        gated: gets what was put a node on.
+    """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
-        return (_InputGate.apply(record, args[0]) if args[0].requires_grad else args), kwargs
+        if not args[0].requires_grad:
+            return args, kwargs
+        aliases = _InputGate.apply(record, args[0])
+        gated.append(_Gated(args[0], aliases[0]))
+        return aliases, kwargs
     found: dict[int, torch.Tensor] = {}
 
     def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -288,8 +345,9 @@ def _gate(
     unique = list(found.values())
     if not unique:
         return args, kwargs
-    gated = dict(zip(map(id, unique), _InputGate.apply(record, *unique), strict=True))
-    args, kwargs = map_tensors((args, kwargs), lambda tensor: gated.get(id(tensor), tensor))
+    aliases = dict(zip(map(id, unique), _InputGate.apply(record, *unique), strict=True))
+    gated.extend(_Gated(tensor, aliases[id(tensor)]) for tensor in unique)
+    args, kwargs = map_tensors((args, kwargs), lambda tensor: aliases.get(id(tensor), tensor))
     return args, kwargs
 
 

@@ -22,12 +22,14 @@ class Event:
         position: grows by one from event to event of a tree.
         unit: the unit.
         is_begin: the begin; else the end.
+        in_grad: gradients were enabled, so a backward may come to this forward and not only to its recomputation.
         weights: at an end to which a backward may come, those that the forward ran with; else None.
     """
 
     position: int
     unit: Unit
     is_begin: bool
+    in_grad: bool
     weights: Weights | None = None
 
 
@@ -40,11 +42,12 @@ class Iteration:
         order: the units in the order in which they began.
         events: the begins and ends.
         gates: autograd nodes on the inputs of units; they live as long as the graph does, which this does not prolong.
+        outputs: hooks on the outputs of the outermost unit, which live as long too.
         trains: gradients were enabled where it began, so a backward may come.
         expects_backward: a backward may come to the outputs of a unit.
     """
 
-    __slots__ = ("__weakref__", "events", "expects_backward", "gates", "order", "trains")
+    __slots__ = ("__weakref__", "events", "expects_backward", "gates", "order", "outputs", "trains")
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
@@ -52,15 +55,18 @@ class Iteration:
         self.trains = torch.is_grad_enabled()
         self.expects_backward = False
         self.gates: list[weakref.ref[Any]] = []
+        self.outputs: list[weakref.ref[Any]] = []
 
     @property
     def is_alive(self) -> bool:
-        """Whether a backward can still come to one of the nodes."""
-        return any(gate() is not None for gate in self.gates)
+        """Whether a backward can still come here, as far as can be told."""
+        return any(ref() is not None for ref in (*self.gates, *self.outputs))
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the running backward comes to one of the nodes."""
+        """Whether the running backward comes here; without gates, whether it may."""
+        if not self.gates:
+            return self.is_alive
         # The last ones first: a loss nearly always reaches those.
         return any(node_will_run(node) for gate in reversed(self.gates) if (node := gate()) is not None)
 

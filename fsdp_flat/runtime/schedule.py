@@ -101,7 +101,8 @@ class Schedule(CommContext):
         if isinstance(before, Schedule):
             self.trace = self.trace if self.trace is not None else before.trace
             self._position = max(self._position, before._position)
-            self._awaited.extend(it for it in before._awaited if it not in self._awaited)
+            if before.root in self.units:
+                self._awaited.extend(it for it in before._awaited if it not in self._awaited)
         unit.use_context(self)
         for handle in unit.handles:
             handle.on_landed = partial(self.landed, unit)
@@ -190,10 +191,10 @@ class Schedule(CommContext):
         iteration = self._iteration
         iteration.order.append(unit)
         self._position += 1
-        iteration.events.append(Event(self._position, unit, is_begin=True))
+        iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
             self._drop_kept()
-        return ForwardRecord(unit, iteration, unit.weights(unit.wants_full_precision), self._position)
+        return ForwardRecord(unit, iteration, Weights(unit.wants_full_precision), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
         """Records the end of a unit's forward; ``expects_backward`` if a backward may come to it on any rank.
@@ -207,7 +208,9 @@ class Schedule(CommContext):
             recomputed = record.iteration.trains and not torch.is_grad_enabled() and record.unit.is_trainable
             weights = record.weights if expects_backward or recomputed else None
             record.iteration.expects_backward |= expects_backward
-            record.iteration.events.append(Event(self._position, record.unit, is_begin=False, weights=weights))
+            record.iteration.events.append(
+                Event(self._position, record.unit, is_begin=False, in_grad=not recomputed, weights=weights)
+            )
 
     def note_kept(self, unit: Unit) -> None:
         """Notes that a unit has kept its memory after its forward; it is freed when another unit runs.
@@ -290,7 +293,7 @@ class Schedule(CommContext):
                     return
 
     def _prefetch_backward(self, unit: Unit, mode: BackwardPrefetch) -> None:
-        if unit.options.backward_prefetch is mode and self.backward is not None:
+        if unit.gathers and unit.options.backward_prefetch is mode and self.backward is not None:
             following = self.backward.next_to_gather(unit)
             if following is not None:
                 self._begin_early(following)
@@ -368,7 +371,7 @@ class Schedule(CommContext):
 
     def _join(self, unit: Unit, weights: Weights) -> None:
         """Gathers a unit at the end of a forward that this rank's backward has passed by."""
-        if unit.gathers:
+        if unit.gathers and unit.context is self:
             self._make_room_for(unit)
             unit.join_backward(weights)
             self.arrived(unit)
@@ -377,6 +380,8 @@ class Schedule(CommContext):
     def _take_turn(self, unit: Unit) -> None:
         """Frees a unit and reduces its gradient. In this order its memory serves the reduction."""
         assert self.backward is not None
+        if unit.context is not self:
+            return  # it is in two roots, and the other one's schedule has it
         with profiled("post_backward", unit.name):
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.sync_gradients:
@@ -412,7 +417,8 @@ class Schedule(CommContext):
                 self._publish()
         self.backward = None
         self._callback = None
-        self._awaited = [iteration for iteration in self._awaited if iteration not in backward.iterations]
+        if not backward.keeps_graph:
+            self._awaited = [iteration for iteration in self._awaited if iteration not in backward.iterations]
         self.pool.clear()
         self.note("end_of_backward", self.root)
 

@@ -48,8 +48,8 @@ class Weights(NamedTuple):
     """
 
     full_precision: bool
-    generation: int
-    version: int
+    generation: int = -1
+    version: int = -1
 
 
 class Unit:
@@ -112,6 +112,8 @@ class Unit:
         # The generation of the parameters that the buffers still hold although the unit is sharded.
         self._kept: int | None = None
         self._depth = 0
+        # A graph of a backward (create_graph=True) may need the gathered parameters; the next backward frees them.
+        self._held_for_graph = False
         self.gathered_version = 0
         self.whole: object | None = None
         self.forward_methods: set[str] = set()
@@ -369,7 +371,7 @@ class Unit:
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
-        if self._depth == 0 and not keep and self.phase is not Phase.BACKWARD:
+        if self._depth == 0 and not keep and self.phase is not Phase.BACKWARD and not self._held_for_graph:
             self.reshard(keep_memory=keep_memory)
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -413,6 +415,7 @@ class Unit:
                 through tensors that it computed with the parameters.
         """
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
+        self._held_for_graph = keeps_graph
         if self._depth > 0:
             return
         if not keeps_graph and (self.sync_gradients or self.options.strategy.reshard_after_forward):
@@ -439,6 +442,7 @@ class Unit:
             # Its forward was refused, so there is nothing to undo, and the block that shows its parameters goes on.
             return
         self._depth = 0
+        self._held_for_graph = False
         self._kept = None
         gathers, self._gathers = self._gathers, []
         for pending in gathers:

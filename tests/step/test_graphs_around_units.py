@@ -1,0 +1,207 @@
+"""Graphs that go through units in unusual ways: inputs changed in place, shared trunks, penalties, passed-on leaves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from tests.step.pairs import CLOSE, KINDS, WIDTH, Block, Pair, Stack, batch, square_loss, whole_grads
+from tests.support import assert_close, on_ranks
+
+STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole:FutureWarning")
+
+
+def strategy(layout: str) -> dict[str, Any]:
+    from fsdp_flat import ShardingStrategy
+
+    return {"sharding_strategy": ShardingStrategy[layout]}
+
+
+class InPlace(Block):
+    """A block that changes its input, as a pre-activation with ``inplace=True`` does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.relu_(x))
+
+
+class Residual(nn.Module):
+    """The input of a unit is used again after the unit has changed it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([InPlace(), InPlace()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x) + x
+        return x
+
+
+@KINDS
+@STRATEGIES
+@on_ranks(2)
+def test_an_input_that_a_unit_changes_in_place_keeps_its_history(layout: str, use_orig_params: bool) -> None:
+    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
+        from fsdp_flat.wrap import ModuleWrapPolicy
+
+        return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({InPlace}), **kwargs)
+
+    Pair.of(Residual(), wrap=wrap, use_orig_params=use_orig_params, **strategy(layout)).train(num_steps=3)
+
+
+class Head(nn.Module):
+    """A head on a trunk that another model has too."""
+
+    def __init__(self, trunk: nn.Module) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.trunk(x))
+
+
+@on_ranks(2)
+def test_a_trunk_shared_by_two_roots_and_both_heads_get_their_gradients(rank: int) -> None:
+    trunk = Block().double()
+    models = [Head(trunk).double(), Head(trunk).double()]
+    plain = copy.deepcopy(nn.ModuleList(models))
+    models[0].trunk = models[1].trunk = FSDP(trunk, use_orig_params=True)
+    sharded = [FSDP(model, use_orig_params=True) for model in models]
+    for step in range(2):
+        for model in (*sharded, plain):
+            model.zero_grad()
+        sum(square_loss(model, batch(rank, step + i)) for i, model in enumerate(sharded)).backward()
+        for other in range(dist.get_world_size()):
+            (sum(square_loss(model, batch(other, step + i)) for i, model in enumerate(plain)) / 2).backward()
+        for model, twin in zip(sharded, plain, strict=True):
+            expected = {name: param.grad for name, param in twin.named_parameters()}
+            assert_close(whole_grads(model), expected, **CLOSE, what=f"gradients of step {step}")
+
+
+@KINDS
+@STRATEGIES
+@on_ranks(2)
+def test_a_forward_between_a_gradient_penalty_and_the_backward_frees_nothing_that_is_needed(
+    layout: str, use_orig_params: bool
+) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor, _rank: int) -> torch.Tensor:
+        inputs = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+        return model(x * 2).pow(2).mean() + (grad.norm() - 1).pow(2)
+
+    Pair.of(Stack(), use_orig_params=use_orig_params, **strategy(layout)).train(loss_of, num_steps=2)
+
+
+class WithLeaf(Block):
+    """A block that returns a leaf beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.scale
+
+
+class PassesLeaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = WithLeaf()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, scale = self.block(x)
+        return x * scale
+
+
+@on_ranks(2)
+def test_a_leaf_among_the_outputs_of_a_unit_does_not_bring_back_the_step_before() -> None:
+    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
+        module.block = FSDP(module.block, ignored_states=[module.block.scale], **kwargs)
+        return FSDP(module, ignored_states=[module.block.module.scale], **kwargs)
+
+    pair = Pair.of(PassesLeaf(), wrap=wrap, use_orig_params=True)
+    for step in range(3):
+        square_loss(pair.model, batch(dist.get_rank(), step)).backward()
+        torch.optim.SGD(pair.model.parameters(), lr=0.1).step()
+        pair.model.zero_grad()
+    assert not pair.model.block.module.scale._backward_hooks
+
+
+@on_ranks(2)
+def test_a_part_of_the_gradients_cleared_inside_no_sync_is_gone(rank: int) -> None:
+    pair = Pair.of(Stack(), use_orig_params=True)
+    with pair.model.no_sync():
+        square_loss(pair.model, batch(rank)).backward()
+    pair.follow()
+    for model in (pair.model, pair.plain):
+        for name, param in model.named_parameters():
+            if name.endswith("bias"):
+                param.grad = None
+    pair.backward(step=1)
+    pair.check_gradients("gradients after the biases' were cleared")
+
+
+class Recycling(Stack):
+    """The blocks run without gradients first, as in models that recycle their output."""
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            recycled = super().features(x)
+        return super().features(x + recycled)
+
+
+@on_ranks(2)
+def test_a_pass_without_gradients_before_the_real_one_holds_no_unit_longer(rank: int) -> None:
+    pair = Pair.of(Recycling(), use_orig_params=True)
+    pair.train()
+    schedule = pair.model._schedule()
+    schedule.trace = trace = []
+    square_loss(pair.model, batch(rank)).backward()
+    last, before = ("blocks.2", "blocks.1") if len(pair.plain.blocks) > 2 else ("blocks.1", "blocks.0")
+    backward = trace[trace.index(("pre_backward", last)) :]
+    assert backward.index(("begin_reduce", last)) < backward.index(("begin_reduce", before))
+    assert backward.index(("reshard", last)) < backward.index(("pre_backward", before)) + 3
+    assert [event for event in backward if event == ("begin_unshard", last)] == []
+
+
+class Sometimes(Block):
+    """Uses its parameters on some ranks only, and its input needs no gradient."""
+
+    def forward(self, x: torch.Tensor, use: bool = True) -> torch.Tensor:
+        return super().forward(x) if use else x
+
+
+class FirstSometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maybe = Sometimes()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        return self.block(self.maybe(x, use))
+
+
+@KINDS
+@on_ranks(2)
+def test_a_first_unit_whose_parameters_only_some_ranks_use_gets_the_mean_with_zeros(use_orig_params: bool) -> None:
+    def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
+        from fsdp_flat.wrap import ModuleWrapPolicy
+
+        return FSDP(module, auto_wrap_policy=ModuleWrapPolicy({Sometimes, Block}), **kwargs)
+
+    pair = Pair.of(FirstSometimes(), wrap=wrap, use_orig_params=use_orig_params)
+    for step in range(3):
+        uses = [(rank + step) % 2 == 0 for rank in range(2)]
+        pair.backward(lambda model, x, rank, uses=uses: model(x, uses[rank]).pow(2).mean(), step)
+        pair.check_gradients(f"gradients of step {step}")
+        pair.step(lr=0.02)
