@@ -12,7 +12,6 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -23,13 +22,13 @@ from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import UnitGroups, profiled
-from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle, in_backward, look_at_operations, untraced
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.agreement import Words, agree
 from fsdp_flat.runtime.backward import Backward
 from fsdp_flat.runtime.context import CommContext
 from fsdp_flat.runtime.exchange import BackwardExchange
+from fsdp_flat.runtime.first_use import check_gradients, check_units, log_units
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 
@@ -84,8 +83,7 @@ class Schedule(CommContext):
         for name, unit in units.items():
             # A unit that is called without its root keeps the path that wrapping gave it.
             unit.rename(clean_fqn(name) or unit.name)
-        _check_homogeneous(self.units)
-        _check_optimizers_in_backward(self.units)
+        check_units(self.units)
         names = {unit.unit_id: unit.name for unit in self.units}
         for unit in self.units:
             self._take_over(unit)
@@ -94,7 +92,7 @@ class Schedule(CommContext):
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.gathers]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self._cast_buffers()
-        self._log_units()
+        log_units(self.units)
 
     def _take_over(self, unit: Unit) -> None:
         before = unit.context
@@ -106,21 +104,6 @@ class Schedule(CommContext):
         unit.use_context(self)
         for handle in unit.handles:
             handle.on_landed = partial(self.landed, unit)
-
-    def _log_units(self) -> None:
-        if not _logger.isEnabledFor(logging.INFO):
-            return
-        for unit in self.units:
-            groups = unit.options.groups
-            _logger.info(
-                "unit %r: %d parameters in %d bytes a rank, %s over %d x %d ranks (shard x replicate)",
-                unit.name,
-                sum(len(handle.layout.slots) for handle in unit.handles),
-                sum(handle.flat_param.nbytes for handle in unit.handles),
-                unit.options.strategy.member.name,
-                groups.shard.size,
-                groups.replicate.size,
-            )
 
     def _cast_buffers(self) -> None:
         """Brings buffers to the dtype in which the next forward computes."""
@@ -408,7 +391,8 @@ class Schedule(CommContext):
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
             if not self._checked_first_backward:
-                self._check_first_backward()
+                self._checked_first_backward = True
+                check_gradients(self.units)
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.show_partial(self.streams.copy_to)
@@ -451,57 +435,10 @@ class Schedule(CommContext):
         self.abort()
         agree(lines, None, groups.axes, self.root.options.device, _ORDER)
 
-    def _check_first_backward(self) -> None:
-        """Looks once, when the first gradients are there, for mistakes that would otherwise go wrong in silence."""
-        self._checked_first_backward = True
-        for unit in self.units:
-            for handle in unit.handles:
-                stale = handle.views.originals_in_optimizers()
-                if stale:
-                    raise UsageError(
-                        f"An optimizer holds {stale[0]!r} of unit {unit.name!r}, which wrapping replaced by a flat "
-                        "parameter or by a part of its own, so its steps change nothing. Build the optimizer after "
-                        "wrapping, from model.parameters(); parameters that are plain tensors stay what they are with "
-                        "use_orig_params=True."
-                    )
-        short = next((h for u in self.units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
-        if short is not None:
-            warnings.warn(
-                f"{short.layout.slots[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, so "
-                "an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
-                "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
-                stacklevel=2,
-            )
-
 
 def _is_compiled(module: nn.Module) -> bool:
     asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
     return asked and getattr(module, "_is_fsdp_managed_module", False)
-
-
-def _check_homogeneous(units: list[Unit]) -> None:
-    options: dict[str, Callable[[Unit], bool]] = {
-        "use_orig_params": lambda unit: unit.options.use_orig_params,
-        "limit_all_gathers": lambda unit: unit.options.limit_all_gathers,
-    }
-    for option, value_of in options.items():
-        first: dict[bool, str] = {}
-        for unit in units:
-            if unit.handles or option == "limit_all_gathers":
-                first.setdefault(value_of(unit), unit.name)
-        if len(first) > 1:
-            described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
-            raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
-
-
-def _check_optimizers_in_backward(units: list[Unit]) -> None:
-    for unit in units:
-        for handle in unit.handles if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.leaves)):
-                raise UsageError(
-                    f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
-                    "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
-                )
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
