@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,8 +14,7 @@ from fsdp_flat.runtime.unit import Unit, Weights
 __all__ = ["Event", "ForwardRecord", "Iteration"]
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
+class Event(NamedTuple):
     """The begin or the end of a unit's forward.
 
     Attributes:
