@@ -331,7 +331,7 @@ def _fill(
         own = value
         plan.copies.append(lambda: boxes_to_shard(own, handle, index, piece))
     elif is_chunked(value):
-        form = chunk_form(unit, handle, index)
+        form = chunk_form(unit, handle, index).as_given(value)
         chunk, problem = fitting_chunk(form, value)
         if chunk is None:
             raise LoadError(f"{what}: {problem}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,6 +62,15 @@ class ChunkForm:
     mesh: DeviceMesh | None
     placements: tuple[Placement, ...]
     second: _Second | None
+
+    def as_given(self, value: torch.Tensor) -> ChunkForm:
+        """This form for a 0-dim ``value``: a DTensor is whole on every rank, a ShardedTensor on one."""
+        if self.shape or self.axis.size == 1:
+            return self
+        if isinstance(value, DTensor):
+            return replace(self, chunks=Whole(1, None, self.axis.size), chunk_shape=())
+        own_shape = chunk_shape((), self.axis.size, self.axis.rank)
+        return replace(self, chunks=chunk_cut((), self.axis.size), chunk_shape=own_shape)
 
     def dress(self, chunk: torch.Tensor, tensors: ShardedTensors) -> torch.Tensor:
         """torch's type for a tensor of which this rank holds ``chunk``; ``tensors`` are those of the same save."""

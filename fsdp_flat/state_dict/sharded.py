@@ -134,7 +134,7 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
             if isinstance(value, BoxedTensor):
                 _load_boxes(handle, index, value, prefix, pieces[index], report)
             elif is_chunked(value):
-                row = Row(chunk_form(unit, handle, index), pieces[index])
+                row = Row(chunk_form(unit, handle, index).as_given(value), pieces[index])
                 chunk = _checked(row.form, value, name, report)
                 if chunk is not None:
                     report.chunks.append((name, row, chunk))

@@ -98,6 +98,25 @@ def test_a_module_at_two_places_of_a_unit_goes_through_a_checkpoint(
     assert_equal(whole(other), whole(model))
 
 
+@pytest.mark.parametrize("meshes", [(True, False), (False, True)], ids=["from a mesh", "to a mesh"])
+@on_ranks(2)
+def test_a_scalar_moves_between_models_with_and_without_a_mesh(meshes: tuple[bool, bool]) -> None:
+    model, other = (
+        wrapped(Unusual(), use_orig_params=True, **({"device_mesh": mesh(1, 2)} if on_mesh else {}))
+        for on_mesh in meshes
+    )
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (model, other)]
+    model(torch.ones(2, 3)).backward()
+    optimizers[0].step()
+    round_trip(model, StateDictType.SHARDED_STATE_DICT, other)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        state = FSDP.optim_state_dict(model, optimizers[0])
+    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
+        optimizers[1].load_state_dict(FSDP.optim_state_dict_to_load(other, optimizers[1], state))
+    full = [FSDP.optim_state_dict(each, optim)["state"] for each, optim in zip((model, other), optimizers, strict=True)]
+    assert_equal(full[1]["scale"]["exp_avg"], full[0]["scale"]["exp_avg"])
+
+
 @on_ranks(2)
 def test_a_scalar_on_a_two_dimensional_mesh_is_whole_on_every_rank() -> None:
     model = wrapped(Unusual(), use_orig_params=True, device_mesh=mesh(1, 2))
