@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -31,6 +32,14 @@ def ranks(warm_pools: WarmPools) -> Callable[..., Ranks]:
         return Ranks(warm_pools, num_ranks, timeout)
 
     return of_size
+
+
+@pytest.fixture(autouse=True)
+def excepthook_kept() -> Iterator[None]:
+    """``torch.distributed`` puts a hook of its own around ``sys.excepthook`` at each initialisation."""
+    before = sys.excepthook
+    yield
+    sys.excepthook = before
 
 
 @pytest.fixture(autouse=True)
