@@ -190,6 +190,6 @@ def streams_for(device: torch.device) -> Streams:
 def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
     """Labels work inside the block in profiler traces as FSDP does, ``FSDP::all_gather (blocks.0)`` for example.
 
-    Costs nothing measurable while no profiler runs.
+    While no profiler runs it is one check.
     """
     return record_function(f"FSDP::{operation} ({unit_name})") if _profiler_is_on() else _NOTHING

@@ -188,11 +188,12 @@ class Schedule(CommContext):
         if record.iteration is not None:
             self._position += 1
             record.end = self._position
-            recomputed = record.iteration.trains and not torch.is_grad_enabled() and record.unit.is_trainable
+            in_grad = torch.is_grad_enabled()
+            recomputed = record.iteration.trains and not in_grad and record.unit.is_trainable
             weights = record.weights if expects_backward or recomputed else None
             record.iteration.expects_backward |= expects_backward
             record.iteration.events.append(
-                Event(self._position, record.unit, is_begin=False, in_grad=not recomputed, weights=weights)
+                Event(self._position, record.unit, is_begin=False, in_grad=in_grad, weights=weights)
             )
 
     def note_kept(self, unit: Unit) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.step.pairs import CLOSE, KINDS, WIDTH, Block, Pair, Stack, batch, square_loss, whole_grads
@@ -205,3 +206,24 @@ def test_a_first_unit_whose_parameters_only_some_ranks_use_gets_the_mean_with_ze
         pair.backward(lambda model, x, rank, uses=uses: model(x, uses[rank]).pow(2).mean(), step)
         pair.check_gradients(f"gradients of step {step}")
         pair.step(lr=0.02)
+
+
+@on_ranks(2)
+def test_a_frozen_unit_in_a_reentrant_checkpoint_is_freed_before_the_unit_below_it_runs_backward(rank: int) -> None:
+    class Recomputed(Stack):
+        def features(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.first(x)
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return x
+
+    model = Recomputed()
+    model.blocks.requires_grad_(False)
+    pair = Pair.of(model, use_orig_params=True)
+    pair.train()
+    schedule = pair.model._schedule()
+    schedule.trace = trace = []
+    square_loss(pair.model, batch(rank)).backward()
+    names = [f"blocks.{index}" for index in range(len(pair.plain.blocks))]
+    backward = trace[trace.index(("pre_backward", names[-1])) :]
+    assert backward.index(("reshard", names[-1])) < backward.index(("pre_backward", names[-2]))
