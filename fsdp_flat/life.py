@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.runtime import Phase, check_idle, copy_unit, register_forward_method
+from fsdp_flat.runtime import Phase, Schedule, check_idle, copy_unit, register_forward_method
 from fsdp_flat.semi_private import SemiPrivateNames, describe_flat_params, forget_tensors
 
 __all__ = ["LifeMethods"]
@@ -21,6 +21,8 @@ class LifeMethods(SemiPrivateNames):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LifeMethods:
         """``.to``, ``.float``, ``.cuda``, ``share_memory``: convert the shards instead of what the modules show."""
         unit = self._unit
+        if isinstance(unit.context, Schedule):
+            unit.context.recover()  # a backward that raised is over
         if unit.phase is not Phase.IDLE:
             if any(handle.is_changed_by(fn) for handle in unit.handles):
                 check_idle(unit, "A conversion (.to, .float, .cuda, ...)")

@@ -146,3 +146,20 @@ def test_an_exception_in_the_roots_own_layers_leaves_the_next_step_right(rank: i
         twin.model(torch.zeros(2, WIDTH + 1))
     assert all(unit.is_sharded for unit in units_of(twin.model))
     twin.step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_conversion_after_a_backward_that_raised_converts(use_orig_params: bool, rank: int) -> None:
+    twin = Twin.of(Stack(), use_orig_params=use_orig_params)
+    out = twin.model(batch(rank))
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ValueError("in backward")
+
+    loss = out.sum()
+    out.register_hook(fail)
+    with pytest.raises(ValueError, match="in backward"):
+        loss.backward()
+    twin.model.double()
+    assert all(param.dtype is torch.float64 for param in twin.model.parameters())
