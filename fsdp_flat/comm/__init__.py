@@ -15,7 +15,7 @@ from fsdp_flat.comm.groups import Axis, UnitGroups, host_group, is_simulated, re
 from fsdp_flat.comm.meeting import meet
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
-from fsdp_flat.comm.streams import Streams, profiled, streams_for
+from fsdp_flat.comm.streams import Streams, profiled, streams_for, unrecorded
 from fsdp_flat.comm.transfers import Lanes, Transfers
 
 __all__ = [
@@ -49,4 +49,5 @@ __all__ = [
     "scatter_bytes",
     "strategy_from",
     "streams_for",
+    "unrecorded",
 ]

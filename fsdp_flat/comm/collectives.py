@@ -105,7 +105,7 @@ class Collectives(Protocol):
 def own_slice(full: torch.Tensor, axis: Axis) -> torch.Tensor:
     """This rank's slice of ``full``, without making those of thousands of others."""
     numel = full.numel() // axis.size
-    return full.narrow(0, axis.rank * numel, numel)
+    return full[axis.rank * numel : (axis.rank + 1) * numel]
 
 
 def begin_all_reduce(tensor: torch.Tensor, axis: Axis, *, largest: bool = False) -> Pending:

@@ -1,4 +1,4 @@
-"""The only file that knows about accelerator streams, and the labels of work in profiler traces.
+"""The only file that knows about accelerator streams, and the contexts in which the work of a step runs.
 
 On the CPU every method does nothing.
 
@@ -18,15 +18,15 @@ host:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch.autograd.profiler import record_function
 
-__all__ = ["AcceleratorStreams", "Streams", "profiled", "streams_for"]
+__all__ = ["AcceleratorStreams", "Streams", "profiled", "streams_for", "unrecorded"]
 
 _profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _NOTHING: AbstractContextManager[Any] = nullcontext()
@@ -193,3 +193,19 @@ def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
     While no profiler runs it is one check.
     """
     return record_function(f"FSDP::{operation} ({unit_name})") if _profiler_is_on() else _NOTHING
+
+
+def unrecorded() -> AbstractContextManager[Any]:
+    """Keeps work inside the block out of autograd, and its results ordinary tensors if the caller is in inference mode.
+
+    It switches nothing that is off already: a step enters this several times a unit.
+    """
+    if torch.is_inference_mode_enabled():
+        return _out_of_inference_mode()
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+@contextmanager
+def _out_of_inference_mode() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():
+        yield

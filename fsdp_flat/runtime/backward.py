@@ -52,9 +52,9 @@ class Backward:
 
     def include(self, iterations: list[Iteration]) -> None:
         """Adds iterations whose events the backward is to pass."""
-        new = [iteration for iteration in iterations if iteration not in self.iterations]
-        if not new:
+        if self.iterations.issuperset(iterations):
             return
+        new = [iteration for iteration in iterations if iteration not in self.iterations]
         self.iterations.update(new)
         self._events.extend([event for iteration in new for event in iteration.events])
         if len(self.iterations) > 1:

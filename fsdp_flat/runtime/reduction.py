@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import Collectives, Pending, Streams, begin_all_reduce
+from fsdp_flat.comm import Collectives, Pending, Streams, begin_all_reduce, unrecorded
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.options import UnitOptions
 
@@ -80,7 +80,7 @@ class Reduction:
         self._replicated = False
         self._scratch: tuple[torch.Tensor, ...] = ()
         self._postscale: float = num_ranks
-        with torch.no_grad():
+        with unrecorded():
             flat, gradient = handle.take_gradient()
             # Hooks may keep their arguments, and where nothing is sharded the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
@@ -121,7 +121,7 @@ class Reduction:
         if self._replicated or self._groups.replicate.size == 1:
             return
         self._replicated = True
-        with torch.no_grad(), self._streams.reduce_scatters:
+        with unrecorded(), self._streams.reduce_scatters:
             self._scratch = self._pending.scratch
             self._pending = begin_all_reduce(self._pending.wait(), self._groups.replicate)
 
@@ -144,7 +144,7 @@ class Reduction:
         """The mean gradient of this rank's shard (1-D, the parameters' dtype)."""
         self.advance()
         spec = self.handle.spec
-        with torch.no_grad(), self._streams.reduce_scatters:
+        with unrecorded(), self._streams.reduce_scatters:
             shard = self._pending.wait()
             if self._postscale != 1.0:
                 shard.div_(self._postscale)

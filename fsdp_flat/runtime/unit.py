@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for, profiled
+from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for, profiled, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
 from fsdp_flat.runtime.context import CommContext
@@ -202,8 +202,7 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with (
             profiled("all_gather", self.name),
-            torch.inference_mode(False),
-            torch.no_grad(),
+            unrecorded(),
             context.streams.all_gathers,
         ):
             for handle in self.handles:
@@ -332,7 +331,7 @@ class Unit:
         Every rank of the shard group must call this.
         """
         streams = self.context.streams
-        with torch.inference_mode(False), torch.no_grad():
+        with unrecorded():
             streams.shards_written()
             with streams.all_gathers:
                 pendings = [self._begin_gather(handle, of(handle)) for handle in self.handles]
