@@ -555,6 +555,12 @@ def is_uniform(session: Session) -> bool:
     return not states or (set(states) == set(trainable) and len(steps) == 1)
 
 
+def flat_sizes(model: FSDP) -> list[int]:
+    """The numbers of elements of the flat parameters, which a LOCAL state dict depends on."""
+    units = [module._unit for module in FSDP.fsdp_modules(model)]
+    return [handle.layout.numel for unit in units for handle in unit.handles]
+
+
 class Move(ActionKind):
     """Save, load into a new model of another wrapping, and go on with that one."""
 
@@ -587,6 +593,9 @@ class Move(ActionKind):
         # New weights that differ over ranks would be warned about, so they are the same.
         new, case = session.wrapped(lambda: session.fresh(action.seed), wrapping, options)
         new_optim = session.make_optimizer(new)
+        if form == "LOCAL" and flat_sizes(new) != flat_sizes(session.model):
+            # Freezing after wrapping leaves flat parameters as they are; freezing before divides them.
+            form = "SHARDED"
         if form == "SHARDED" and (len(shard_sizes(case)) > 1 or shard_sizes(case) != shard_sizes(session.case)):
             # Chunks of another number of ranks are refused.
             form = "FULL"
