@@ -460,6 +460,8 @@ class Convert(ActionKind):
     weight = 1
 
     def run(self, session: Session, action: Action) -> None:
+        if any(param.dtype is torch.float32 for param in session.plain_optim.state):
+            raise NotLegal("torch's optimizers keep states in the former dtype")
         for model in (session.model, session.plain):
             model.float()
         for buffers in session.buffers:
