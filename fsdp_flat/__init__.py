@@ -25,7 +25,7 @@ from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.names import clean_named_parameters, clean_tensor_name
 from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
-from fsdp_flat.runtime import register_forward_method, unshard_for, unwrap
+from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
 
 __version__ = "0.1.0"
 
@@ -58,6 +58,7 @@ __all__ = [
     "iter_full_state_dict",
     "load_checkpoint",
     "load_full",
+    "participate",
     "register_forward_method",
     "register_optim_state_handler",
     "save_checkpoint",

@@ -5,7 +5,7 @@ from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
-from fsdp_flat.runtime.forward import forward, register_forward_method, unshard_for
+from fsdp_flat.runtime.forward import forward, participate, register_forward_method, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
 from fsdp_flat.runtime.options import (
@@ -43,6 +43,7 @@ __all__ = [
     "materialize",
     "offloads_params",
     "owners_of_ties",
+    "participate",
     "precision_from",
     "prefetch_from",
     "register_forward_method",

@@ -42,6 +42,7 @@ PUBLIC = {
     "iter_full_state_dict",
     "load_checkpoint",
     "load_full",
+    "participate",
     "register_forward_method",
     "register_optim_state_handler",
     "save_checkpoint",
