@@ -19,6 +19,7 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat.compat import install, installed, uninstall
+from fsdp_flat.describe import describe, plan
 from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
@@ -53,12 +54,14 @@ __all__ = [
     "StatePart",
     "clean_named_parameters",
     "clean_tensor_name",
+    "describe",
     "install",
     "installed",
     "iter_full_state_dict",
     "load_checkpoint",
     "load_full",
     "participate",
+    "plan",
     "register_forward_method",
     "register_optim_state_handler",
     "save_checkpoint",
