@@ -18,6 +18,7 @@ from fsdp_flat.api import (
     StateDictType,
 )
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
+from fsdp_flat.compare import compare_with
 from fsdp_flat.compat import install, installed, uninstall
 from fsdp_flat.describe import describe, plan
 from fsdp_flat.ema import ShardedEMA
@@ -54,6 +55,7 @@ __all__ = [
     "StatePart",
     "clean_named_parameters",
     "clean_tensor_name",
+    "compare_with",
     "describe",
     "install",
     "installed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from functools import partial
@@ -309,3 +310,28 @@ def test_two_runs_are_equal_to_the_bit(rank: int) -> None:
             first = digest_of_run(strategy, use_orig_params)
             assert_equal(digest_of_run(strategy, use_orig_params), first, what=f"{strategy}, {use_orig_params}")
             assert len({float(value) for value in first[:-1]}) == 8
+
+
+def run_on_batches(num_batches: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
+    """Steps on ``num_batches`` batches: one on each rank, or one after another where there is one rank."""
+    torch.manual_seed(0)
+    model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    mine = range(dist.get_rank(), num_batches, dist.get_world_size())
+    for step in range(3):
+        for number in mine:
+            with model.no_sync() if number != mine[-1] else contextlib.nullcontext():
+                (square_loss(model, batch(number, step)) / len(mine)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole(model)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks_give_the_bits_of_one_rank_that_takes_their_batches_one_after_another(
+    ranks: RanksOf, num_ranks: int
+) -> None:
+    for use_orig_params in (False, True):
+        expected = ranks(1).run(run_on_batches, num_ranks, use_orig_params)[0]
+        for found in ranks(num_ranks).run(run_on_batches, num_ranks, use_orig_params):
+            assert_equal(found, expected)

@@ -37,6 +37,7 @@ PUBLIC = {
     "StatePart",
     "clean_named_parameters",
     "clean_tensor_name",
+    "compare_with",
     "describe",
     "install",
     "installed",
