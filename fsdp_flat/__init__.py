@@ -18,14 +18,16 @@ from fsdp_flat.api import (
     StateDictType,
 )
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
+from fsdp_flat.compare import compare_with
 from fsdp_flat.compat import install, installed, uninstall
+from fsdp_flat.describe import describe, plan
 from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.names import clean_named_parameters, clean_tensor_name
 from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
-from fsdp_flat.runtime import register_forward_method, unshard_for, unwrap
+from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
 
 __version__ = "0.1.0"
 
@@ -53,11 +55,15 @@ __all__ = [
     "StatePart",
     "clean_named_parameters",
     "clean_tensor_name",
+    "compare_with",
+    "describe",
     "install",
     "installed",
     "iter_full_state_dict",
     "load_checkpoint",
     "load_full",
+    "participate",
+    "plan",
     "register_forward_method",
     "register_optim_state_handler",
     "save_checkpoint",

@@ -23,7 +23,9 @@ def clean_tensor_name(tensor_name: str) -> str:
     return clean_fqn(tensor_name)
 
 
-def clean_named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+def clean_named_parameters(
+    model: nn.Module, *, remove_duplicate: bool = True, remove_empty: bool = False
+) -> Iterator[tuple[str, nn.Parameter]]:
     """``model.named_parameters()`` under the plain model's names.
 
     ``torch.optim.AdamW(clean_named_parameters(model))`` makes an optimizer whose groups hold clean names.
@@ -31,10 +33,13 @@ def clean_named_parameters(model: nn.Module, *, remove_duplicate: bool = True) -
     Args:
         model: a wrapper, or any module that holds wrappers.
         remove_duplicate: give a tied parameter once, under its first name.
+        remove_empty: leave out slices without elements, for optimizers whose kernels cannot take them. Ranks then give
+            different names; state dicts of the optimizer have all of them.
 
     Returns:
         Names and parameters, which are this rank's slices with ``use_orig_params=True``. Without it a unit has one
         parameter, under its module's name and ``_flat_param``; its ``_fqns`` lists the names of what is in it.
     """
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
-        yield clean_fqn(name), param
+        if not remove_empty or param.numel() > 0:
+            yield clean_fqn(name), param

@@ -1,11 +1,11 @@
 """Floor 2: a unit's step. Building units, forward, backward, order and prefetch, whole parameters."""
 
 from fsdp_flat.runtime.agreement import Words, agree, agree_on_structure, agree_on_weights, true_on_any_rank
-from fsdp_flat.runtime.build import build_unit, owners_of_ties, structure_lines
+from fsdp_flat.runtime.build import build_unit, handles_of, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
-from fsdp_flat.runtime.forward import forward, register_forward_method, unshard_for
+from fsdp_flat.runtime.forward import forward, participate, register_forward_method, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import materialize
 from fsdp_flat.runtime.options import (
@@ -38,11 +38,13 @@ __all__ = [
     "compute_device_from",
     "copy_unit",
     "forward",
+    "handles_of",
     "hide_compiled_name",
     "keep_full_precision",
     "materialize",
     "offloads_params",
     "owners_of_ties",
+    "participate",
     "precision_from",
     "prefetch_from",
     "register_forward_method",

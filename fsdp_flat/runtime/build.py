@@ -28,7 +28,7 @@ from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
-__all__ = ["build_unit", "owners_of_ties", "structure_lines"]
+__all__ = ["build_unit", "handles_of", "owners_of_ties", "structure_lines"]
 
 Owners = Mapping[nn.Parameter, nn.Module]
 
@@ -88,10 +88,7 @@ def build_unit(
         with torch.no_grad():
             broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
     full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
-    handles = [
-        FlatParamHandle(group, _spec(name, module, group, options, full=full))
-        for group, full in _grouped(params, name, options)
-    ]
+    handles = handles_of(params, module, name, options)
     buffers = BufferCasts(modules, options.precision.buffer_dtype)
     stored = StoredTensors(child for _, child in modules)
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
@@ -106,6 +103,20 @@ def build_unit(
         child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
         hide_compiled_name(child)
     return unit
+
+
+def handles_of(
+    params: Sequence[ManagedParam], module: nn.Module, name: str, options: UnitOptions
+) -> list[FlatParamHandle]:
+    """A handle for each flat parameter that a unit of ``params`` has; modules show this rank's shards from now on.
+
+    Raises:
+        OptionError: parameters that cannot be flattened together.
+    """
+    return [
+        FlatParamHandle(group, _spec(name, module, group, options, full=full))
+        for group, full in _grouped(params, name, options)
+    ]
 
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:

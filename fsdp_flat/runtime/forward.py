@@ -20,7 +20,7 @@ from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
-__all__ = ["forward", "register_forward_method", "unshard_for"]
+__all__ = ["forward", "participate", "register_forward_method", "unshard_for"]
 
 
 @untraced_here
@@ -90,6 +90,39 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
         raise
     for forward in reversed(entered):
         forward.leave_open()
+
+
+@untraced
+def participate(module: nn.Module) -> None:
+    """Take part in the collectives of units that other ranks run and this rank skips, without computing anything.
+
+    Every rank of a unit's groups has to run it equally often. Where a model decides by its input (experts that got no
+    token here, a batch without images), the rank that skips a unit calls this instead, at the same point of its
+    forward. In backward it adds zeros to the unit's gradient, so that the result is the mean over all ranks::
+
+        for expert, tokens in zip(self.experts, routed):
+            if len(tokens):
+                outputs.append(expert(tokens))
+            else:
+                participate(expert)
+
+    Args:
+        module: a wrapper, or any module that holds wrappers; nothing happens where there is none. Units nested in a
+            unit follow in the order of their registration, which has to be the one in which the other ranks run them.
+
+    Raises:
+        PhaseError: inside ``summon_full_params``.
+    """
+    unit = unit_of(module)
+    if unit is not None:
+        _run_forward(module, unit, (), {}, functools.partial(_participate_below, module))
+    else:
+        _participate_below(module)
+
+
+def _participate_below(module: nn.Module) -> None:
+    for child in module.children():
+        participate(child)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

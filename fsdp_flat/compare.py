@@ -1,0 +1,216 @@
+"""Where a wrapped model leaves the plain one that it was made of: the first output or gradient that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import begin_all_reduce
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import in_backward, untraced
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime import summon_full_params, unit_of, units_of
+
+__all__ = ["Difference", "compare_with"]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first tensor in which two models differ on this rank.
+
+    Attributes:
+        kind: a parameter before the run, an output of a module, or a parameter's gradient after it.
+        name: of the parameter or the module in the plain model.
+        call: which call of the module gave the output, from 0.
+        largest: the largest absolute difference; infinite where shapes or the number of calls differ, or where one
+            is there and the other is not.
+    """
+
+    kind: Literal["parameter", "output", "gradient"]
+    name: str
+    call: int
+    largest: float
+
+    def __str__(self) -> str:
+        of_call = f" of call {self.call}" if self.call else ""
+        return f"first difference: {self.kind}{of_call} of {self.name!r}, by {self.largest:.3g} at most"
+
+
+def compare_with(
+    model: nn.Module,
+    reference: nn.Module,
+    run: Callable[[nn.Module], Any],
+    *,
+    rtol: float = 1e-4,
+    atol: float = 1e-5,
+) -> Difference | None:
+    """Run a wrapped model and a plain replica on the same data, and find the first tensor that differs.
+
+    Looked at in this order: parameters before the run; outputs of modules, in the order of their calls in the replica;
+    gradients, beginning with the module that ran last. The replica's gradients are averaged over the ranks of the
+    outermost unit, as DistributedDataParallel does. Random numbers are the same in both runs. Gradients of both models
+    are cleared before, and those of this run stay::
+
+        replica = build().to(device)
+        replica.load_state_dict(model.state_dict())
+        print(compare_with(model, replica, lambda m: loss_of(m(inputs)).backward()))
+
+    Every rank must call this; each gets the first difference of its own outputs. It needs memory for a whole model.
+
+    Args:
+        model: a wrapper, or any module that holds wrappers.
+        reference: a plain module of the same structure on the same device.
+        run: forward and backward of the model that it is given, on this rank's data.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+
+    Returns:
+        The first difference, or None.
+
+    Raises:
+        OptionError: nothing at or below ``model`` is wrapped, or ``reference`` holds a wrapper too.
+    """
+    units = units_of(model)
+    if not units or units_of(reference):
+        raise OptionError(
+            "compare_with takes a wrapped model and a plain one; got "
+            f"{len(units)} FullyShardedDataParallel in the first and {len(units_of(reference))} in the second."
+        )
+    close = _Close(rtol, atol)
+    with summon_full_params(model, writeback=False):
+        found = _first(close, "parameter", dict(reference.named_parameters()), _named(model))
+    model.zero_grad()
+    reference.zero_grad()
+    options = units[0].options
+    outputs = [_run(run, module, options.device) for module in (reference, model)]
+    found = found or _first_output(close, *outputs)
+    expected = _mean_gradients(reference, options.groups.axes, outputs[0])
+    with summon_full_params(model, writeback=False, with_grads=True):
+        grads = {name: param.grad for name, param in _named(model).items()}
+        return found or _first(close, "gradient", expected, {name: grads.get(name) for name in expected})
+
+
+class _Close:
+    """Compares two tensors of any dtype."""
+
+    def __init__(self, rtol: float, atol: float) -> None:
+        self.rtol, self.atol = rtol, atol
+
+    @torch.no_grad()
+    def difference(self, expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
+        """The largest absolute difference, or 0 where all are within the tolerances. None is zeros."""
+        if expected is None or actual is None:
+            there = expected if actual is None else actual
+            return 0.0 if there is None else self.difference(torch.zeros_like(there), there)
+        if expected.shape != actual.shape:
+            return float("inf")
+        wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
+        one, other = expected.to(wide), actual.to(wide)
+        if torch.allclose(other, one, rtol=self.rtol, atol=self.atol, equal_nan=True):
+            return 0.0
+        largest = float((one - other).abs().max())
+        return largest if largest == largest else float("inf")
+
+
+class _Outputs:
+    """Tensors that modules returned, in the order of the calls.
+
+    Attributes:
+        calls: module's name and first tensor of its output, a copy.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, torch.Tensor]] = []
+
+    @untraced
+    def note(self, name: str, output: Any) -> None:
+        # A checkpoint that recomputes calls modules again.
+        tensor = _first_tensor(output) if in_backward() == -1 else None
+        if tensor is not None:
+            self.calls.append((name, tensor.detach().clone()))
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    if isinstance(value, torch.Tensor):
+        return value
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return next((found for child in children if (found := _first_tensor(child)) is not None), None)
+
+
+def _run(run: Callable[[nn.Module], Any], module: nn.Module, device: torch.device) -> _Outputs:
+    """Runs a model; random numbers go on afterwards as if it had not."""
+    on_cpu = device.type == "cpu"
+    with (
+        torch.random.fork_rng([] if on_cpu else [device.index], device_type="cuda" if on_cpu else device.type),
+        _recorded(module) as outputs,
+    ):
+        run(module)
+    return outputs
+
+
+@contextmanager
+def _recorded(root: nn.Module) -> Iterator[_Outputs]:
+    outputs = _Outputs()
+    # Wrappers have the clean name of what they hold, which is noted instead.
+    innermost = {clean_fqn(path): child for path, child in root.named_modules() if unit_of(child) is None}
+    hooks = [
+        module.register_forward_hook(lambda _module, _args, output, name=name: outputs.note(name, output))
+        for name, module in innermost.items()
+    ]
+    try:
+        yield outputs
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _named(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {clean_fqn(name): param for name, param in model.named_parameters()}
+
+
+def _first(close: _Close, kind: Any, expected: dict[str, Any], actual: dict[str, Any]) -> Difference | None:
+    for name, value in expected.items():
+        missing = kind == "parameter" and name not in actual
+        largest = float("inf") if missing else close.difference(value, actual[name])
+        if largest > 0:
+            return Difference(kind, name, 0, largest)
+    return None
+
+
+def _first_output(close: _Close, expected: _Outputs, actual: _Outputs) -> Difference | None:
+    by_name: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in actual.calls:
+        by_name.setdefault(name, []).append(tensor)
+    counts: dict[str, int] = {}
+    for name, tensor in expected.calls:
+        call = counts[name] = counts.get(name, -1) + 1
+        others = by_name.get(name, [])
+        largest = close.difference(tensor, others[call]) if call < len(others) else float("inf")
+        if largest > 0:
+            return Difference("output", name, call, largest)
+    return None
+
+
+def _mean_gradients(reference: nn.Module, axes: Any, outputs: _Outputs) -> dict[str, torch.Tensor | None]:
+    """The gradients' mean over all ranks, those of the module that ran last first; None where no rank has one."""
+    position = {name: index for index, (name, _) in enumerate(outputs.calls)}
+    owners = {
+        join_fqn(path, name): position.get(path, -1)
+        for path, module in reference.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    means: dict[str, torch.Tensor | None] = {}
+    # Collectives in an order that is the same on all ranks, whatever their data have run.
+    for name, param in reference.named_parameters():
+        if param.requires_grad:
+            mean = torch.zeros_like(param) if param.grad is None else param.grad.clone()
+            for axis in axes:
+                begin_all_reduce(mean, axis).wait()
+                mean /= axis.size
+            means[name] = mean
+    return dict(sorted(means.items(), key=lambda item: -owners.get(item[0], -1)))

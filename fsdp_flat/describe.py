@@ -1,0 +1,325 @@
+"""Units of a model with their bytes: of a wrapped one, or of one that is to be wrapped."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.api import ShardingStrategy
+from fsdp_flat.comm import STRATEGIES, Axis, UnitGroups, strategy_from
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime import (
+    UnitOptions,
+    handles_of,
+    owners_of_ties,
+    precision_from,
+    resolve_ignored,
+    unit_of,
+    units_of,
+)
+from fsdp_flat.wrap import plan_units
+
+__all__ = ["ModelDescription", "UnitDescription", "describe", "plan"]
+
+
+_SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
+
+
+@dataclass(frozen=True, slots=True)
+class UnitDescription:
+    """One unit, in bytes of one rank.
+
+    Attributes:
+        name: its path; of the outermost unit the class of the model.
+        strategy: name of the ``ShardingStrategy``.
+        dtypes: dtypes of the gathered parameters, by name without ``torch.``.
+        num_params: parameters, a tied one once.
+        numel: their elements, over all ranks.
+        trainable_numel: those of parameters that get gradients.
+        shard_nbytes: this rank's part of the parameters.
+        grad_nbytes: this rank's part of the gradients after a backward; none for frozen parameters.
+        gathered_nbytes: what an all-gather of the unit takes; 0 if nothing is sharded.
+        whole_grad_nbytes: the gradient before it is reduced.
+        is_gathered: whether the parameters are gathered now.
+    """
+
+    name: str
+    strategy: str
+    dtypes: tuple[str, ...]
+    num_params: int
+    numel: int
+    trainable_numel: int
+    shard_nbytes: int
+    grad_nbytes: int
+    gathered_nbytes: int
+    whole_grad_nbytes: int
+    is_gathered: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """The units of a model, parents before children; ``str`` of it is a table.
+
+    Attributes:
+        units: those that have parameters.
+        num_shards: ranks that the parameters of the outermost unit are split over.
+        num_replicas: ranks that hold the same shard of it.
+        most_gathered_nbytes: bytes of gathered parameters that are there at one time in a step, at most: with a
+            strategy that frees parameters after forward the outermost unit and the two largest others, else all.
+    """
+
+    units: tuple[UnitDescription, ...]
+    num_shards: int
+    num_replicas: int
+    most_gathered_nbytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all parameters."""
+        return sum(unit.numel for unit in self.units)
+
+    @property
+    def shard_nbytes(self) -> int:
+        """Bytes of parameters that a rank keeps."""
+        return sum(unit.shard_nbytes for unit in self.units)
+
+    @property
+    def grad_nbytes(self) -> int:
+        """Bytes of gradients that a rank keeps after a backward."""
+        return sum(unit.grad_nbytes for unit in self.units)
+
+    def __str__(self) -> str:
+        head = ("unit", "strategy", "dtype", "parameters", "elements", "trainable", "shard", "gradient", "gathered")
+        rows = [head, *[_cells(unit) for unit in self.units]]
+        sums = [sum(getattr(unit, name) for unit in self.units) for name in _SUMMED]
+        rows.append(("all", "", "", *[f"{number:,}" for number in sums]))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        lines = [
+            "  ".join(
+                cell.ljust(width) if column < 3 else cell.rjust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        shape = f"{self.num_shards} shards x {self.num_replicas} replicas"
+        lines.append(f"{shape}; bytes of one rank; gathered at one time: at most {self.most_gathered_nbytes:,}")
+        return "\n".join(lines)
+
+
+def describe(model: nn.Module) -> ModelDescription:
+    """The units of a wrapped model, with their bytes. It communicates nothing.
+
+    ``print(describe(model))`` shows what an auto-wrap policy made, and which units are gathered now (``*``).
+
+    Args:
+        model: a wrapper, or any module that holds wrappers.
+
+    Raises:
+        OptionError: nothing at or below ``model`` is wrapped.
+    """
+    units = units_of(model)
+    if not units:
+        raise OptionError(
+            f"{type(model).__name__} holds no FullyShardedDataParallel to describe; plan(module, num_ranks, ...) "
+            "describes a model before it is wrapped."
+        )
+    paths = {unit: clean_fqn(path) for path, child in model.named_modules() if (unit := unit_of(child)) is not None}
+    described = [
+        _described(paths[unit] or type(unit.module).__name__, unit.options, unit.handles)
+        for unit in units
+        if unit.handles
+    ]
+    return _summed(described, units[0].options.groups, has_root=bool(units[0].handles))
+
+
+def plan(
+    module: nn.Module,
+    num_ranks: int,
+    *,
+    num_replicas: int = 1,
+    sharding_strategy: Any = None,
+    auto_wrap_policy: Any = None,
+    mixed_precision: Any = None,
+    ignored_modules: Any = None,
+    ignored_states: Any = None,
+    use_orig_params: bool = False,
+) -> ModelDescription:
+    """The units that ``FullyShardedDataParallel`` would make of a module, with their bytes of one rank.
+
+    It needs no process group, and changes and allocates nothing, so the module may be on the meta device::
+
+        with torch.device("meta"):
+            model = build()
+        print(plan(model, 64, auto_wrap_policy=ModuleWrapPolicy({Block})))
+
+    Args:
+        module: not wrapped.
+        num_ranks: of the job.
+        num_replicas: ranks that hold the same shard, for hybrid strategies.
+        sharding_strategy: as for ``FullyShardedDataParallel``, and so the other arguments.
+        auto_wrap_policy: ...
+        mixed_precision: ...
+        ignored_modules: ...
+        ignored_states: ...
+        use_orig_params: ...
+
+    Raises:
+        OptionError: ``num_ranks`` is no multiple of ``num_replicas``, or wrapping would raise it.
+    """
+    strategy = strategy_from(sharding_strategy)
+    if num_ranks < 1 or num_replicas < 1 or num_ranks % num_replicas:
+        raise OptionError(
+            f"num_ranks must be a positive multiple of num_replicas; got num_ranks={num_ranks} and "
+            f"num_replicas={num_replicas}."
+        )
+    if num_replicas > 1 and not strategy.is_hybrid:
+        raise OptionError(
+            f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.member.name}."
+        )
+    ignored = resolve_ignored(module, ignored_modules, ignored_states)
+    params = {param: _on_meta(param) for param in (*module.parameters(), *ignored.params)}
+    buffers = {buffer: torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
+    copies: dict[int, Any] = {id(tensor): twin for tensor, twin in (*params.items(), *buffers.items())}
+    twin = copy.deepcopy(module, copies)
+    modules = dict(zip(module.modules(), twin.modules(), strict=True))
+    ignored_twins = {params[param] for param in ignored.params}
+    kwargs = {
+        "sharding_strategy": sharding_strategy,
+        "mixed_precision": mixed_precision,
+        "use_orig_params": use_orig_params,
+    }
+    units = [(type(module).__name__, twin, kwargs)]
+    if auto_wrap_policy is not None:
+        planned = plan_units(
+            twin,
+            auto_wrap_policy,
+            ignored_modules={modules[child] for child in ignored.modules if child in modules},
+            ignored_params=ignored_twins,
+            root_kwargs=kwargs,
+        )
+        units += [(unit.fqn, unit.module, unit.kwargs) for unit in reversed(planned.units)]
+    return _planned(units, ignored_twins, num_ranks, num_replicas)
+
+
+def _on_meta(param: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
+
+
+def _planned(
+    units: Sequence[tuple[str, nn.Module, dict[str, Any]]],
+    ignored: set[nn.Parameter],
+    num_ranks: int,
+    num_replicas: int,
+) -> ModelDescription:
+    """Describes units on the meta device, the root first, children after parents."""
+    root = units[0][1]
+    homes: dict[nn.Parameter, nn.Module] = {}
+    for _, module, _ in reversed(units):
+        for _, param in named_sites(module):
+            homes.setdefault(param, module)
+    homes.update(owners_of_ties(root, [module for _, module, _ in units[1:]], ignored.__contains__))
+    for param in ignored:
+        homes.pop(param, None)
+
+    def collect(name: str, module: nn.Module) -> list[ManagedParam]:
+        return collect_params(
+            module,
+            unit_name=name,
+            skip=lambda param: homes.get(param) is not module,
+            is_managed_below=lambda _module, _name: False,
+        )
+
+    # All before the first handle, which puts shards in the places of parameters.
+    collected = [collect(name, module) for name, module, _ in units]
+    position = {module: index for index, module in enumerate(root.modules())}
+    options = [_options(kwargs, num_ranks, num_replicas) for _, _, kwargs in units]
+    built = sorted(
+        (position[module], name, option, handles_of(params, module, name, option))
+        for (name, module, _), option, params in zip(units, options, collected, strict=True)
+    )
+    described = [_described(name, option, handles) for _, name, option, handles in built if handles]
+    return _summed(described, options[0].groups, has_root=bool(collected[0]))
+
+
+def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitOptions:
+    """The options of a unit on rank 0 of ``num_ranks`` ranks that do not exist."""
+    strategy = strategy_from(kwargs["sharding_strategy"])
+    if num_ranks == 1:
+        strategy = strategy_from(ShardingStrategy.NO_SHARD)
+    num_shards = num_ranks // num_replicas if strategy.shards else 1
+    return UnitOptions(
+        strategy=strategy,
+        groups=UnitGroups(Axis(None, 0, num_shards), Axis(None, 0, num_ranks // num_shards)),
+        device=torch.device("meta"),
+        device_given=False,
+        use_orig_params=bool(kwargs["use_orig_params"]),
+        backward_prefetch=None,
+        forward_prefetch=False,
+        limit_all_gathers=True,
+        sync_states="warn",
+        precision=precision_from(kwargs["mixed_precision"]),
+        offload_params=False,
+        param_init_fn=None,
+    )
+
+
+def _described(name: str, options: UnitOptions, handles: Sequence[FlatParamHandle]) -> UnitDescription:
+    trainable = [handle for handle in handles if handle.is_trainable]
+    gathered = [handle for handle in handles if not isinstance(handle.buffer, AliasBuffer)]
+    return UnitDescription(
+        name=name,
+        strategy=options.strategy.member.name,
+        dtypes=tuple(dict.fromkeys(str(handle.compute_dtype).removeprefix("torch.") for handle in handles)),
+        num_params=sum(len(handle.layout.slots) for handle in handles),
+        numel=sum(slot.numel for handle in handles for slot in handle.layout.slots),
+        trainable_numel=sum(
+            slot.numel
+            for handle in trainable
+            for slot, wanted in zip(handle.layout.slots, handle.views.requires_grad(), strict=True)
+            if wanted
+        ),
+        shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
+        grad_nbytes=sum(handle.layout.shard_numel * _grad_dtype(handle).itemsize for handle in trainable),
+        gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
+        whole_grad_nbytes=sum(handle.layout.numel * handle.window_dtype.itemsize for handle in trainable),
+        is_gathered=any(handle.state is not ShardState.SHARDED for handle in handles),
+    )
+
+
+def _grad_dtype(handle: FlatParamHandle) -> torch.dtype:
+    return handle.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
+
+
+def _summed(described: Sequence[UnitDescription], groups: UnitGroups, *, has_root: bool) -> ModelDescription:
+    """A description of a model.
+
+    Args:
+        described: its units that have parameters.
+        groups: of the outermost unit.
+        has_root: the first of ``described`` is the outermost one.
+    """
+    root, others = (described[:1], described[1:]) if has_root else ([], described)
+    freed = sorted(unit.gathered_nbytes for unit in others if _frees(unit))
+    kept = [unit.gathered_nbytes for unit in others if not _frees(unit)]
+    most = sum([unit.gathered_nbytes for unit in root] + kept + freed[-2:])
+    return ModelDescription(tuple(described), groups.shard.size, groups.replicate.size, most)
+
+
+def _frees(unit: UnitDescription) -> bool:
+    return STRATEGIES[ShardingStrategy[unit.strategy]].reshard_after_forward
+
+
+def _cells(unit: UnitDescription) -> tuple[str, ...]:
+    return (
+        f"{unit.name}{' *' if unit.is_gathered else ''}",
+        unit.strategy,
+        ", ".join(unit.dtypes),
+        *[f"{getattr(unit, name):,}" for name in _SUMMED],
+    )

@@ -1,0 +1,129 @@
+"""``describe`` and ``plan``: the units of a model and their bytes, after wrapping and before it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import MixedPrecision, ShardingStrategy, describe, plan
+from fsdp_flat.errors import OptionError
+from fsdp_flat.runtime import units_of
+from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
+from tests.runtime.kit import BLOCKS, Block, Stack, batch, mesh, square_loss, wrapped
+from tests.runtime.test_memory import sampled
+from tests.runtime.test_mixed_units import Mixed
+from tests.runtime.test_tied_weights import Language
+from tests.support import assert_equal, on_ranks
+
+
+def frozen_stack() -> Stack:
+    module = Stack()
+    module.blocks[0].requires_grad_(False)
+    module.blocks[1].up.requires_grad_(False)
+    return module
+
+
+LOW = MixedPrecision(torch.bfloat16, torch.float32, full_precision_modules=(nn.Embedding,))
+BY_BLOCK = CustomPolicy(
+    lambda module: {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP} if isinstance(module, Block) else False
+)
+ORIGINALS: dict[str, Any] = {"use_orig_params": True}
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "flat": (Stack, {"auto_wrap_policy": BLOCKS}),
+    "originals": (Stack, {"auto_wrap_policy": BLOCKS, **ORIGINALS}),
+    "one unit": (Stack, {}),
+    "frozen": (frozen_stack, {"auto_wrap_policy": BLOCKS, **ORIGINALS}),
+    "mixed dtypes": (Mixed, ORIGINALS),
+    "tied": (Language, {"auto_wrap_policy": ModuleWrapPolicy({nn.Embedding, nn.Linear, Block})}),
+    "low precision": (Language, {"auto_wrap_policy": BLOCKS, "mixed_precision": LOW, **ORIGINALS}),
+    "masters": (lambda: Stack().bfloat16(), {"mixed_precision": MixedPrecision(master_dtype=torch.float32)}),
+    "units of their own strategy": (Stack, {"auto_wrap_policy": BY_BLOCK}),
+    "SHARD_GRAD_OP": (Stack, {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}),
+    "NO_SHARD": (Stack, {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.NO_SHARD}),
+}
+
+
+@on_ranks(2)
+def test_a_plan_on_the_meta_device_is_what_wrapping_makes_and_allocates(rank: int) -> None:
+    for case, (build, kwargs) in CASES.items():
+        module = build()
+        before = dict(module.state_dict())
+        planned = plan(module, 2, **kwargs)
+        assert_equal(dict(module.state_dict()), before, what=f"the module after plan: {case}")
+        with torch.device("meta"):
+            assert plan(build(), 2, **kwargs) == planned, case
+        model = wrapped(module, **kwargs)
+        assert describe(model) == planned, case
+        assert str(describe(model)) == str(planned)
+        for unit, found in zip([unit for unit in units_of(model) if unit.handles], planned.units, strict=True):
+            assert sum(handle.flat_param.nbytes for handle in unit.handles) == found.shard_nbytes, case
+        assert sum(param.nbytes for param in model.parameters()) <= planned.shard_nbytes
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+def test_a_step_gathers_and_keeps_the_bytes_that_a_plan_says(
+    strategy: ShardingStrategy, use_orig_params: bool, rank: int
+) -> None:
+    kwargs: dict[str, Any] = {
+        "auto_wrap_policy": BLOCKS,
+        "sharding_strategy": strategy,
+        "use_orig_params": use_orig_params,
+    }
+    planned = plan(Stack(6), 2, **kwargs)
+    model = wrapped(Stack(6), **kwargs)
+    for _ in range(2):
+        most = max(sampled(model, lambda: square_loss(model, batch(rank)).backward()))
+    assert most == planned.most_gathered_nbytes
+    held = sum(param.grad.nbytes for param in model.parameters() if param.grad is not None)
+    padding = 0 if not use_orig_params else 64 * len(planned.units)
+    assert planned.grad_nbytes - padding <= held <= planned.grad_nbytes
+    model(batch(rank))
+    gathered = {unit.name for unit in describe(model).units if unit.is_gathered}
+    assert "Stack" in gathered
+    assert ("blocks.0" in gathered) == (strategy is ShardingStrategy.SHARD_GRAD_OP)
+    assert "Stack *" in str(describe(model))
+
+
+@on_ranks(4)
+def test_a_plan_for_replicas_is_what_a_hybrid_mesh_makes() -> None:
+    kwargs: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    model = FSDP(Stack(), device_mesh=mesh(2, 2), **kwargs)
+    assert describe(model) == plan(Stack(), 4, num_replicas=2, **kwargs)
+    inner = describe(nn.ModuleList([model.blocks[0]]))
+    assert [unit.name for unit in inner.units] == ["0"]
+
+
+TABLE = """\
+unit      strategy    dtype    parameters  elements  trainable  shard  gradient  gathered
+Stack     FULL_SHARD  float32           4       117        117    236       236       472
+blocks.0  FULL_SHARD  float32           3       272          0    544         0     1,088
+blocks.1  FULL_SHARD  float32           3       272        128    544       256     1,088
+blocks.2  FULL_SHARD  float32           3       272        272    544       544     1,088
+all                                    13       933        517  1,868     1,036     3,736
+2 shards x 1 replicas; bytes of one rank; gathered at one time: at most 2,648"""
+
+
+def test_a_plan_prints_a_table_and_needs_no_process_group() -> None:
+    assert not dist.is_initialized()
+    planned = plan(frozen_stack(), 2, auto_wrap_policy=BLOCKS, use_orig_params=True)
+    assert str(planned) == TABLE
+    assert (planned.numel, planned.shard_nbytes, planned.grad_nbytes) == (933, 1868, 1036)
+    ignoring = plan(Stack(), 2, auto_wrap_policy=BLOCKS, ignored_modules=[(stack := Stack()).head])
+    assert ignoring.numel == 933, "a module of another model is not in this one"
+    assert plan(stack, 2, auto_wrap_policy=BLOCKS, ignored_modules=[stack.head]).numel == 933 - 45
+
+
+def test_numbers_of_ranks_that_do_not_fit_and_models_without_units_are_refused() -> None:
+    with pytest.raises(OptionError, match="got num_ranks=6 and num_replicas=4"):
+        plan(Stack(), 6, num_replicas=4, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+    with pytest.raises(OptionError, match="num_replicas is for hybrid strategies; got num_replicas=2 with FULL_SHARD"):
+        plan(Stack(), 4, num_replicas=2)
+    with pytest.raises(OptionError, match=r"Stack holds no FullyShardedDataParallel to describe; plan\(module"):
+        describe(Stack())
