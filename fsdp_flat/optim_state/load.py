@@ -1,6 +1,7 @@
 """``optim_state_dict_to_load``: from states under parameter names to what this rank's optimizer loads.
 
-All of it is checked before any rank sends anything, and ranks agree that it fits.
+All of it is checked before anything is written. Whole tensors are loaded by each rank on its own. Where chunks or rank
+0's tensors have to be sent, ranks agree first that everything fits.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes
+from fsdp_flat.comm import Lanes, meet
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Spread, Whole, moves_between
@@ -46,11 +47,12 @@ def load_optim_state(
     *,
     named: bool = False,
     from_rank_zero: bool = False,
-    agreed: bool = True,
+    expects_chunks: bool = False,
 ) -> dict[str, Any]:
     """The state dict that an optimizer over ``params`` loads, made of ``given``, which is keyed by names.
 
-    Values may be whole tensors or torch's chunked types. Every rank must call this unless ``agreed`` is False.
+    Values may be whole tensors or torch's chunked types. With ``from_rank_zero``, or where any value is chunked, every
+    rank must call this.
 
     Args:
         model: the model that the optimizer was built from.
@@ -59,12 +61,13 @@ def load_optim_state(
         named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
             optimizer has.
         from_rank_zero: only rank 0 of each shard group has ``given``, in whole tensors.
-        agreed: ranks tell each other what does not fit; without it only whole tensors can be loaded.
+        expects_chunks: where ``given`` is no optimizer state dict, other ranks have got chunks.
 
     Raises:
         OptionError: (a ValueError) ``given`` has no ``state`` or no ``param_groups``, or positions for names.
         LoadError: (a RuntimeError) a value does not fit its parameter.
-        PeerFailureError: (a RuntimeError) another rank found one of these.
+        PeerFailureError: (a RuntimeError) another rank found one of these, where every rank calls this.
+        UsageError: (a RuntimeError) other ranks did not call it, likewise.
     """
     names = names_of(model)
     if from_rank_zero and names.handles:
@@ -79,13 +82,27 @@ def load_optim_state(
         result = _planned(names, params, given, plan, keys)
     except Exception as found:
         error = found
-    if units and agreed:
-        agree(plan.lines, error, axes_of(units), units[0].options.device, LOADING)
+    unknown = expects_chunks and not _is_state_dict(given)
+    if units and (from_rank_zero or unknown or _has_chunks(given)):
+        axes = axes_of(units)
+        for axis in axes:
+            meet("optim_state_dict_to_load", axis)
+        agree(plan.lines, error, axes, units[0].options.device, LOADING)
     elif error is not None:
         raise error
     with torch.no_grad():
         plan.carry_out()
     return result
+
+
+def _is_state_dict(given: Any) -> bool:
+    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and "param_groups" in given
+
+
+def _has_chunks(given: Any) -> bool:
+    """Whether any state is of torch's chunked types, so that ranks have to exchange what they hold."""
+    rows = given["state"].values() if _is_state_dict(given) else ()
+    return any(is_chunked(value) for row in rows if isinstance(row, Mapping) for value in row.values())
 
 
 class _Plan:

@@ -130,9 +130,9 @@ def test_a_rank_whose_state_has_another_dtype_is_told(rank: int) -> None:
 
 
 @KINDS
-@FORMS
+@pytest.mark.parametrize("kind", [LOCAL, SHARDED], ids=["local", "sharded"])
 @on_ranks(2)
-def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
+def test_a_load_of_chunks_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
     kind: Any, use_orig_params: bool, rank: int
 ) -> None:
     model, optimizer = pair(use_orig_params)
