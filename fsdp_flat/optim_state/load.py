@@ -19,7 +19,7 @@ from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Spread, Whole, moves_between
 from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
-from fsdp_flat.optim_state.names import ParamNames, current_names, is_scalar, names_of
+from fsdp_flat.optim_state.names import ParamNames, current_names, is_elsewhere, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
@@ -79,7 +79,7 @@ def load_optim_state(
     try:
         shown = current_names(model) if named else {}
         keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
-        result = _planned(names, params, given, plan, keys)
+        result = _planned(names, params, given, plan, keys, named=named)
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
@@ -160,7 +160,13 @@ class _Plan:
 
 
 def _planned(
-    names: ParamNames, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, plan: _Plan, keys: list[Any]
+    names: ParamNames,
+    params: Sequence[nn.Parameter],
+    given: Mapping[str, Any] | None,
+    plan: _Plan,
+    keys: list[Any],
+    *,
+    named: bool,
 ) -> dict[str, Any]:
     for key in ("state", "param_groups"):
         if given is None or key not in given:
@@ -183,8 +189,10 @@ def _planned(
     for unit, handle, fqns in names.handles:
         seen.update(fqns)
         if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
+            visible = handle.views.visible_params()
             for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan).items():
-                if fqns[index] in ids:
+                # torch's named optimizer wants every state; for others there is none where there are no elements.
+                if fqns[index] in ids and (named or not is_elsewhere(visible[index], handle)):
                     state[keys[ids[fqns[index]]]] = values
     for param, name in names.others.items():
         seen.add(name)
