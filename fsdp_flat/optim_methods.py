@@ -72,7 +72,8 @@ class OptimStateMethods(nn.Module):
         """What this rank's ``optim.load_state_dict`` takes, made of a state dict under parameter names.
 
         Whole tensors, ShardedTensors and DTensors are taken, whatever form is set. With
-        ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 of each shard group needs the dict.
+        ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 (of all ranks, also with hybrid strategies) needs the
+        dict.
 
         Where all values are whole tensors nothing is communicated, so ranks may load one after another, and a value
         that does not fit is an error of that rank alone. With chunks, or ``rank0_only``, every rank must call this.
@@ -122,7 +123,8 @@ class OptimStateMethods(nn.Module):
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
             optim_input: accepted for FSDP1's sake; ``optim`` says the order of parameters.
-            rank0_only: ranks other than 0 of their shard group send what they have and return an empty dict.
+            rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send what they have and return an
+                empty dict.
             group: accepted for FSDP1's sake; each unit's own groups are used.
 
         Returns:

@@ -60,7 +60,7 @@ def load_optim_state(
         given: ``{"state": {name: {...}}, "param_groups": [...]}``.
         named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
             optimizer has.
-        from_rank_zero: only rank 0 of each shard group has ``given``, in whole tensors.
+        from_rank_zero: only the first rank of the model's groups has ``given``, in whole tensors.
         expects_chunks: where ``given`` is no optimizer state dict, other ranks have got chunks.
 
     Raises:
@@ -140,7 +140,7 @@ class _Plan:
     def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
         """Fetch the whole tensor and hand it on."""
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self.scatter(value, Whole(whole.numel(), None, value.axis.size), whole.view(-1))
+        self.scatter(value, Whole(whole.numel(), None, value.groups.shard.size), whole.view(-1))
         self._afterwards.append(lambda: then(whole))
 
     def carry_out(self) -> None:
@@ -150,10 +150,20 @@ class _Plan:
         write_chunks(self._chunks)
         lanes = Lanes()
         for value, wanted, target in self._scattered:
-            held = Whole(value.shape.numel(), 0, value.axis.size)
-            source = None if value.tensor is None else value.tensor.detach().reshape(-1)
-            moves, nbytes = moves_between(held, wanted, value.axis.rank), value.shape.numel() * value.dtype.itemsize
-            lanes.add(value.axis, self._device, moves, source, target, nbytes=nbytes)
+            shard, numel = value.groups.shard, value.shape.numel()
+            if value.groups.replicate.rank == 0:
+                source = None if value.tensor is None else value.tensor.detach().reshape(-1)
+                moves = moves_between(Whole(numel, 0, shard.size), wanted, shard.rank)
+                lanes.add(shard, self._device, moves, source, target, nbytes=numel * value.dtype.itemsize)
+        lanes.wait()
+        # Each rank of the first shard group has its pieces; the others replicate it.
+        for value, _, target in self._scattered:
+            replicate, numel = value.groups.replicate, target.numel()
+            if replicate.size > 1:
+                held, wanted = Whole(numel, 0, replicate.size), Whole(numel, None, replicate.size)
+                ends = (None, target) if replicate.rank else (target, None)
+                moves = moves_between(held, wanted, replicate.rank)
+                lanes.add(replicate, self._device, moves, *ends, nbytes=target.nbytes)
         lanes.wait()
         for then in self._afterwards:
             then()
@@ -349,8 +359,7 @@ def _fill(
         if guise is not PLAIN:
             plan.receive(value, piece.device, lambda whole: piece.copy_(guise.part(whole).reshape(-1)[run]))
         else:
-            everything = Whole(slot.numel, None, value.axis.size)
-            plan.scatter(value, handle.layout.pieces(index) if axis.size > 1 else everything, piece)
+            plan.scatter(value, handle.layout.pieces(index), piece)
     elif isinstance(value, BoxedTensor):
         check_boxes(value, handle, index)
         own = value
@@ -369,6 +378,6 @@ def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
     """A state of a parameter that no unit manages."""
     if isinstance(value, FromRankZero):
         target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
-        plan.scatter(value, Whole(target.numel(), None, value.axis.size), target)
+        plan.scatter(value, Whole(target.numel(), None, value.groups.shard.size), target)
         return target.view(value.shape)
     return _plain(value)
