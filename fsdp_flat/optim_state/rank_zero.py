@@ -72,11 +72,11 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
         }
         for name, row in described["given"]["state"].items()
     }
-    groups = [
+    settings = [
         {key: _decoded(value, None, groups) for key, value in group.items()}
         for group in described["given"]["param_groups"]
     ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": settings}
 
 
 def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
