@@ -139,7 +139,7 @@ class StateDictConfig:
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Options of ``FULL_STATE_DICT``: with ``rank0_only`` other ranks get unmanaged entries only."""
+    """Options of ``FULL_STATE_DICT``: with ``rank0_only`` other ranks get ignored parameters only, and no buffers."""
 
     rank0_only: bool = False
 

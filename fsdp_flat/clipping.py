@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable
@@ -68,7 +69,11 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     ]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
+    dtypes = [grad.dtype for grad in grads]
     if not grads:
+        # A rank without elements of a parameter has no gradient of it, which has a dtype all the same.
+        dtypes = [param.dtype for param in managed if param.requires_grad and param.numel() == 0]
+    if not dtypes:
         warnings.warn(
             f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
             "differ from the dtype on other ranks.",
@@ -79,10 +84,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     with torch.no_grad():
         for grad in grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
-    returned = grads[0].dtype
-    for grad in grads[1:]:
-        returned = torch.promote_types(returned, grad.dtype)
-    return total.to(returned)
+    return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
 def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:

@@ -72,8 +72,11 @@ class OptimStateMethods(nn.Module):
         """What this rank's ``optim.load_state_dict`` takes, made of a state dict under parameter names.
 
         Whole tensors, ShardedTensors and DTensors are taken, whatever form is set. With
-        ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 of each shard group needs the dict. Every rank must
-        call this.
+        ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 (of all ranks, also with hybrid strategies) needs the
+        dict.
+
+        Where all values are whole tensors nothing is communicated, so ranks may load one after another, and a value
+        that does not fit is an error of that rank alone. With chunks, or ``rank0_only``, every rank must call this.
 
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
@@ -100,6 +103,7 @@ class OptimStateMethods(nn.Module):
             optim_state_dict,
             named=is_named_optimizer,
             from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+            expects_chunks=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
         )
         if load_directly:
             optim.load_state_dict(loaded)
@@ -119,7 +123,8 @@ class OptimStateMethods(nn.Module):
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
             optim_input: accepted for FSDP1's sake; ``optim`` says the order of parameters.
-            rank0_only: ranks other than 0 of their shard group send what they have and return an empty dict.
+            rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send what they have and return an
+                empty dict.
             group: accepted for FSDP1's sake; each unit's own groups are used.
 
         Returns:
@@ -177,7 +182,7 @@ class OptimStateMethods(nn.Module):
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
         params = ordered_params(model, optim, optim_input)
-        return load_optim_state(model, params, full_optim_state_dict, agreed=False)
+        return load_optim_state(model, params, full_optim_state_dict)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -198,7 +203,7 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return load_optim_state(model, contents_of(optim).params, sharded_optim_state_dict)
+        return load_optim_state(model, contents_of(optim).params, sharded_optim_state_dict, expects_chunks=True)
 
     @staticmethod
     def scatter_full_optim_state_dict(

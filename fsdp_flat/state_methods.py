@@ -101,7 +101,8 @@ class StateDictMethods(SemiPrivateNames):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The state dict in the form that is set, under the names of the unwrapped model.
 
-        Every rank must call this.
+        Every rank must call this, except where nothing has to be gathered: with the LOCAL form, NO_SHARD, or inside
+        ``summon_full_params``.
 
         Args:
             args: ``destination``, ``prefix`` and ``keep_vars`` by position, which torch deprecates.
@@ -127,7 +128,9 @@ class StateDictMethods(SemiPrivateNames):
         config = self._settings.state_dict_config
         with self._saving() as (gathered, outermost):
             if outermost and form.gather is not None and not getattr(config, "boxes", False):
-                for axis in dict.fromkeys(unit.options.groups.shard for unit in units_of(self)):
+                # Nothing is gathered of units without parameters, nor of those that are summoned.
+                gathering = [unit for unit in units_of(self) if unit.handles and unit.whole is None]
+                for axis in dict.fromkeys(unit.options.groups.shard for unit in gathering):
                     meet("state_dict", axis)
                 # What a hook further in does to parameters has to come before they are gathered.
                 if not any(module._state_dict_pre_hooks for module in modules_of(self) if module is not self):
@@ -176,7 +179,8 @@ class StateDictMethods(SemiPrivateNames):
         Everything is looked at before anything is written: after an error the model is as it was before. Modules are
         told the version that they were saved with, whether by a wrapped model or a plain one.
 
-        Every rank must call this; FULL and LOCAL state dicts take no communication.
+        FULL and LOCAL state dicts take no communication, nor do SHARDED ones whose values are all whole tensors: a rank
+        may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this.
 
         Args:
             state_dict: in the form that is set; SHARDED takes whole tensors as well.
@@ -187,7 +191,7 @@ class StateDictMethods(SemiPrivateNames):
             The missing and the unexpected names, as torch's.
 
         Raises:
-            RuntimeError: names or shapes that do not fit, on this rank, or for SHARDED on any rank.
+            RuntimeError: names or shapes that do not fit, on this rank, or with chunks on any rank.
         """
         if not isinstance(state_dict, Mapping):
             raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")

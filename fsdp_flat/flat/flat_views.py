@@ -100,8 +100,11 @@ class FlatViews(Views):
         grad = self.flat_param.grad
         return torch.zeros_like(self.flat_param.data) if grad is None else grad.clone()
 
-    def show_whole_grads(self, whole: torch.Tensor) -> None:
-        if self.flat_param.grad is not None:
+    def has_grads(self) -> list[bool]:
+        return [self.flat_param.grad is not None] * len(self.leaves)
+
+    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+        if any(there):
             for index, slot in enumerate(self.layout.slots):
                 self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
 

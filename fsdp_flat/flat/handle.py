@@ -334,6 +334,9 @@ class FlatParamHandle:
         """One byte a parameter: 1 where a gradient waits here."""
         return bytes(len(self.layout.slots)) if self._window is None else bytes(self._window.landed)
 
+    def _landed_slots(self) -> list[int]:
+        return [index for index, has_landed in enumerate(self.landed) if has_landed]
+
     def take_landed(self) -> bytes:
         """As :attr:`landed`, for gradients about to be reduced: those that the caller has cleared are dropped."""
         self._withdraw_partial()
@@ -400,6 +403,14 @@ class FlatParamHandle:
                 f"Gradients of unit {self.spec.unit_name!r} were changed in place between backwards inside no_sync. "
                 "There they are this rank's own, not yet reduced, and it holds a slice of them only: scale or clip "
                 "after the first backward outside of no_sync."
+            )
+        hidden = set(self._landed_slots()).difference(*(shown.slots for shown in partial))
+        if hidden and kept and len(kept) < len(partial):
+            raise UsageError(
+                f"Gradients of some parameters of unit {self.spec.unit_name!r} were cleared between backwards inside "
+                f"no_sync, and others were kept. Rank {self.spec.rank} of the shard group has no elements of "
+                f"{self.layout.slots[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of them. "
+                "Clear all gradients of a unit at once, or clear some after the first backward outside of no_sync."
             )
         for shown in partial:
             if self._window is not None and shown not in kept:

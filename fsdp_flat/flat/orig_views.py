@@ -126,9 +126,13 @@ class OrigViews(Views):
         return whole
 
     @_unguarded
-    def show_whole_grads(self, whole: torch.Tensor) -> None:
-        for index, (grad, slot) in enumerate(zip(self._grads(), self.layout.slots, strict=True)):
-            if grad is not None:
+    def has_grads(self) -> list[bool]:
+        return [grad is not None for grad in self._grads()]
+
+    @_unguarded
+    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+        for index, (is_there, slot) in enumerate(zip(there, self.layout.slots, strict=True)):
+            if is_there:
                 self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
 
     @_unguarded
@@ -193,7 +197,8 @@ class OrigViews(Views):
         hooked = []
         with unguarded():
             for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):
-                if not was_used:
+                # A parameter of which this rank has nothing gets no gradient: norms and optimizers pass it by.
+                if not was_used or (piece.is_empty and not self._is_whole):
                     continue
                 local = shard_grad[piece.in_shard.to_slice()]
                 if self._is_whole:
@@ -205,12 +210,17 @@ class OrigViews(Views):
 
     @_unguarded
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
+        there = [index for index, has_landed in enumerate(landed) if has_landed]
+        # Where this rank has nothing of any, an empty gradient shows whether the caller has cleared them.
+        shown = [index for index in there if self._is_whole or not self.pieces[index].is_empty] or there
         return [
             PartialGrad(
-                sharded, own[piece.in_shard.to_slice()].view(sharded.shape), partial(self.describe, index), [index]
+                self.sharded[index],
+                own[self.pieces[index].in_shard.to_slice()].view(self.sharded[index].shape),
+                partial(self.describe, index),
+                [index],
             )
-            for index, (sharded, piece, there) in enumerate(zip(self.sharded, self.pieces, landed, strict=True))
-            if there
+            for index in shown
         ]
 
     @_unguarded

@@ -150,8 +150,12 @@ class Views:
         """A copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
         raise NotImplementedError
 
-    def show_whole_grads(self, whole: torch.Tensor) -> None:
-        """While whole parameters are shown: give them whole gradients where there are any."""
+    def has_grads(self) -> list[bool]:
+        """For each original parameter whether this rank's shard of it has a gradient."""
+        raise NotImplementedError
+
+    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+        """While whole parameters are shown: give them whole gradients, where any rank has one (``there``)."""
         raise NotImplementedError
 
     def hide_whole_grads(self, own: torch.Tensor) -> None:

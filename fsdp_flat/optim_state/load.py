@@ -1,6 +1,7 @@
 """``optim_state_dict_to_load``: from states under parameter names to what this rank's optimizer loads.
 
-All of it is checked before any rank sends anything, and ranks agree that it fits.
+All of it is checked before anything is written. Whole tensors are loaded by each rank on its own. Where chunks or rank
+0's tensors have to be sent, ranks agree first that everything fits.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes
+from fsdp_flat.comm import Lanes, meet
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Spread, Whole, moves_between
 from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
-from fsdp_flat.optim_state.names import ParamNames, current_names, is_scalar, names_of
+from fsdp_flat.optim_state.names import ParamNames, current_names, is_elsewhere, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
@@ -46,11 +47,12 @@ def load_optim_state(
     *,
     named: bool = False,
     from_rank_zero: bool = False,
-    agreed: bool = True,
+    expects_chunks: bool = False,
 ) -> dict[str, Any]:
     """The state dict that an optimizer over ``params`` loads, made of ``given``, which is keyed by names.
 
-    Values may be whole tensors or torch's chunked types. Every rank must call this unless ``agreed`` is False.
+    Values may be whole tensors or torch's chunked types. With ``from_rank_zero``, or where any value is chunked, every
+    rank must call this.
 
     Args:
         model: the model that the optimizer was built from.
@@ -58,13 +60,14 @@ def load_optim_state(
         given: ``{"state": {name: {...}}, "param_groups": [...]}``.
         named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
             optimizer has.
-        from_rank_zero: only rank 0 of each shard group has ``given``, in whole tensors.
-        agreed: ranks tell each other what does not fit; without it only whole tensors can be loaded.
+        from_rank_zero: only the first rank of the model's groups has ``given``, in whole tensors.
+        expects_chunks: where ``given`` is no optimizer state dict, other ranks have got chunks.
 
     Raises:
         OptionError: (a ValueError) ``given`` has no ``state`` or no ``param_groups``, or positions for names.
         LoadError: (a RuntimeError) a value does not fit its parameter.
-        PeerFailureError: (a RuntimeError) another rank found one of these.
+        PeerFailureError: (a RuntimeError) another rank found one of these, where every rank calls this.
+        UsageError: (a RuntimeError) other ranks did not call it, likewise.
     """
     names = names_of(model)
     if from_rank_zero and names.handles:
@@ -76,16 +79,30 @@ def load_optim_state(
     try:
         shown = current_names(model) if named else {}
         keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
-        result = _planned(names, params, given, plan, keys)
+        result = _planned(names, params, given, plan, keys, named=named)
     except Exception as found:
         error = found
-    if units and agreed:
-        agree(plan.lines, error, axes_of(units), units[0].options.device, LOADING)
+    unknown = expects_chunks and not _is_state_dict(given)
+    if units and (from_rank_zero or unknown or _has_chunks(given)):
+        axes = axes_of(units)
+        for axis in axes:
+            meet("optim_state_dict_to_load", axis)
+        agree(plan.lines, error, axes, units[0].options.device, LOADING)
     elif error is not None:
         raise error
     with torch.no_grad():
         plan.carry_out()
     return result
+
+
+def _is_state_dict(given: Any) -> bool:
+    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and "param_groups" in given
+
+
+def _has_chunks(given: Any) -> bool:
+    """Whether any state is of torch's chunked types, so that ranks have to exchange what they hold."""
+    rows = given["state"].values() if _is_state_dict(given) else ()
+    return any(is_chunked(value) for row in rows if isinstance(row, Mapping) for value in row.values())
 
 
 class _Plan:
@@ -123,7 +140,7 @@ class _Plan:
     def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
         """Fetch the whole tensor and hand it on."""
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self.scatter(value, Whole(whole.numel(), None, value.axis.size), whole.view(-1))
+        self.scatter(value, Whole(whole.numel(), None, value.groups.shard.size), whole.view(-1))
         self._afterwards.append(lambda: then(whole))
 
     def carry_out(self) -> None:
@@ -133,17 +150,33 @@ class _Plan:
         write_chunks(self._chunks)
         lanes = Lanes()
         for value, wanted, target in self._scattered:
-            held = Whole(value.shape.numel(), 0, value.axis.size)
-            source = None if value.tensor is None else value.tensor.detach().reshape(-1)
-            moves, nbytes = moves_between(held, wanted, value.axis.rank), value.shape.numel() * value.dtype.itemsize
-            lanes.add(value.axis, self._device, moves, source, target, nbytes=nbytes)
+            shard, numel = value.groups.shard, value.shape.numel()
+            if value.groups.replicate.rank == 0:
+                source = None if value.tensor is None else value.tensor.detach().reshape(-1)
+                moves = moves_between(Whole(numel, 0, shard.size), wanted, shard.rank)
+                lanes.add(shard, self._device, moves, source, target, nbytes=numel * value.dtype.itemsize)
+        lanes.wait()
+        # Each rank of the first shard group has its pieces; the others replicate it.
+        for value, _, target in self._scattered:
+            replicate, numel = value.groups.replicate, target.numel()
+            if replicate.size > 1:
+                held, wanted = Whole(numel, 0, replicate.size), Whole(numel, None, replicate.size)
+                ends = (None, target) if replicate.rank else (target, None)
+                moves = moves_between(held, wanted, replicate.rank)
+                lanes.add(replicate, self._device, moves, *ends, nbytes=target.nbytes)
         lanes.wait()
         for then in self._afterwards:
             then()
 
 
 def _planned(
-    names: ParamNames, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, plan: _Plan, keys: list[Any]
+    names: ParamNames,
+    params: Sequence[nn.Parameter],
+    given: Mapping[str, Any] | None,
+    plan: _Plan,
+    keys: list[Any],
+    *,
+    named: bool,
 ) -> dict[str, Any]:
     for key in ("state", "param_groups"):
         if given is None or key not in given:
@@ -166,8 +199,10 @@ def _planned(
     for unit, handle, fqns in names.handles:
         seen.update(fqns)
         if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
+            visible = handle.views.visible_params()
             for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan).items():
-                if fqns[index] in ids:
+                # torch's named optimizer wants every state; for others there is none where there are no elements.
+                if fqns[index] in ids and (named or not is_elsewhere(visible[index], handle)):
                     state[keys[ids[fqns[index]]]] = values
     for param, name in names.others.items():
         seen.add(name)
@@ -324,8 +359,7 @@ def _fill(
         if guise is not PLAIN:
             plan.receive(value, piece.device, lambda whole: piece.copy_(guise.part(whole).reshape(-1)[run]))
         else:
-            everything = Whole(slot.numel, None, value.axis.size)
-            plan.scatter(value, handle.layout.pieces(index) if axis.size > 1 else everything, piece)
+            plan.scatter(value, handle.layout.pieces(index), piece)
     elif isinstance(value, BoxedTensor):
         check_boxes(value, handle, index)
         own = value
@@ -344,6 +378,6 @@ def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
     """A state of a parameter that no unit manages."""
     if isinstance(value, FromRankZero):
         target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
-        plan.scatter(value, Whole(target.numel(), None, value.axis.size), target)
+        plan.scatter(value, Whole(target.numel(), None, value.groups.shard.size), target)
         return target.view(value.shape)
     return _plain(value)

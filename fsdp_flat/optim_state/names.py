@@ -21,6 +21,7 @@ __all__ = [
     "ParamNames",
     "contents_of",
     "current_names",
+    "is_elsewhere",
     "is_scalar",
     "names_of",
     "ordered_params",
@@ -176,6 +177,11 @@ def names_of(model: nn.Module) -> ParamNames:
         if param not in managed:
             others.setdefault(param, clean_fqn(name))
     return ParamNames(managed, others, tuple(handles))
+
+
+def is_elsewhere(param: nn.Parameter, handle: FlatParamHandle) -> bool:
+    """Whether other ranks hold all elements of a visible parameter: it gets no gradient here, so no state either."""
+    return param.numel() == 0 and handle.layout.world_size > 1
 
 
 def is_scalar(value: Any) -> bool:

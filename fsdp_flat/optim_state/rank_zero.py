@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import Axis, dtype_named, exchange_bytes
+from fsdp_flat.comm import UnitGroups, dtype_named, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.optim_state.names import ParamNames
 
@@ -16,20 +16,22 @@ __all__ = ["FromRankZero", "shared_from_rank_zero"]
 
 
 class FromRankZero:
-    """A tensor that rank 0 of an axis has and the others only know the shape of.
+    """A tensor that the first rank of a model's groups has and the others only know the shape of.
 
     Attributes:
-        tensor: the tensor on rank 0, None elsewhere.
+        tensor: the tensor on the first rank, None elsewhere.
         shape: its shape.
         dtype: its dtype.
-        axis: the ranks.
+        groups: the ranks.
     """
 
-    def __init__(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, axis: Axis) -> None:
+    def __init__(
+        self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: UnitGroups
+    ) -> None:
         self.tensor = tensor
         self.shape = torch.Size(shape)
         self.dtype = dtype
-        self.axis = axis
+        self.groups = groups
 
 
 def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -43,34 +45,38 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
         PeerFailureError: rank 0 found one of these.
     """
     unit = names.handles[0][0]
-    axis, device = unit.options.groups.primary, unit.options.device
-    if axis.group is None or axis.size == 1:
+    groups, device = unit.options.groups, unit.options.device
+    if groups.num_ranks == 1:
         return dict(given or {})
+    is_first = not any(axis.rank for axis in groups.axes)
     error: Exception | None = None
     payload = b""
-    if axis.rank == 0:
+    if is_first:
         try:
             payload = json.dumps({"given": _described(given)}).encode()
         except Exception as found:
             error = found
             payload = json.dumps({"error": f"{type(found).__name__}: {found}"}).encode()
-    described = json.loads(exchange_bytes(payload, axis.group, device)[0])
+    for axis in groups.axes:
+        if axis.group is not None:
+            payload = exchange_bytes(payload, axis.group, device)[0]
+    described = json.loads(payload)
     if error is not None:
         raise error
     if "error" in described:
         raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
     state = {
         name: {
-            key: _decoded(value, None if given is None or axis.rank else given["state"][name][key], axis)
+            key: _decoded(value, given["state"][name][key] if given is not None and is_first else None, groups)
             for key, value in row.items()
         }
         for name, row in described["given"]["state"].items()
     }
-    groups = [
-        {key: _decoded(value, None, axis) for key, value in group.items()}
+    settings = [
+        {key: _decoded(value, None, groups) for key, value in group.items()}
         for group in described["given"]["param_groups"]
     ]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": settings}
 
 
 def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -104,14 +110,14 @@ def _encoded(value: Any, what: str, *, whole: bool = False) -> list[Any]:
     )
 
 
-def _decoded(encoded: list[Any], own: torch.Tensor | None, axis: Axis) -> Any:
+def _decoded(encoded: list[Any], own: torch.Tensor | None, groups: UnitGroups) -> Any:
     kind, *rest = encoded
     if kind == "value":
         return rest[0]
     if kind in ("list", "tuple"):
-        values = [_decoded(entry, None, axis) for entry in rest[0]]
+        values = [_decoded(entry, None, groups) for entry in rest[0]]
         return values if kind == "list" else tuple(values)
     dtype = dtype_named(rest[0])
     if kind == "scalar":
         return torch.tensor(rest[1], dtype=dtype)
-    return FromRankZero(own, tuple(rest[1]), dtype, axis)
+    return FromRankZero(own, tuple(rest[1]), dtype, groups)

@@ -42,8 +42,7 @@ def save_optim_state(
         model: what the optimizer's parameters are found in.
         contents: the optimizer's.
         whole: whole tensors, else torch's types with dim-0 chunks.
-        rank0_only: with ``whole``, ranks other than 0 of their shard group send what they have and return an empty
-            dict.
+        rank0_only: with ``whole``, ranks other than the first of all send what they have and return an empty dict.
         offload_to_cpu: values on the CPU.
         boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then, but for
             the states of handlers.
@@ -61,7 +60,7 @@ def save_optim_state(
     alone = boxes and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     to_zero = whole and rank0_only
-    keep = not to_zero or all(unit.options.groups.primary.rank == 0 for unit, _, _ in names.handles)
+    keep = not to_zero or all(axis.rank == 0 for unit, _, _ in names.handles for axis in unit.options.groups.axes)
     with torch.no_grad():
         if boxes:
             values = _boxed_values(names, states, offload=offload_to_cpu)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,7 @@ from fsdp_flat.comm import Axis, digest_of, dtype_named, exchange_bytes, exchang
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.handlers import refuse_split
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_scalar
+from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_elsewhere, is_scalar
 from fsdp_flat.runtime import Unit
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]
@@ -55,7 +57,8 @@ def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHan
         num = len(handle.layout.slots)
         states = HandleStates(handled=[{} for _ in range(num)], plain=[{} for _ in range(num)])
         for param in handle.views.visible_params():
-            if param in held and param in contents.state:
+            # States for no elements are never updated (a count of steps, for one): those of other ranks are right.
+            if param in held and param in contents.state and not is_elsewhere(param, handle):
                 _read(states, names, unit, handle, param, contents.state[param])
         found[handle] = states
     return found
@@ -144,14 +147,7 @@ def _describe(states: HandleStates) -> dict[str, Any]:
             name: [None if piece is None else str(piece.dtype) for piece in row] for name, row in states.pieces.items()
         },
         "handled": [list(row) for row in states.handled],
-        "plain": [
-            {
-                name: [str(value.dtype), value.item()] if isinstance(value, torch.Tensor) else ["", value]
-                for name, value in sorted(row.items())
-                if isinstance(value, (torch.Tensor, int, float, str, bool, type(None)))
-            }
-            for row in states.plain
-        ],
+        "plain": [{name: _plain_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
     }
 
 
@@ -172,6 +168,22 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
         for name in others:
             mine.setdefault(name, None)
     for own_row, other in zip(states.plain, described["plain"], strict=True):
-        for name, (dtype_name, value) in other.items():
+        for name, text in other.items():
             if name not in own_row:
-                own_row[name] = torch.tensor(value, dtype=dtype_named(dtype_name)) if dtype_name else value
+                own_row[name] = _plain_from_text(text)
+
+
+def _plain_to_text(value: Any) -> list[Any]:
+    """A plain state as JSON, the same on every rank for the same value; pickled where JSON has no such type."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.item()]
+    if type(value) in (int, float, str, bool, type(None)):
+        return ["", value]
+    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+
+
+def _plain_from_text(text: list[Any]) -> Any:
+    kind, value = text
+    if kind == "pickle":
+        return pickle.loads(base64.b64decode(value))
+    return torch.tensor(value, dtype=dtype_named(kind)) if kind else value

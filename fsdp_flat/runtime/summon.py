@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from fsdp_flat.comm import exchange_ints
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.schedule import Schedule
@@ -137,6 +138,7 @@ def summon_full_params(
                 stack.enter_context(_whole_grads(unit, writeback=writeback))
             elif with_grads:
                 unit.gather_whole(_shard_grad)
+                _has_grads(unit)
             if writeback:
                 stack.enter_context(_written_back(unit, whole))
             stack.enter_context(unit.in_phase(Phase.SUMMONED))
@@ -178,12 +180,24 @@ def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
     return handle.views.shard_grad()
 
 
+def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
+    """For each parameter whether any rank of the shard group has a gradient; a rank without elements of it has none."""
+    flags = [handle.views.has_grads() for handle in unit.handles]
+    group = unit.options.groups.shard.group
+    if group is not None and unit.options.use_orig_params:
+        rows = exchange_ints([int(flag) for row in flags for flag in row], group, unit.options.device)
+        anywhere = iter([any(column) for column in zip(*rows, strict=True)])
+        flags = [[next(anywhere) for _ in row] for row in flags]
+    return dict(zip(unit.handles, flags, strict=True))
+
+
 @contextmanager
 def _whole_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     shards = {handle: _shard_grad(handle) for handle in unit.handles}
     wholes = unit.gather_whole(shards.__getitem__)
+    there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.views.show_whole_grads(whole)
+        handle.views.show_whole_grads(whole, there[handle])
     try:
         yield
     finally:

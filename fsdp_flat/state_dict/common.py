@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.overrides import is_tensor_like
 
-from fsdp_flat.comm import Axis
+from fsdp_flat.comm import Axis, meet
 from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
@@ -48,14 +48,26 @@ class LoadReport:
         errors: one line per value that does not fit, likewise.
         writes: to be done if everything fits.
         chunks: this rank's chunks that go to every rank's pieces, with their names.
-        meets: units whose ranks exchange chunks.
+        units: units that take chunks as well as whole tensors.
+        has_chunks, has_own: some value for them is a chunk; is one that this rank needs no other for.
     """
 
     missing: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     writes: list[Callable[[], object]] = field(default_factory=list)
     chunks: list[tuple[str, Row, torch.Tensor]] = field(default_factory=list)
-    meets: list[Unit] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
+    has_chunks: bool = False
+    has_own: bool = False
+
+    @property
+    def meets(self) -> list[Unit]:
+        """Units whose ranks exchange chunks; none where all values are whole, which each rank may load by itself."""
+        if self.has_chunks:
+            return self.units
+        # Nothing was given here. What other ranks were given in the form that is set are chunks.
+        is_sharded = any(unit.options.groups.shard.size > 1 for unit in self.units)
+        return self.units if is_sharded and not self.has_own else []
 
     def mismatch(self, name: str, got: Any, expected: Any) -> None:
         """Note a wrong shape, in torch's words."""
@@ -93,8 +105,11 @@ def failed_anywhere(meets: list[Unit], error: FsdpFlatError | None, lines: Seque
         lines: what has to be the same on every rank.
     """
     if meets:
+        axes = axes_of(meets)
+        for axis in axes:
+            meet("load_state_dict", axis)
         try:
-            agree(lines, error, axes_of(meets), meets[0].options.device, LOADING)
+            agree(lines, error, axes, meets[0].options.device, LOADING)
         except (PeerFailureError, RankMismatchError) as found:
             return [str(found)]
         except LoadError:

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import Lanes
-from fsdp_flat.layout import FSDP_PREFIX
+from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, whole_params
 from fsdp_flat.state_dict.chunks import whole_moves
 from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, own_pieces, prepare_load, restore_buffers
@@ -52,7 +52,7 @@ def save_full(
 
     Args:
         unit: the unit.
-        config: ``rank0_only`` leaves the unit's entries out on other ranks of its shard group.
+        config: ``rank0_only`` leaves the unit's parameters and buffers out on other ranks of its shard group.
         prefix: what the names start with.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it; hooks of the wrapped modules see whole parameters.
@@ -77,7 +77,11 @@ def save_full(
                     stored = stored.cpu() if config.offload_to_cpu else stored
                     for name in present:
                         destination[name] = stored
-        restore_buffers(unit, destination, prefix)
+        if keep:
+            restore_buffers(unit, destination, prefix)
+        else:
+            for path, _ in unit.module.named_buffers(remove_duplicate=False):
+                destination.pop(prefix + clean_fqn(path), None)
     return destination
 
 

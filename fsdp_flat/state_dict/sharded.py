@@ -119,18 +119,20 @@ def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: di
 def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
     """Have one unit's pieces made of chunked tensors. Plain whole tensors are taken as well.
 
-    Every rank of the shard group must call this, with the same names.
+    Where any value of a load is chunked, every rank of the shard group must call this, with the same names.
     """
     check_idle(unit, "load_state_dict")
     given = prepare_load(unit, state_dict, prefix, report)
-    if not any(isinstance(value, BoxedTensor) for values in given.values() for value in values):
-        report.meets.append(unit)
+    if unit.handles:
+        report.units.append(unit)
     for handle, values in given.items():
         pieces = [handle.flat_param.data[piece.in_shard.to_slice()] for piece in handle.views.pieces]
         for index, value in enumerate(values):
             if value is None:
                 continue
             name = prefix + handle.layout.slots[index].fqn
+            report.has_chunks = report.has_chunks or is_chunked(value)
+            report.has_own = report.has_own or not is_chunked(value)
             if isinstance(value, BoxedTensor):
                 _load_boxes(handle, index, value, prefix, pieces[index], report)
             elif is_chunked(value):

@@ -13,7 +13,7 @@ from fsdp_flat import FullOptimStateDictConfig
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
 from tests.optim_state.factored import factored, merge_rows, split_rows
-from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, save, train
+from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, save, train, wrapped
 from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import batch, seeded, shard, square_loss
 
@@ -76,6 +76,31 @@ def test_rank_zero_alone_needs_the_dict_with_rank0_only(use_orig_params: bool, r
     assert_equal(save(other, other_optimizer, FULL)[1], expected)
 
 
+@KINDS
+@pytest.mark.parametrize("how", ["HYBRID_SHARD", "HYBRID_SHARD mesh"])
+@on_ranks(4)
+def test_hybrid_strategies_save_for_rank_zero_of_the_world_and_load_from_it(
+    how: str, use_orig_params: bool, rank: int
+) -> None:
+    groups = groups_of(how)
+    make = OPTIMIZERS["adamw"]
+    model, other = (wrapped(TASK, how, groups, seed=seed, use_orig_params=use_orig_params) for seed in range(2))
+    optimizer, other_optimizer = make(model.parameters()), make(other.parameters())
+    for one, its in ((model, optimizer), (other, other_optimizer)):
+        train(one, its, TASK, range(1))
+    expected = save(model, optimizer, FULL)[1]
+    with FSDP.state_dict_type(model, FULL, None, RANK0), FSDP.state_dict_type(other, FULL, None, RANK0):
+        saved = FSDP.optim_state_dict(model, optimizer)
+        assert bool(saved) == (rank == 0)
+        loaded = FSDP.optim_state_dict_to_load(other, other_optimizer, saved or None)
+        other_optimizer.load_state_dict(loaded)
+        with pytest.raises(UsageError if rank == 0 else PeerFailureError):
+            FSDP.optim_state_dict_to_load(other, other_optimizer, None)
+    if rank == 0:
+        assert_equal(saved, expected)
+    assert_equal(save(other, other_optimizer, FULL)[1], expected)
+
+
 @on_ranks(2)
 def test_what_rank_zero_cannot_send_is_told_on_every_rank(rank: int) -> None:
     model, optimizer = pair(True)
@@ -130,9 +155,9 @@ def test_a_rank_whose_state_has_another_dtype_is_told(rank: int) -> None:
 
 
 @KINDS
-@FORMS
+@pytest.mark.parametrize("kind", [LOCAL, SHARDED], ids=["local", "sharded"])
 @on_ranks(2)
-def test_a_load_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
+def test_a_load_of_chunks_that_fails_on_one_rank_fails_on_all_and_changes_nothing(
     kind: Any, use_orig_params: bool, rank: int
 ) -> None:
     model, optimizer = pair(use_orig_params)

@@ -13,6 +13,7 @@ import torch.distributed.fsdp as peer_library
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+import fsdp_flat
 from fsdp_flat import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -95,17 +96,24 @@ def test_a_nested_wrapper_and_a_plain_parent_save_under_their_own_names(use_orig
 @BOTH
 @on_ranks(2)
 def test_rank0_only_leaves_other_ranks_with_what_is_not_managed(use_orig_params: bool, rank: int) -> None:
-    module = seeded()
-    model = shard(module, use_orig_params=use_orig_params, ignored_states=[module.last.bias])
-    with FSDP.state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True)):
-        state = model.state_dict()
     plain = dict(seeded().state_dict())
-    if rank == 0:
-        assert_equal(dict(state), plain)
-    else:
-        # FSDP1 leaves the buffers out as well, though they are no more managed than ignored parameters.
-        assert sorted(state) == ["blocks.0.shift", "blocks.1.shift", "last.bias"]
-        assert_equal(dict(state), {name: plain[name] for name in state})
+    for library, make in ((fsdp_flat, shard), (peer_library, shard_by_peer)):
+        module = seeded()
+        # A buffer of an ignored module is one of the wrapper's buffers all the same.
+        module.last.register_buffer("seen", torch.ones(2))
+        ignored = {"ignored_states": [module.last.bias]}
+        model = make(module, use_orig_params=use_orig_params, **ignored)
+        outer = nn.ModuleDict({"net": model, "norm": nn.BatchNorm1d(2, affine=False)})
+        only = library.FullStateDictConfig(rank0_only=True)
+        full = library.StateDictType.FULL_STATE_DICT
+        with peer_warnings_silenced(), library.FullyShardedDataParallel.state_dict_type(model, full, only):
+            state = outer.state_dict()
+        own = {name.removeprefix("net."): value for name, value in state.items() if name.startswith("net.")}
+        if rank == 0:
+            assert_equal(own, {**plain, "last.seen": torch.ones(2)})
+        else:
+            assert_equal(own, {"last.bias": plain["last.bias"]})
+        assert len(state) - len(own) == 3
 
 
 @on_ranks(4)
