@@ -31,7 +31,7 @@ from fsdp_flat.clipping import clip_grads
 from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.flat import FlatParameter
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fsdp_flat.life import LifeMethods
 from fsdp_flat.loading import end_load
 from fsdp_flat.optim_methods import OptimStateMethods
@@ -211,7 +211,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         """The wrapped module, seen through an activation-checkpoint wrapper."""
         wrapped = self._modules[FSDP_WRAPPED_MODULE]
         assert wrapped is not None
-        inner = wrapped._modules.get("_checkpoint_wrapped_module")
+        inner = wrapped._modules.get(CHECKPOINT_WRAPPED_MODULE)
         return wrapped if inner is None else inner
 
     def __setattr__(self, name: str, value: Any) -> None:

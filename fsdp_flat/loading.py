@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.flat import FlatParamHandle, modules_of
-from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
+from fsdp_flat.layout import clean_fqn, clean_text
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state_dict import LoadReport, failed_anywhere
 
@@ -130,7 +130,7 @@ def end_load(module: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
     # By now the wrapped modules have added theirs to the list.
-    load.errors[:] = [text.replace(FSDP_PREFIX, "") for text in load.errors]
+    load.errors[:] = map(clean_text, load.errors)
     report = load.report
     if report is not None and load.owner is module:
         load.owner = load.report = None

@@ -48,6 +48,7 @@ class OptimStateMethods(nn.Module):
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
             UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+            UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         settings = _settings(model)
         config = settings.optim_state_dict_config
@@ -133,6 +134,7 @@ class OptimStateMethods(nn.Module):
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
             UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+            UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
         return save_optim_state(model, contents_of(optim), whole=True, rank0_only=rank0_only, offload_to_cpu=True)
@@ -154,6 +156,7 @@ class OptimStateMethods(nn.Module):
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
             UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+            UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
         return save_optim_state(model, contents_of(optim), whole=False, rank0_only=False, offload_to_cpu=False)

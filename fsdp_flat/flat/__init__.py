@@ -13,6 +13,7 @@ from fsdp_flat.flat.walk import (
     Site,
     collect_params,
     held_locally,
+    inside_wrappers,
     modules_of,
     named_sites,
 )
@@ -39,6 +40,7 @@ __all__ = [
     "guise_of",
     "held_locally",
     "in_backward",
+    "inside_wrappers",
     "look_at_operations",
     "modules_of",
     "named_sites",

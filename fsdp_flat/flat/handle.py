@@ -54,7 +54,7 @@ class HandleSpec:
 
     Attributes:
         unit_name: name of the unit, for error texts.
-        module: the unit's module.
+        module: the unit's module, inside wrappers for checkpoints and compilation; it shows a flat parameter.
         rank: this rank on the shard axis.
         world_size: size of the shard axis.
         num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to it.
@@ -473,7 +473,7 @@ class FlatParamHandle:
 
         Args:
             params: the managed parameters of the copy, in the layout's order, with their places in the copied modules.
-            module: the copy of the unit's module.
+            module: the copy of the spec's module.
             flat_param: the copy of the shard, from :func:`new_flat_parameter`.
         """
         twin = copy.copy(self)

@@ -11,9 +11,9 @@ from torch import nn
 
 from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
-from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, clean_fqn, join_fqn
 
-__all__ = ["ManagedParam", "Site", "collect_params", "held_locally", "modules_of", "named_sites"]
+__all__ = ["ManagedParam", "Site", "collect_params", "held_locally", "inside_wrappers", "modules_of", "named_sites"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,6 +69,19 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
             seen.add(module)
             yield module
             ahead.extend(child for child in reversed(module._modules.values()) if child is not None)
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """The module inside wrappers for activation checkpoints, offload and compilation; ``module`` if it is none.
+
+    These wrappers move the names in state dicts one level down when they load, so a name of the unit itself has to be
+    registered where its parameters are.
+    """
+    for word in (CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE):
+        inner = module._modules.get(word)
+        if inner is not None:
+            return inside_wrappers(inner)
+    return module
 
 
 def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:

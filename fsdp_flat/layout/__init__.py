@@ -8,11 +8,22 @@ from __future__ import annotations
 from fsdp_flat.layout.boxes import Box, boxes
 from fsdp_flat.layout.chunks import Moves, chunk_cut, chunk_rows, chunk_shape, moves_between
 from fsdp_flat.layout.flat_layout import FlatLayout, ParamSlot, SlotShard, alignment_numel
-from fsdp_flat.layout.fqn import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
+from fsdp_flat.layout.fqn import (
+    CHECKPOINT_WRAPPED_MODULE,
+    COMPILED_MODULE,
+    FLAT_PARAM,
+    FSDP_PREFIX,
+    FSDP_WRAPPED_MODULE,
+    clean_fqn,
+    clean_text,
+    join_fqn,
+)
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.spread import Cut, Runs, Spread, Whole
 
 __all__ = [
+    "CHECKPOINT_WRAPPED_MODULE",
+    "COMPILED_MODULE",
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
@@ -32,6 +43,7 @@ __all__ = [
     "chunk_rows",
     "chunk_shape",
     "clean_fqn",
+    "clean_text",
     "join_fqn",
     "moves_between",
 ]

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-__all__ = ["FLAT_PARAM", "FSDP_PREFIX", "FSDP_WRAPPED_MODULE", "clean_fqn", "join_fqn"]
+import re
+
+__all__ = [
+    "CHECKPOINT_WRAPPED_MODULE",
+    "COMPILED_MODULE",
+    "FLAT_PARAM",
+    "FSDP_PREFIX",
+    "FSDP_WRAPPED_MODULE",
+    "clean_fqn",
+    "clean_text",
+    "join_fqn",
+]
 
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute under which a wrapper keeps the module that it wraps (FSDP1's name)."""
@@ -13,8 +24,14 @@ FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 FLAT_PARAM = "_flat_param"
 """The name under which a unit registers its flat parameter (FSDP1's name)."""
 
-# FSDP, torch's activation checkpoint wrapper, and torch.compile's OptimizedModule.
-_WRAPPER_COMPONENTS = frozenset({FSDP_WRAPPED_MODULE, "_checkpoint_wrapped_module", "_orig_mod"})
+CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
+"""The attribute under which torch's activation-checkpoint and offload wrappers keep their module."""
+
+COMPILED_MODULE = "_orig_mod"
+"""The attribute under which what ``torch.compile(module)`` returns keeps the module."""
+
+_WRAPPER_COMPONENTS = frozenset({FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE})
+_COMPONENTS_IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(_WRAPPER_COMPONENTS))})\.")
 
 
 def clean_fqn(name: str) -> str:
@@ -26,6 +43,15 @@ def clean_fqn(name: str) -> str:
     'block.fc.weight'
     """
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
+
+
+def clean_text(text: str) -> str:
+    """Return ``text``, an error of torch's for instance, with every dotted name in it as :func:`clean_fqn` gives it.
+
+    >>> clean_text("size mismatch for _fsdp_wrapped_module.fc._checkpoint_wrapped_module.weight: copying ...")
+    'size mismatch for fc.weight: copying ...'
+    """
+    return _COMPONENTS_IN_TEXT.sub("", text)
 
 
 def join_fqn(*parts: str) -> str:

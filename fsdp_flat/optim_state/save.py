@@ -45,19 +45,21 @@ def save_optim_state(
         rank0_only: with ``whole``, ranks other than the first of all send what they have and return an empty dict.
         offload_to_cpu: values on the CPU.
         boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then, but for
-            the states of handlers.
-        handled_once: states of handlers are whole on one rank each, in turn, and left out on the others.
+            the states of handlers or with ``handled_once``.
+        handled_once: states of handlers are whole on one rank each, in turn, and left out on the others. Ranks compare
+            which states they have.
 
     Raises:
         OptionError: the optimizer holds a parameter that is none of the model's.
         UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar, and has no handler.
+        UsageError: a rank lacks a state, which other ranks have, of elements that it holds; or other ranks did not
+            call it.
         PeerFailureError: another rank found one of these.
-        UsageError: other ranks did not call it.
     """
     names = names_of(model)
     boxes = boxes and not whole
     # A handler is registered on every rank, so all take the same way.
-    alone = boxes and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
+    alone = boxes and not handled_once and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     to_zero = whole and rank0_only
     keep = not to_zero or all(axis.rank == 0 for unit, _, _ in names.handles for axis in unit.options.groups.axes)
@@ -108,11 +110,11 @@ def _agreed_states(
         states = read_states(names, contents)
     except Exception as found:
         error = found
+    error = agree_on_states(names, states, error)
     if units:
         agree([], error, axes_of(units), units[0].options.device, _SAVING)
     elif error is not None:
         raise error
-    agree_on_states(names, states)
     return groups, states
 
 

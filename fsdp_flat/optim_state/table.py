@@ -5,21 +5,26 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.comm import Axis, digest_of, dtype_named, exchange_bytes, exchange_ints
-from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.handlers import refuse_split
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_elsewhere, is_scalar
 from fsdp_flat.runtime import Unit
+from fsdp_flat.state_dict import axes_of
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]
+
+# A unit, one of its handles, and the names of the handle's slots.
+_Member = tuple[Unit, FlatParamHandle, tuple[str, ...]]
 
 
 @dataclass(slots=True)
@@ -105,27 +110,83 @@ def _read(
                 row[index] = flat[handle.views.pieces[index].in_shard.to_slice()] if whole else flat
 
 
-def agree_on_states(names: ParamNames, states: dict[FlatParamHandle, HandleStates]) -> None:
-    """Complete what a rank lacks (an optimizer may keep no state for an empty slice) from what others have.
+def agree_on_states(
+    names: ParamNames, states: Mapping[FlatParamHandle, HandleStates], error: Exception | None
+) -> Exception | None:
+    """Complete the states of empty pieces, for which an optimizer may keep none, from those that other ranks have.
 
-    Every rank must call this. Normally all ranks have the same, and one integer is exchanged per group.
+    Every rank must call this, a rank that could not read its states too. Normally all ranks have the same, and two
+    integers are exchanged per group.
 
-    Raises:
-        OptionError: ranks hold different kinds of state.
+    Args:
+        names: the model's.
+        states: by handle, from :func:`read_states`.
+        error: the exception that stopped this rank before, or None.
+
+    Returns:
+        ``error``; else a UsageError where a rank lacks a state of elements that it holds, or an OptionError where a
+        state has several dtypes; None if all is well. A rank of another group may have found one: agree on it.
     """
     for axis, members in _by_axis(names).items():
-        for handle in members:
-            _sort(states[handle])
-        if axis.group is None or axis.size == 1:
+        assert axis.group is not None
+        device = members[0][1].spec.device
+        text = "" if error else json.dumps([_describe(states[handle]) for _, handle, _ in members])
+        rows = exchange_ints([int(error is None), digest_of(text.encode())], axis.group, device)
+        if not all(is_well for is_well, _ in rows) or len({digest for _, digest in rows}) == 1:
             continue
-        device = members[0].spec.device
-        text = json.dumps([_describe(states[handle]) for handle in members])
-        if len({row[0] for row in exchange_ints([digest_of(text.encode())], axis.group, device)}) == 1:
-            continue
-        for payload in exchange_bytes(text.encode(), axis.group, device):
-            for handle, described in zip(members, json.loads(payload), strict=True):
-                _complete(states[handle], described, handle)
-                _sort(states[handle])
+        numels = [[piece.numel for piece in handle.views.pieces] for _, handle, _ in members]
+        payloads = exchange_bytes(json.dumps([json.loads(text), numels]).encode(), axis.group, device)
+        everyone = [json.loads(payload) for payload in payloads]
+        lacking = _lacking(dist.get_process_group_ranks(axis.group), members, everyone)
+        try:
+            if lacking:
+                raise _incomplete(lacking)
+            for (_, handle, _), *described in zip(members, *(rows for rows, _ in everyone), strict=True):
+                for each in described:
+                    _complete(states[handle], each, handle)
+        except FsdpFlatError as found:
+            error = found
+    for found_states in states.values():
+        _sort(found_states)
+    return error
+
+
+def _lacking(
+    ranks: Sequence[int], members: Sequence[_Member], everyone: Sequence[tuple[list[Any], list[list[int]]]]
+) -> dict[tuple[int, str], list[str]]:
+    """By rank and names of states that it lacks, the parameters that they are of and that it has elements of."""
+    held = [[_kept_names(row) for row in described] for described, _ in everyone]
+    found: dict[tuple[int, str], list[str]] = {}
+    for at, (unit, _, fqns) in enumerate(members):
+        for index, fqn in enumerate(fqns):
+            anywhere = set().union(*(of_rank[at][index] for of_rank in held))
+            for rank, of_rank, (_, numels) in zip(ranks, held, everyone, strict=True):
+                missing = anywhere - of_rank[at][index]
+                if missing and numels[at][index]:
+                    where = found.setdefault((rank, ", ".join(sorted(missing))), [])
+                    where.append(f"{fqn!r} of unit {unit.name!r}")
+    return found
+
+
+def _kept_names(described: dict[str, Any]) -> list[set[str]]:
+    """For each slot the names of the states that a rank has."""
+    return [
+        {*plain, *handled, *(name for name, dtypes in described["pieces"].items() if dtypes[index] is not None)}
+        for index, (plain, handled) in enumerate(zip(described["plain"], described["handled"], strict=True))
+    ]
+
+
+def _incomplete(lacking: Mapping[tuple[int, str], list[str]]) -> UsageError:
+    told = "; ".join(
+        f"rank {rank} lacks {states} of {', '.join(params[:12])}"
+        + (f" and {len(params) - 12} more" if len(params) > 12 else "")
+        for (rank, states), params in lacking.items()
+    )
+    return UsageError(
+        f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the states "
+        "of parameters that it has no elements of, and no others: build the optimizer from the same parameters on "
+        "every rank, and step it on every rank or on none."
+    )
 
 
 def _sort(states: HandleStates) -> None:
@@ -134,10 +195,12 @@ def _sort(states: HandleStates) -> None:
     states.handled = [{name: row[name] for name in sorted(row)} for row in states.handled]
 
 
-def _by_axis(names: ParamNames) -> dict[Axis, list[FlatParamHandle]]:
-    found: dict[Axis, list[FlatParamHandle]] = {}
-    for unit, handle, _ in names.handles:
-        found.setdefault(unit.options.groups.shard, []).append(handle)
+def _by_axis(names: ParamNames) -> dict[Axis, list[_Member]]:
+    """By axis over which states have to be of the same kinds, the members that its ranks share."""
+    found: dict[Axis, list[_Member]] = {}
+    for member in names.handles:
+        for axis in axes_of([member[0]]):
+            found.setdefault(axis, []).append(member)
     return found
 
 

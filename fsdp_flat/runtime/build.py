@@ -17,6 +17,7 @@ from fsdp_flat.flat import (
     guise_if_dtensor,
     guise_of,
     held_locally,
+    inside_wrappers,
     named_sites,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn
@@ -136,7 +137,7 @@ def _spec(
     device = group[0].param.device
     return HandleSpec(
         unit_name=name,
-        module=module,
+        module=inside_wrappers(module),
         rank=shard.rank,
         world_size=shard.size,
         num_ranks=options.groups.num_ranks,
@@ -159,7 +160,7 @@ def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owne
         for entry in handle.views.params
         for site in entry.sites
     }
-    below.update((id(unit.module), FLAT_PARAM) for unit in nested)
+    below.update((id(handle.spec.module), FLAT_PARAM) for unit in nested for handle in unit.handles)
     params = collect_params(
         module,
         unit_name=name,

@@ -7,9 +7,11 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from fsdp_flat.layout import COMPILED_MODULE
+
 __all__ = ["hide_compiled_name", "show_compiled_name"]
 
-_WORD = "_orig_mod."
+_WORD = COMPILED_MODULE + "."
 
 
 def hide_compiled_name(module: nn.Module) -> None:

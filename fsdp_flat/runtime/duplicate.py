@@ -57,7 +57,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     finally:
         if outermost:
             del memo[_COPYING]
-    handles = [_copy_handle(handle, module, memo) for handle in unit.handles]
+    handles = [_copy_handle(handle, memo) for handle in unit.handles]
     ignored = Ignored(
         frozenset(memo.get(id(child), child) for child in unit.ignored.modules),
         frozenset(memo.get(id(param), param) for param in unit.ignored.params),
@@ -92,7 +92,7 @@ def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
             memo[id(entry.param)]._fsdp_flattened = marks["_fsdp_flattened"]
 
 
-def _copy_handle(handle: FlatParamHandle, module: nn.Module, memo: dict[Any, Any]) -> FlatParamHandle:
+def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHandle:
     params = [
         replace(
             entry,
@@ -101,7 +101,7 @@ def _copy_handle(handle: FlatParamHandle, module: nn.Module, memo: dict[Any, Any
         )
         for entry in handle.views.params
     ]
-    return handle.copy_to(params, module, memo[id(handle.flat_param)])
+    return handle.copy_to(params, copy.deepcopy(handle.spec.module, memo), memo[id(handle.flat_param)])
 
 
 def _check_complete(unit: Unit) -> None:

@@ -223,6 +223,6 @@ def finish_load(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:
                 param = site.module._parameters.get(site.name)
                 if param is not None:
                     state_dict[inner + site.fqn] = param
-    flat = unit.module._parameters.get(FLAT_PARAM)
-    if flat is not None:
-        state_dict[inner + FLAT_PARAM] = flat
+        flat = handle.spec.module._parameters.get(FLAT_PARAM)
+        if flat is not None:
+            state_dict[inner + FLAT_PARAM] = flat
