@@ -11,6 +11,7 @@ from torch.utils import _foreach_utils
 
 __all__ = [
     "in_backward",
+    "is_in_a_graph",
     "look_at_operations",
     "node_will_run",
     "refuse_steps_on",
@@ -37,6 +38,11 @@ def node_will_run(node: Any) -> bool:
     ``register_multi_grad_hook`` asks the same question by the same name.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_in_a_graph(leaf: torch.Tensor) -> bool:
+    """Whether somebody holds an autograd graph that gives ``leaf`` a gradient: its accumulator holds the leaf too."""
+    return bool(leaf._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
+from fsdp_flat.flat._torch import is_in_a_graph
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.guards import unguarded
@@ -270,6 +271,11 @@ class FlatParamHandle:
     def is_trainable(self) -> bool:
         """Whether any parameter here is to get a gradient."""
         return self._num_trainable > 0
+
+    @property
+    def is_in_a_graph(self) -> bool:
+        """Whether somebody holds an autograd graph through which gradients can still come."""
+        return any(leaf.requires_grad and is_in_a_graph(leaf) for leaf in self.views.leaves)
 
     def show_full(self) -> None:
         """Point the modules at the leaves, which follow what the user set ``requires_grad`` to."""
