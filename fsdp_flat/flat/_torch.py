@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch.utils import _foreach_utils
 
 __all__ = [
     "in_backward",
+    "is_in_a_graph",
     "look_at_operations",
+    "look_before_first_steps",
     "node_will_run",
     "refuse_steps_on",
     "swap_memory",
@@ -21,6 +24,9 @@ __all__ = [
 # By class that torch knows, its look at operations; what is registered with torch is so for the whole process.
 _functions: dict[Any, Any] = {}
 _refused: set[Any] = set()
+_looks: list[Callable[[torch.optim.Optimizer], None]] = []
+# By identity, optimizers that were looked at and have not loaded a state dict since.
+_looked_at: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
 # Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
@@ -37,6 +43,11 @@ def node_will_run(node: Any) -> bool:
     ``register_multi_grad_hook`` asks the same question by the same name.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_in_a_graph(leaf: torch.Tensor) -> bool:
+    """Whether somebody holds an autograd graph that gives ``leaf`` a gradient: its accumulator holds the leaf too."""
+    return bool(leaf._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
@@ -60,6 +71,35 @@ def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
         torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
         torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
     return True
+
+
+def look_before_first_steps(look: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Calls ``look`` before the next step of each optimizer, and before the first one after a load of its state.
+
+    The hook that torch offers for this is for all optimizers of the process.
+    """
+    if look not in _looks:
+        _looks.append(look)
+        if len(_looks) == 1:
+            torch_optimizer.register_optimizer_step_pre_hook(_before_step)
+    _looked_at.clear()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    known = _looked_at.get(id(optimizer))
+    if known is not None and known() is optimizer:
+        return
+    for look in _looks:
+        look(optimizer)
+    key = id(optimizer)
+    # Another optimizer may get the identity of one that is gone, so an entry goes with it.
+    _looked_at[key] = weakref.ref(optimizer, lambda _: _looked_at.pop(key, None))
+    if _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
+        optimizer.register_load_state_dict_post_hook(_loaded)
+
+
+def _loaded(optimizer: torch.optim.Optimizer) -> None:
+    _looked_at.pop(id(optimizer), None)
 
 
 def refuse_steps_on(kind: type[torch.Tensor]) -> None:

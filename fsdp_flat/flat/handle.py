@@ -16,10 +16,12 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
+from fsdp_flat.flat._torch import is_in_a_graph, look_before_first_steps
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.guise import PLAIN
+from fsdp_flat.flat.optimizers import check_optimizer
 from fsdp_flat.flat.orig_views import OrigViews
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool, PartialGrad
 from fsdp_flat.flat.untraced import untraced
@@ -114,6 +116,7 @@ class FlatParamHandle:
             tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
         )
         self.on_landed: Callable[[], None] = lambda: None
+        look_before_first_steps(check_optimizer)
         self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
         self.generation = 0
         self.pool = MemoryPool()
@@ -270,6 +273,11 @@ class FlatParamHandle:
     def is_trainable(self) -> bool:
         """Whether any parameter here is to get a gradient."""
         return self._num_trainable > 0
+
+    @property
+    def is_in_a_graph(self) -> bool:
+        """Whether somebody holds an autograd graph through which gradients can still come."""
+        return any(leaf.requires_grad and is_in_a_graph(leaf) for leaf in self.views.leaves)
 
     def show_full(self) -> None:
         """Point the modules at the leaves, which follow what the user set ``requires_grad`` to."""

@@ -214,10 +214,18 @@ class _Forward:
 
     @untraced
     def leave(self, output: Any) -> None:
-        """Hooks the outputs and frees the parameters, or keeps them for backward."""
+        """Hooks the outputs and frees the parameters, or keeps them for backward.
+
+        A backward may come to a forward none of whose outputs was found, if its graph is alive all the same: they are
+        in a generator, or in a place outside of the model.
+        """
         for gated in self._gated:
             gated.follow_changes()
-        self._close(_hook_outputs(self._record, output, always=self._outermost))
+        if _hook_outputs(self._record, output, always=self._outermost):
+            self._close(True)
+        else:
+            hidden = torch.is_grad_enabled() and any(handle.is_in_a_graph for handle in self._unit.handles)
+            self._close(hidden, open_ended=hidden)
 
     def leave_open(self) -> None:
         """Keeps the parameters for whatever backward follows: there is no output to hook."""

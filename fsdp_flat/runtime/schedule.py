@@ -22,6 +22,7 @@ from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import UnitGroups, profiled
+from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import FlatParamHandle, in_backward, look_at_operations, untraced
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.agreement import Words, agree
@@ -341,6 +342,13 @@ class Schedule(CommContext):
         """Notes that a parameter of a unit has got its gradient."""
         if unit.phase is not Phase.BACKWARD:
             # No output of the unit was on the way here: a parameter, or a tensor that the unit kept, was used directly.
+            if not (unit.is_sharded or unit.is_unsharded):
+                raise UsageError(
+                    f"A backward came to the parameters of unit {unit.name!r} while they were being gathered: the loss "
+                    "is made of a tensor that the unit's forward put somewhere and that is not among its outputs, so "
+                    "its gradients may be wrong. Return that tensor from the forward too, or compute it inside "
+                    "fsdp_flat.unshard_for(model)."
+                )
             self._in_backward()
             unit.phase = Phase.BACKWARD
         self._num_landed += 1

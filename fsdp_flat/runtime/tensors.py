@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import types
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -13,39 +16,69 @@ __all__ = ["StoredTensors", "differentiable_tensors", "map_tensors"]
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value`` that requires a gradient, through lists, tuples, dicts, dataclasses and objects.
+    """Every tensor in ``value`` that requires a gradient, through containers, iterators over them and objects.
 
-    An object of a class that is none of these is searched through its attributes, so that outputs in a
-    caller's own result class are found as well.
+    An object of a class that is no container is searched through its attributes and slots, so that outputs in a
+    caller's own result class are found as well; a function through the variables that it closes over. No iterator
+    is advanced.
     """
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     found: list[torch.Tensor] = []
-    _collect(value, found, set())
+    _collect(value, found, {})
     return found
 
 
+_EMPTY_CELL = types.CellType()
 _LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Iterators whose ``__reduce__`` names what they iterate over.
+_ITERABLES: tuple[Any, ...] = ([], (), set(), {}, {}.values(), {}.items())
+_REVERSIBLES: tuple[Any, ...] = ([], {}, {}.values(), {}.items())
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter(each)) for each in _ITERABLES),
+    *(type(reversed(each)) for each in _REVERSIBLES),
+    *(reversed, zip, map, filter, enumerate),
+)
 
 
-def _collect(value: Any, found: list[torch.Tensor], seen: set[int]) -> None:
+def _collect(value: Any, found: list[torch.Tensor], seen: dict[int, Any]) -> None:
     if isinstance(value, torch.Tensor):
         if value.requires_grad:
             found.append(value)
         return
-    if isinstance(value, _LEAVES) or callable(value) or id(value) in seen:
+    if isinstance(value, _LEAVES) or id(value) in seen or (callable(value) and not isinstance(value, _FUNCTIONS)):
         return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        children: Any = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        children = value
-    elif dataclasses.is_dataclass(value):
-        children = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
-    else:
-        children = getattr(value, "__dict__", {}).values()
-    for child in list(children):
+    # Held, lest something made on the way gets the identity of something that is gone.
+    seen[id(value)] = value
+    for child in list(_children(value)):
         _collect(child, found, seen)
+
+
+def _children(value: Any) -> Iterable[Any]:
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return value
+    if isinstance(value, _ITERATORS):
+        return value.__reduce__()[1:]
+    if isinstance(value, types.FunctionType):
+        closed_over = [cell for cell in value.__closure__ or () if cell != _EMPTY_CELL]
+        return [*(cell.cell_contents for cell in closed_over), *(value.__defaults__ or ())]
+    if isinstance(value, types.MethodType):
+        return (value.__self__, value.__func__)
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    attributes = getattr(value, "__dict__", {}).values()
+    return [*attributes, *(getattr(value, name, None) for name in slots)] if slots else attributes
+
+
+def _slots_of(kind: type) -> list[str]:
+    """Names of the slots that ``kind`` itself declares in Python."""
+    if "__slots__" not in kind.__dict__:
+        return []
+    return [name for name, member in kind.__dict__.items() if isinstance(member, types.MemberDescriptorType)]
 
 
 class StoredTensors:

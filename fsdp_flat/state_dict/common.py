@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.overrides import is_tensor_like
 
 from fsdp_flat.comm import Axis, meet
@@ -31,6 +33,8 @@ __all__ = [
     "put",
     "restore_buffers",
 ]
+
+_FLAT_NAME = re.compile(rf"{FLAT_PARAM}(_\d+)?")
 
 LOADING = Words(
     "loading a state dict",
@@ -160,9 +164,16 @@ def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> Non
 
 
 def prepare_load(
-    unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport
+    unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport, *, loads_flats: bool = False
 ) -> dict[FlatParamHandle, list[Any]]:
     """Take this unit's entries out of ``state_dict`` and rename the rest for the wrapped module.
+
+    Args:
+        unit: the unit.
+        state_dict: what is loaded; changed.
+        prefix: of the unit's names in it.
+        report: gets what is missing and what is wrong.
+        loads_flats: the caller takes flat parameters; without it they are an error.
 
     Returns:
         By handle, for each slot the value found under any of its names, or None.
@@ -179,6 +190,17 @@ def prepare_load(
             name = key[len(prefix) :]
             # Wrapper words are no part of names here; FSDP1 leaves that of torch.compile in what it saves.
             state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
+    flats = [key for key in state_dict if _FLAT_NAME.fullmatch(key, len(inner)) and key.startswith(inner)]
+    if flats and unit.handles and not loads_flats:
+        for key in flats:
+            del state_dict[key]
+        flat = prefix + flats[0].removeprefix(inner)
+        report.errors.append(
+            f"{flat}: an entry of a LOCAL_STATE_DICT, which is loaded as it was saved: inside "
+            "FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), with the wrapping and number of ranks that "
+            f"wrote it. This load of unit {unit.name!r} expects entries by parameter names, "
+            f"{prefix + unit.handles[0].layout.slots[0].fqn!r} the first."
+        )
     taken: dict[FlatParamHandle, list[Any]] = {}
     for handle in unit.handles:
         values = []
@@ -186,7 +208,8 @@ def prepare_load(
         own = {id(param) for param in handle.views.visible_params()}
         for entry in handle.views.params:
             given = [(site, state_dict.pop(inner + site.fqn, None)) for site in entry.sites]
-            report.missing.extend(prefix + site.fqn for site, value in given if value is None)
+            if not flats:
+                report.missing.extend(prefix + site.fqn for site, value in given if value is None)
             values.append(next((value for _, value in given if value is not None and id(value) not in own), None))
         taken[handle] = values
     return taken
@@ -198,6 +221,12 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
     name = prefix + slot.fqn
     if not is_tensor_like(value):
         report.errors.append(f'While copying the parameter named "{name}", expected a tensor, but got {type(value)}.')
+        return
+    if isinstance(value, ShardedTensor):
+        report.errors.append(
+            f"{name}: a sharded tensor, where this load of unit {unit.name!r} expects a whole one. Load a "
+            "SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+        )
         return
     guise = handle.views.params[index].guise
     shape = guise.whole_shape(slot.shape)

@@ -78,7 +78,7 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
         for name in [prefix + flat_key(unit, handle)]
     }
     quiet = LoadReport()
-    given = prepare_load(unit, state_dict, prefix, quiet)
+    given = prepare_load(unit, state_dict, prefix, quiet, loads_flats=True)
     # The parameters' own names are not there to be missed, but what has to be done before any write is the same.
     report.writes.extend(quiet.writes)
     rank = unit.options.groups.shard.rank
@@ -88,6 +88,12 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
             if unit.options.groups.shard.size == 1 and all(entry is not None for entry in given[handle]):
                 for index, entry in enumerate(given[handle]):
                     copy_whole(unit, handle, index, entry, prefix, report)
+            elif any(entry is not None for entry in given[handle]):
+                report.errors.append(
+                    f"{name}: this load is of a LOCAL_STATE_DICT, and the state dict has entries by parameter names "
+                    f"for unit {unit.name!r}: it is a FULL_STATE_DICT or a SHARDED_STATE_DICT. Load it inside "
+                    "FSDP.state_dict_type(model, ...) with the type that it was saved with."
+                )
             else:
                 report.missing.append(name)
             continue

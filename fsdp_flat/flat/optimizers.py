@@ -1,0 +1,74 @@
+"""A look at each optimizer before its first step over parameters of a unit."""
+
+from __future__ import annotations
+
+import torch
+from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat.flat_param import FlatParameter
+from fsdp_flat.flat.walk import FlattenedBy
+
+__all__ = ["check_optimizer"]
+
+_ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
+# In lower case, parts of the names of classes whose update of an element depends on the rest of its parameter.
+_WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Checks that an optimizer can work on slices, and that its states are of slices.
+
+    An optimizer that was made for slices says so: ``optimizer.works_on_slices = True``.
+
+    Raises:
+        UsageError: it is one that needs whole parameters, or it has states of whole parameters.
+    """
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    needs_whole = any(part in kind for kind in kinds for part in _WHOLE_PARAMETERS)
+    works_on_slices = getattr(optimizer, "works_on_slices", False)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if not getattr(param, "_fsdp_flattened", False):
+                continue
+            if needs_whole and not works_on_slices:
+                _check_whole(optimizer, param)
+            for name, state in optimizer.state.get(param, {}).items():
+                if isinstance(state, torch.Tensor) and state.dim() > 0 and state.shape != param.shape:
+                    _check_state(optimizer, param, name, state)
+
+
+def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
+    if tuple(param.shape) == _whole_shape(param):
+        return
+    kind = type(optimizer).__name__
+    raise UsageError(
+        f"{kind} computes with whole parameters, and it was given {_described(param)}. On slices {kind} would be "
+        "another algorithm. Give it parameters that no unit shards (ignored_states, or NO_SHARD with "
+        "use_orig_params=True), use an optimizer that works element by element, or set optimizer.works_on_slices = "
+        "True if this one takes slices into account."
+    )
+
+
+def _check_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str, state: torch.Tensor) -> None:
+    if tuple(state.shape) == _whole_shape(param) or isinstance(optimizer, _ELEMENTWISE):
+        raise UsageError(
+            f"{type(optimizer).__name__} has a state {name!r} of shape {tuple(state.shape)} for {_described(param)}: "
+            "it is from before wrapping, or was loaded as it is from an optimizer of the unwrapped model. Build the "
+            "optimizer after wrapping, and load states by FSDP.optim_state_dict_to_load(model, optimizer, state_dict), "
+            "keyed by names (FSDP.rekey_optim_state_dict)."
+        )
+
+
+def _whole_shape(param: torch.Tensor) -> tuple[int, ...] | None:
+    """The shape that a parameter has where it is gathered; None for a flat parameter, which is always flat."""
+    owner = getattr(param, "_fsdp_flattened", None)
+    return tuple(owner.shape) if isinstance(owner, FlattenedBy) else None
+
+
+def _described(param: torch.Tensor) -> str:
+    if isinstance(param, FlatParameter):
+        return f"a flat parameter, of which this rank holds {param.numel()} elements"
+    owner = getattr(param, "_fsdp_flattened", None)
+    name = owner.describe() if isinstance(owner, FlattenedBy) else "a parameter"
+    return f"{name}, of which this rank holds {param.numel()} elements in one dimension"

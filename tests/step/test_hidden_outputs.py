@@ -1,0 +1,131 @@
+"""Outputs of a forward that are hard to find: closures, ``__slots__``, iterators, places outside of the model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat.errors import UsageError
+from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.step.pairs import KINDS, WIDTH, Pair, wrapped
+from tests.support import on_ranks
+
+_shelf: list[torch.Tensor] = []
+
+
+class _Slotted:
+    __slots__ = ("_held", "missing")
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self._held = held
+
+    def open(self) -> torch.Tensor:
+        return self._held
+
+
+class _BothWays(_Slotted):
+    """Attributes of its own beside inherited slots."""
+
+    def __init__(self, held: torch.Tensor) -> None:
+        super().__init__(held)
+        self.note = "none"
+
+
+def _on_the_shelf(y: torch.Tensor) -> None:
+    _shelf.append(y)
+
+
+def _later(y: torch.Tensor) -> Iterator[torch.Tensor]:
+    yield y
+
+
+def _identity(y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
+# How a module hands its output over, and how the caller gets at it.
+WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]] = {
+    "a closure": (lambda y: lambda: y, lambda out: out()),
+    "a partial": (lambda y: functools.partial(_identity, y), lambda out: out()),
+    "a default argument": (lambda y: lambda z=y: z, lambda out: out()),
+    "a bound method": (lambda y: _Slotted(y).open, lambda out: out()),
+    "slots": (_Slotted, lambda out: out.open()),
+    "slots and attributes": (_BothWays, lambda out: out.open()),
+    "an iterator": (lambda y: iter([y]), next),
+    "an iterator of values": (lambda y: iter({"y": y}.values()), next),
+    "zip": (lambda y: zip([y], [0], strict=True), lambda out: next(out)[0]),
+    "a generator": (_later, next),
+    "a list elsewhere": (_on_the_shelf, lambda _: _shelf.pop()),
+}
+
+
+class Giver(nn.Module):
+    """Two layers, whose weights both are needed in backward, and an output that is handed over in some way."""
+
+    def __init__(self, give: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.give = give
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.give(self.down(torch.tanh(self.up(x))))
+
+
+class Taker(nn.Module):
+    """Layers around a :class:`Giver`, in a unit of their own."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        give, self.take = WAYS[way]
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.giver = Giver(give)
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.take(self.giver(self.first(x))))
+
+
+@KINDS
+@on_ranks(2)
+def test_outputs_wherever_they_are_train_as_the_replica(use_orig_params: bool) -> None:
+    for way, (give, take) in WAYS.items():
+        policy = ModuleWrapPolicy({Giver})
+        inside = Pair.of(Taker(way), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+        inside.train(num_steps=2)
+        outermost = Pair.of(Giver(give), wrap=wrapped, use_orig_params=use_orig_params)
+        outermost.train(lambda model, x, _, take=take: take(model(x)).pow(2).mean(), num_steps=2)
+        assert not _shelf
+
+
+class Bypassed(nn.Module):
+    """The loss is made of what the inner unit kept elsewhere, and none of what it returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.giver = Giver(lambda y: (_on_the_shelf(y), y * 2)[1])
+        self.last = Giver(_identity)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.giver(self.first(x))
+        return self.last(out.detach())
+
+
+@KINDS
+@on_ranks(2)
+def test_a_loss_around_the_outputs_of_a_unit_raises_with_its_name_while_it_is_gathered(use_orig_params: bool) -> None:
+    policy = ModuleWrapPolicy({Giver})
+    pair = Pair.of(Bypassed(), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    out = pair.model(torch.randn(3, WIDTH, dtype=torch.float64))
+    with pytest.raises(UsageError, match=r"unit 'giver'.*not among.*output"):
+        (out.sum() + _shelf.pop().sum()).backward()
+    # A step after it is as if nothing had been.
+    assert all(param.grad is None for param in pair.model.parameters())
+    pair.train(lambda model, x, _: model(x).pow(2).mean())
+    _shelf.clear()

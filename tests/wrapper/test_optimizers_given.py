@@ -1,0 +1,103 @@
+"""Optimizers that cannot work on slices, or whose states are of whole parameters: errors with the parameter's name."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import ShardingStrategy
+from fsdp_flat.errors import UsageError
+from tests.support import assert_equal, on_ranks
+from tests.wrapper.models import Model, batch, square_loss
+
+BUILDERS = {
+    "Adam": lambda params: torch.optim.Adam(params, lr=0.1),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    square_loss(model, batch(0)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def weights(model: nn.Module) -> list[torch.Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@on_ranks(2)
+def test_an_optimizer_with_states_from_before_wrapping_is_refused_by_name_and_changes_nothing() -> None:
+    for kind, build in BUILDERS.items():
+        module = Model()
+        optimizer = build(module.parameters())
+        if kind != "Adagrad":  # which makes its states at once
+            trained(module, optimizer)
+        model = FSDP(module, use_orig_params=True)
+        square_loss(model, batch(0)).backward()
+        before = weights(model)
+        with pytest.raises(UsageError, match=r"'first.weight' \(5, 3\) of unit 'Model'.*rank holds.*after wrapping"):
+            optimizer.step()
+        assert_equal(weights(model), before)
+        # One that has no states yet goes on working on the same parameters.
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_states_of_the_unwrapped_model_loaded_as_they_are_are_refused(use_orig_params: bool) -> None:
+    # Of one parameter, so that torch finds as many in the state dict as there are flat ones.
+    plain = nn.Linear(3, 2, bias=False)
+    model = FSDP(copy.deepcopy(plain), use_orig_params=use_orig_params)
+    given = BUILDERS["Adam"](plain.parameters())
+    plain(batch(0)).sum().backward()
+    given.step()
+    optimizer = BUILDERS["Adam"](model.parameters())
+    model(batch(0)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(given.state_dict()))
+    with pytest.raises(UsageError, match="optim_state_dict_to_load"):
+        optimizer.step()
+
+
+class Shampoo(torch.optim.SGD):
+    """By its name one that needs whole parameters."""
+
+
+class ShampooOfSlices(Shampoo):
+    """By its name one that needs whole parameters, but made for slices."""
+
+    works_on_slices = True
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, Shampoo])
+def test_an_optimizer_that_needs_whole_matrices_is_refused_on_slices(kind: Any, use_orig_params: bool) -> None:
+    model = FSDP(Model(), use_orig_params=use_orig_params)
+    square_loss(model, batch(0)).backward()
+    before = weights(model)
+    named = r"'first.weight' \(5, 3\) of unit" if use_orig_params else "a flat parameter"
+    with pytest.raises(
+        UsageError, match=rf"{kind.__name__} computes with whole parameters.*{named}.*another algorithm"
+    ):
+        kind(model.parameters(), lr=0.1).step()
+    assert_equal(weights(model), before)
+    ShampooOfSlices(model.parameters(), lr=0.1).step()
+
+
+@on_ranks(2)
+def test_an_optimizer_that_needs_whole_matrices_works_where_they_are_whole() -> None:
+    with pytest.warns(FutureWarning, match="NO_SHARD"):
+        model = FSDP(Model(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
+    plain = copy.deepcopy(model.module)
+    optimizers = [torch.optim.Adafactor(each.parameters(), lr=0.1) for each in (model, plain)]
+    for each, optimizer in zip((model, plain), optimizers, strict=True):
+        trained(each, optimizer)
+    assert_equal(weights(model), weights(plain))
