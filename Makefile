@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-clients gpu fuzz check fix bench bench-scale clean
+.PHONY: demo test test-clients test-versions test-newest gpu fuzz check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -16,6 +16,17 @@ test: $(INSTALLED)
 # The released accelerate, transformers, lightning and peft on fsdp_flat; they live in an environment of their own.
 test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
+
+# A selection of the tests (tests/versions/selection.py) on each torch that README names, in .venv-versions/<version>:
+# downloads up to 5 GB a version. Other ones: make test-versions VERSIONS=2.8,newest.
+VERSIONS ?= 2.8,2.11,2.13,newest
+
+test-versions:
+	$(PYTHON) -m tests.versions --versions $(VERSIONS)
+
+# A minute of tests on the newest torch; says so where it cannot be installed.
+test-newest:
+	$(PYTHON) -m tests.versions --versions newest --short --if-possible --remove
 
 # All that needs an accelerator: tests marked gpu, the stream sanitizer, benchmarks.gpu. Without one: stand-ins.
 # Other sizes or rounds of the benchmark: make gpu BENCH="--rounds 5 --layers 8".
@@ -60,5 +71,5 @@ $(INSTALLED): setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-clients .venv-versions build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find fsdp_flat tests $(wildcard examples benchmarks) -name __pycache__ -type d -prune -exec rm -rf {} +

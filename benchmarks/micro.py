@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.spec import Job, Setting
 from fsdp_flat.comm import Axis, collectives_for
+from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["NOTE", "main", "measure_routes"]
 
@@ -81,11 +82,11 @@ def _routes(numel: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
     host = collectives_for(Axis.of(dist.group.WORLD), torch.device("cpu"))
     return {
         "gather by shared memory": lambda: host.begin_all_gather(full).wait(),
-        "gather by all_gather_single": lambda: dist.all_gather_single(full, parts[rank]),
+        "gather by all_gather_single": lambda: all_gather_single(full, parts[rank]),
         "gather by broadcasts": broadcasts,
         "gather by send and receive": direct,
         "reduce by shared memory": lambda: host.begin_reduce_scatter(full).wait(),
-        "reduce by reduce_scatter_single": lambda: dist.reduce_scatter_single(sums, full),
+        "reduce by reduce_scatter_single": lambda: reduce_scatter_single(sums, full),
         "reduce by all_to_all and add": exchange,
         "reduce by send and receive, add": direct_sum,
     }

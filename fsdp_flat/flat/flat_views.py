@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.flat.guards import ShardedStandIn
 from fsdp_flat.flat.guise import PLAIN, Guise
@@ -38,7 +38,7 @@ class FlatViews(Views):
         unit_name: str,
     ) -> None:
         # The originals are let go of, so that whoever still holds one can be found.
-        originals = {index: entry.replaced or weakref.ref(entry.param) for index, entry in enumerate(params)}
+        originals = {index: entry.replaced or TensorWeakRef(entry.param) for index, entry in enumerate(params)}
         entries = [replace(entry, param=leaf) for entry, leaf in zip(params, leaves, strict=True)]
         super().__init__(entries, leaves, layout, rank, flat_param, module, unit_name)
         self._originals = originals

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
@@ -39,7 +39,7 @@ class ManagedParam:
     param: nn.Parameter
     sites: tuple[Site, ...]
     guise: Guise = PLAIN
-    replaced: weakref.ref[nn.Parameter] | None = None
+    replaced: Callable[[], nn.Parameter | None] | None = None
 
     @property
     def fqn(self) -> str:
@@ -140,7 +140,7 @@ def held_locally(entry: ManagedParam) -> ManagedParam:
     param._post_accumulate_grad_hooks = shown._post_accumulate_grad_hooks
     for site in entry.sites:
         site.module._parameters[site.name] = param
-    return replace(entry, param=param, guise=guise, replaced=weakref.ref(shown))
+    return replace(entry, param=param, guise=guise, replaced=TensorWeakRef(shown))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat import (
     FullOptimStateDictConfig,
@@ -538,11 +538,11 @@ def save_factored(path: str, background: bool) -> dict[str, Any]:
 def test_merged_states_are_read_and_split_one_after_another(tmp_path: Path, rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)
     optimizer = factored(model)
-    alive: list[weakref.ref[torch.Tensor]] = []
+    alive: list[TensorWeakRef] = []
     most = []
 
     def split(whole: torch.Tensor, shape: torch.Size, start: int, stop: int) -> torch.Tensor:
-        alive.append(weakref.ref(whole))
+        alive.append(TensorWeakRef(whole))
         most.append(sum(ref() is not None for ref in alive))
         return split_rows(whole, shape, start, stop).clone()
 

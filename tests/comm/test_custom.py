@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
+from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
 from fsdp_flat.errors import OptionError, PhaseError
 from tests.runtime.kit import Stack, Twin, batch, recorded, square_loss, whole
 from tests.support import assert_equal, on_ranks
@@ -23,11 +24,11 @@ class Plain:
 
     def gather(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
         self.num_gathers += 1
-        return dist.all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
+        return all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
 
     def reduce(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> None:
         self.num_reductions += 1
-        dist.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
+        reduce_scatter_single(output_tensor, input_tensor, op=op, group=group)
 
 
 @on_ranks(2, 4)

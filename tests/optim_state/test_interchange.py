@@ -14,7 +14,7 @@ import torch.distributed.fsdp as peer_library
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType
@@ -167,6 +167,10 @@ def test_fsdp2_and_we_read_each_others_checkpoints(use_orig_params: bool, tmp_pa
             if isinstance(child, Block):
                 fully_shard(child, mesh=mesh)
         fully_shard(model, mesh=mesh)
+        for child in model.modules():
+            if isinstance(child, FSDPModule):
+                # The mean that it asks gloo for is a sum in torch 2.8.
+                child.set_force_sum_reduction_for_comms(True)
         return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
     def first(seed: int) -> tuple[Any, Any]:

@@ -102,7 +102,11 @@ def plan(layout: str) -> dict[str, ParallelStyle]:
 
 
 def on_grid(model: nn.Module, mesh: DeviceMesh, layout: str = "tensor", **kwargs: Any) -> FSDP:
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
     parallelize_module(model, mesh["tp"], plan(layout))
+    for name, param in model.named_parameters():
+        # torch 2.8 replaces parameters by trainable ones.
+        param.requires_grad_(name not in frozen)
     kwargs.setdefault("auto_wrap_policy", LAYERS)
     return wrapped(model, device_mesh=mesh["dp"], **kwargs)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionTypeError
@@ -394,7 +394,7 @@ def test_a_load_that_an_exception_ends_keeps_nothing_and_leaves_the_dict_as_it_w
         model.load_state_dict(state)
     gc.collect()
     assert set(state._metadata) == names
-    held = [weakref.ref(value) for value in state.values()]
+    held = [TensorWeakRef(value) for value in state.values()]
     del state, plain
     gc.collect()
     assert [ref() for ref in held] == [None] * len(held)

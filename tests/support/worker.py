@@ -196,9 +196,7 @@ class FirstState:
         world.pg_map[default] = (backend, dist.PrefixStore(f"task{self._num_restores}", self._base_store))
         if "torch.distributed.tensor" in sys.modules:
             # It caches meshes, whose groups are gone, under keys that an equal new mesh would hit.
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-            _clear_sharding_prop_cache()
+            clear_sharding_cache()
 
     def _collect_garbage(self) -> None:
         gc.collect()
@@ -206,3 +204,13 @@ class FirstState:
             # Imported code stays for good: left out of later collections, which then take a millisecond.
             self._num_modules = len(sys.modules)
             gc.freeze()
+
+
+def clear_sharding_cache() -> None:
+    """Have DTensor forget the shardings that it has derived; only a private function of torch 2.9 or newer does."""
+    from torch.distributed.tensor import DTensor, debug
+
+    if hasattr(debug, "_clear_sharding_prop_cache"):
+        debug._clear_sharding_prop_cache()
+    else:
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
