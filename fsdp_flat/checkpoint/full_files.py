@@ -262,6 +262,9 @@ def load_full(
     planned: list[tuple[Entry, torch.Tensor]] = []
     read: set[str] = set()
     with ExitStack() as stack:
+        for unit in units_of(model):
+            # What is loaded goes into the buffers themselves, not into copies of another dtype.
+            stack.enter_context(unit.buffers.exact())
         try:
             source = stack.enter_context(_source(Path(path)))
             entries = entries_of(model, keep=keep)
@@ -276,15 +279,15 @@ def load_full(
         except Exception as raised:
             error = raised
         together.fail(error)
-    with torch.no_grad():
-        for unit in units_of(model):
-            unit.reshard()
-            for handle in unit.handles:
-                handle.adopt_changes()
-                handle.views.rewritten()
-        for entry, piece in planned:
-            target = entry.held()
-            target.copy_(piece.view(target.shape))
+        with torch.no_grad():
+            for unit in units_of(model):
+                unit.reshard()
+                for handle in unit.handles:
+                    handle.adopt_changes()
+                    handle.views.rewritten()
+            for entry, piece in planned:
+                target = entry.held()
+                target.copy_(piece.view(target.shape))
     return missing, unexpected
 
 

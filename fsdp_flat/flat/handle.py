@@ -23,7 +23,7 @@ from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.guise import PLAIN
 from fsdp_flat.flat.optimizers import check_optimizer
 from fsdp_flat.flat.orig_views import OrigViews
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool, PartialGrad
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool, PartialGrad, set_grad
 from fsdp_flat.flat.untraced import untraced
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
@@ -446,7 +446,7 @@ class FlatParamHandle:
         grad, self.flat_param.grad = self.flat_param.grad, None
         self.flat_param.data = converted
         if grad is not None:
-            self.flat_param.grad = fn(grad)
+            set_grad(self.flat_param, fn(grad))
         if not self._is_current(converted):
             self._rebuild(converted)
         if was_partial:

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import ShardedParameter, unguarded
 from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.storage import PartialGrad
+from fsdp_flat.flat.storage import PartialGrad, set_grad
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
@@ -112,7 +112,7 @@ class OrigViews(Views):
         self.show_shard()
         self.bind_shard()
         for sharded, grad in zip(self.sharded, stash, strict=True):
-            sharded.grad = grad
+            set_grad(sharded, grad)
 
     def _grads(self) -> list[torch.Tensor | None]:
         return [sharded.grad for sharded in self.sharded] if self._stash is None else self._stash
@@ -168,7 +168,7 @@ class OrigViews(Views):
             sharded.data = data
             # Only Module._apply changes dtype or device under a gradient; torch converts the gradient with it.
             if grad is not None and grad.shape == data.shape:
-                sharded.grad = grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad
+                set_grad(sharded, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
             if not self._is_whole:
                 ShardedParameter.guard(sharded)
         self._pointers = tuple(sharded.data_ptr() for sharded in self.sharded)

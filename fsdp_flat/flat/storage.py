@@ -12,7 +12,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import refuse_steps_on, swap_memory
 from fsdp_flat.layout import FlatLayout
 
-__all__ = ["AliasBuffer", "FlatBuffer", "GradientWindow", "MemoryPool", "PartialGrad", "UnreducedGrad"]
+__all__ = ["AliasBuffer", "FlatBuffer", "GradientWindow", "MemoryPool", "PartialGrad", "UnreducedGrad", "set_grad"]
 
 _MOST_IDLE = 2
 
@@ -201,6 +201,19 @@ class GradientWindow:
         self.num_landed = 0
 
 
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad``, also to a tensor of another dtype (``keep_low_precision_grads``)."""
+    if grad is None or grad.dtype == param.dtype:
+        param.grad = grad
+        return
+    # torch refuses a gradient of another dtype unless it comes in through ``.data``.
+    shown = torch.empty_like(param).as_subclass(type(grad))
+    shown.__dict__.update(grad.__dict__)
+    param.grad = shown
+    with torch._C.DisableTorchFunctionSubclass():
+        shown.data = grad
+
+
 class UnreducedGrad(torch.Tensor):
     """A ``.grad`` between two backwards inside ``no_sync``: this rank's own, not yet reduced over ranks.
 
@@ -279,9 +292,10 @@ class PartialGrad:
         self._before = param.grad
         # A gradient that is there is reduced, but a step must wait for what was added to it and is not.
         shown = piece.to(param.dtype) if self._before is None else self._before
-        param.grad = UnreducedGrad.of(shown, describe)
+        set_grad(param, UnreducedGrad.of(shown, describe))
+        assert param.grad is not None
         self._grad = param.grad
-        self._version = shown._version
+        self._version = self._grad._version
 
     @property
     def is_cleared(self) -> bool:
@@ -301,4 +315,4 @@ class PartialGrad:
     def withdraw(self) -> None:
         """Take back what was shown."""
         if self._param.grad is self._grad:
-            self._param.grad = self._before
+            set_grad(self._param, self._before)

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.guards import ModuleGuard
 from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.storage import PartialGrad
+from fsdp_flat.flat.storage import PartialGrad, set_grad
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
@@ -291,12 +291,8 @@ def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
     """Add a reduced gradient to what the optimizer holds. Returns whether :func:`run_grad_hooks` has to follow."""
     if param.grad is not None:
         param.grad.add_(grad)
-    elif grad.dtype == param.dtype:
-        param.grad = grad
     else:
-        # keep_low_precision_grads: torch refuses a gradient of another dtype unless it comes in through ``.data``.
-        param.grad = torch.empty_like(param)
-        param.grad.data = grad
+        set_grad(param, grad)
     return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
 
 

@@ -90,7 +90,7 @@ def build_unit(
             broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
     full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
     handles = handles_of(params, module, name, options)
-    buffers = BufferCasts(modules, options.precision.buffer_dtype)
+    buffers = BufferCasts(module, (child for _, child in modules), options.precision.buffer_dtype)
     stored = StoredTensors(child for _, child in modules)
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
     for inner in units_of(module):

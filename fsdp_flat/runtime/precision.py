@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.tensors import map_tensors
 
 __all__ = ["BufferCasts", "InputCast", "Precision", "drop_full_precision", "keep_full_precision", "precision_from"]
@@ -121,34 +124,106 @@ class InputCast:
         return cast_args, cast_kwargs
 
 
+@dataclass(slots=True, eq=False)
+class _LowBuffer:
+    """A buffer that computes in another dtype than it was registered with.
+
+    Attributes:
+        module, name: where it is registered.
+        paths: its names below the unit's module.
+        dtype: the one it was registered with.
+        exact: while it is low, the values that it was given before it was rounded; None if they are not known.
+    """
+
+    module: nn.Module
+    name: str
+    paths: tuple[str, ...]
+    dtype: torch.dtype
+    exact: torch.Tensor | None = None
+
+    def widened(self, low: torch.Tensor) -> torch.Tensor:
+        """``low`` in the original dtype; elements that are the rounded exact values still become the exact ones."""
+        wide = low.to(self.dtype)
+        if wide is low or self.exact is None or self.exact.shape != low.shape:
+            return wide
+        exact = self.exact.to(low.device)
+        return torch.where(wide == exact.to(low.dtype).to(self.dtype), exact, wide)
+
+
 class BufferCasts:
     """The buffers of one unit that compute in another dtype than they were registered with.
 
     Args:
-        modules: the unit's own modules with their names.
+        root: the unit's module.
+        modules: the unit's own modules.
         dtype: dtype of floating-point buffers in compute; None leaves them alone.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], dtype: torch.dtype | None) -> None:
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
         self._dtype = dtype
-        self._buffers: list[tuple[str, nn.Module, str, torch.dtype]] = []
-        if dtype is not None:
-            for path, module in modules:
-                for name, buffer in module._buffers.items():
-                    if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
-                        self._buffers.append((f"{path}.{name}" if path else name, module, name, buffer.dtype))
+        self._is_low = False
+        self._buffers: list[_LowBuffer] = []
+        if dtype is None:
+            return
+        # A module that is registered twice has every name of its buffers in state dicts.
+        prefixes: dict[nn.Module, list[str]] = {}
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            prefixes.setdefault(module, []).append(prefix)
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    paths = tuple(clean_fqn(join_fqn(prefix, name)) for prefix in prefixes[module])
+                    self._buffers.append(_LowBuffer(module, name, paths, buffer.dtype))
 
     def cast(self, *, full: bool) -> None:
         """Bring the buffers to the compute dtype, or with ``full`` to the one they were registered with."""
-        for _, module, name, original in self._buffers:
-            buffer = module._buffers.get(name)
-            wanted = original if full or self._dtype is None else self._dtype
-            if buffer is not None and buffer.dtype != wanted:
-                buffer.data = buffer.data.to(wanted)
+        self._is_low = not full
+        # One tensor may be registered at several places.
+        rounded: dict[torch.Tensor, torch.Tensor] = {}
+        for entry in self._buffers:
+            buffer = entry.module._buffers.get(entry.name)
+            if buffer is None or self._dtype is None:
+                continue
+            if full:
+                if buffer.dtype != entry.dtype:
+                    buffer.data = entry.widened(buffer.data)
+                entry.exact = None
+            elif buffer.dtype != self._dtype:
+                rounded[buffer] = entry.exact = buffer.data
+                buffer.data = buffer.data.to(self._dtype)
+            else:
+                entry.exact = rounded.get(buffer, entry.exact)
 
-    def originals(self) -> dict[str, torch.dtype]:
-        """Names below the unit's module and original dtypes."""
-        return {path: original for path, _, _, original in self._buffers}
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Inside the block the buffers have the dtype they were registered with, and after it that of before."""
+        was_low = self._is_low
+        self.cast(full=True)
+        try:
+            yield
+        finally:
+            self.cast(full=not was_low)
+
+    def restore(self, destination: dict[str, Any], prefix: str) -> None:
+        """Bring what a state dict has of the buffers to the dtype they were registered with."""
+        for entry in self._buffers:
+            for name in (prefix + path for path in entry.paths):
+                if name in destination:
+                    destination[name] = entry.widened(destination[name])
+
+    def remember(self, given: Mapping[str, Any], prefix: str) -> list[Callable[[], object]]:
+        """What is to be done once ``given`` was loaded into the buffers, which are rounded if they are low."""
+        found: list[Callable[[], object]] = []
+        for entry in self._buffers:
+            value = next((given[prefix + path] for path in entry.paths if prefix + path in given), None)
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                found.append(partial(self._remember, entry, value))
+        return found
+
+    def _remember(self, entry: _LowBuffer, value: torch.Tensor) -> None:
+        buffer = entry.module._buffers.get(entry.name)
+        if buffer is not None and buffer.dtype == self._dtype:
+            entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
 
 
 class _FullPrecision:

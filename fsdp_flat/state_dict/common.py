@@ -158,9 +158,7 @@ def own_piece(handle: FlatParamHandle, index: int) -> torch.Tensor:
 
 def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> None:
     """Bring buffers that compute in another dtype to the one they were registered with."""
-    for path, dtype in unit.buffers.originals().items():
-        if prefix + path in destination:
-            destination[prefix + path] = destination[prefix + path].to(dtype)
+    unit.buffers.restore(destination, prefix)
 
 
 def prepare_load(
@@ -201,6 +199,7 @@ def prepare_load(
             f"wrote it. This load of unit {unit.name!r} expects entries by parameter names, "
             f"{prefix + unit.handles[0].layout.slots[0].fqn!r} the first."
         )
+    report.writes.extend(unit.buffers.remember(state_dict, inner))
     taken: dict[FlatParamHandle, list[Any]] = {}
     for handle in unit.handles:
         values = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat import FullOptimStateDictConfig, FullStateDictConfig, LocalStateDictConfig, ShardedStateDictConfig
+from fsdp_flat import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalStateDictConfig,
+    MixedPrecision,
+    ShardedStateDictConfig,
+    save_checkpoint,
+)
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import meeting
 from fsdp_flat.comm.neighbours import shared_nbytes
@@ -27,7 +35,7 @@ from tests.runtime.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
 from tests.support.peer import PeerFSDP
-from tests.wrapper.models import Block, Tied, batch, seeded, shard, shard_by_peer, whole_state
+from tests.wrapper.models import Block, Tied, batch, seeded, shard, shard_by_peer, square_loss, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 ITEMSIZE = 4
@@ -341,3 +349,36 @@ def test_a_save_on_another_rank_alone_is_found_when_rank_zero_goes_on_to_train(k
     # Rank 0's gather waits for it, and nothing is lost.
     train(model, optimizer, TASKS["uneven"], range(1, 2))
     whole_state(model)
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2)
+def test_gradients_of_a_lower_dtype_stay_where_they_are_during_saves_and_loads(
+    strategy: str, use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    low = MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16, keep_low_precision_grads=True)
+    model = shard(seeded(), strategy, use_orig_params=use_orig_params, mixed_precision=low)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    square_loss(model, batch(rank)).backward()
+
+    def grads() -> list[torch.Tensor | None]:
+        return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
+
+    before = grads()
+    assert {grad.dtype for grad in before if grad is not None} == {torch.bfloat16}
+    for kind in (FULL, SHARDED, LOCAL):
+        load(model, optimizer, kind, save(model, optimizer, kind))
+        assert_equal(grads(), before)
+    save_checkpoint(tmp_path, model)
+    with FSDP.summon_full_params(model, with_grads=use_orig_params):
+        pass
+    assert_equal(grads(), before)
+    with model.no_sync():
+        square_loss(model, batch(rank)).backward()
+        model.state_dict()
+    square_loss(model, batch(rank)).backward()
+    for grad, first in zip(grads(), before, strict=True):
+        if grad is not None and first is not None:
+            torch.testing.assert_close(grad, 3 * first, rtol=0.05, atol=0.01)
+    model.double()

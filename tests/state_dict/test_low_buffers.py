@@ -1,0 +1,96 @@
+"""Buffers that compute in a lower dtype (``buffer_dtype``) are saved with the values that they were given."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import MixedPrecision, load_checkpoint, load_full, save_checkpoint, save_full
+from tests.state_dict.kit import FULL, LOCAL, SHARDED
+from tests.support import assert_equal, on_ranks
+from tests.wrapper.models import Block, Model, batch, seeded, shard
+
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+LOW = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
+
+
+class Aliased(Model):
+    """A block has a second name, and two modules of a unit share one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = Block()
+        self.once_more = self.again
+        self.again.register_buffer("same", self.again.shift)
+
+
+def ran(rank: int, seed: int, **options: object) -> FSDP:
+    """A model whose buffers are low, since it has run."""
+    model = shard(seeded(Aliased, seed), by_blocks=False, mixed_precision=LOW, **options)
+    model(batch(rank))
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.bfloat16}
+    return model
+
+
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    names = [name for name, _ in seeded(Aliased).named_buffers(remove_duplicate=False)]
+    return {name: value.clone() for name, value in model.state_dict().items() if name in names}
+
+
+def plain_buffers(seed: int) -> dict[str, torch.Tensor]:
+    return saved_buffers(seeded(Aliased, seed))
+
+
+@KINDS
+@on_ranks(2)
+def test_buffers_that_compute_changes_nothing_of_are_saved_and_loaded_bit_for_bit(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    model = ran(rank, 0, use_orig_params=use_orig_params)
+    other = ran(rank, 1, use_orig_params=use_orig_params)
+    for form in (FULL, SHARDED, LOCAL):
+        with FSDP.state_dict_type(model, form):
+            assert_equal(saved_buffers(model), plain_buffers(0))
+            state = model.state_dict()
+        with FSDP.state_dict_type(other, form):
+            other.load_state_dict(state)
+        assert {buffer.dtype for buffer in other.buffers()} == {torch.bfloat16}
+        for _ in range(2):
+            assert_equal(saved_buffers(other), plain_buffers(0))
+            other(batch(rank))
+        other.load_state_dict(seeded(Aliased, 1).state_dict())
+        with pytest.raises(RuntimeError, match="Missing key"):
+            other.load_state_dict({name: value + 1 for name, value in plain_buffers(0).items()})
+        assert_equal(saved_buffers(other), plain_buffers(1))
+    save_checkpoint(tmp_path / "run", model)
+    save_full(model, tmp_path / "full")
+    load_checkpoint(tmp_path / "run", other)
+    assert_equal(saved_buffers(other), plain_buffers(0))
+    other.load_state_dict(seeded(Aliased, 1).state_dict())
+    load_full(other, tmp_path / "full")
+    assert {buffer.dtype for buffer in other.buffers()} == {torch.bfloat16}
+    assert_equal(saved_buffers(other), plain_buffers(0))
+    assert_equal(saved_buffers(copy.deepcopy(other)), plain_buffers(0))
+    assert_equal(saved_buffers(fsdp_flat.unwrap(other)), plain_buffers(0))
+
+
+@on_ranks(2)
+def test_elements_that_compute_has_changed_are_saved_as_they_are_in_compute(rank: int) -> None:
+    model = ran(rank, 0)
+    low = model.module.again.shift
+    with torch.no_grad():
+        low[1] += 1
+    expected = plain_buffers(0)
+    for name in ("again.shift", "again.same", "once_more.shift", "once_more.same"):
+        expected[name][1] = low[1].float()
+    assert_equal(saved_buffers(model), expected)
+    model.module.again.shift = torch.full_like(low, 2.5)
+    for name in ("again.shift", "once_more.shift"):
+        expected[name] = torch.full_like(expected[name], 2.5)
+    assert_equal(saved_buffers(model), expected)
