@@ -135,6 +135,7 @@ class OptimStateMethods(nn.Module):
             UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
+        _warn_optim_input(optim_input)
         return save_optim_state(model, contents_of(optim), whole=True, rank0_only=rank0_only, offload_to_cpu=True)
 
     @staticmethod
@@ -181,6 +182,7 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_optim_input(optim_input)
         params = ordered_params(model, optim, optim_input)
         return load_optim_state(model, params, full_optim_state_dict)
 
@@ -232,6 +234,7 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_optim_input(optim_input)
         params = ordered_params(model, optim, optim_input)
         return load_optim_state(model, params, full_optim_state_dict, from_rank_zero=True)
 
@@ -259,6 +262,7 @@ class OptimStateMethods(nn.Module):
             OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
             PhaseError: (an AssertionError) no such key type.
         """
+        _warn_optim_input(optim_input)
         return rekey(optim_state_dict, optim_state_key_type, model, ordered_params(model, optim, optim_input))
 
 
@@ -282,3 +286,12 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
 
 def _warn_legacy(name: str, instead: str) -> None:
     warnings.warn(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+
+
+def _warn_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "optim_input is an older way to say the order of parameters; pass the optimizer as optim.",
+            FutureWarning,
+            stacklevel=3,
+        )
