@@ -71,8 +71,10 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
     dtypes = [grad.dtype for grad in grads]
     if not grads:
-        # A rank without elements of a parameter has no gradient of it, which has a dtype all the same.
-        dtypes = [param.dtype for param in managed if param.requires_grad and param.numel() == 0]
+        trainable = [param for param in managed if param.requires_grad]
+        if all(param.numel() == 0 for param in trainable):
+            # This rank has no elements of any, so no gradient, which would have a dtype all the same.
+            dtypes = [param.dtype for param in trainable]
     if not dtypes:
         warnings.warn(
             f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "

@@ -137,6 +137,7 @@ class OptimStateMethods(nn.Module):
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
+        _warn_optim_input(optim_input)
         return save_optim_state(model, contents_of(optim), whole=True, rank0_only=rank0_only, offload_to_cpu=True)
 
     @staticmethod
@@ -184,6 +185,7 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_optim_input(optim_input)
         params = ordered_params(model, optim, optim_input)
         return load_optim_state(model, params, full_optim_state_dict)
 
@@ -235,6 +237,7 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
+        _warn_optim_input(optim_input)
         params = ordered_params(model, optim, optim_input)
         return load_optim_state(model, params, full_optim_state_dict, from_rank_zero=True)
 
@@ -262,6 +265,7 @@ class OptimStateMethods(nn.Module):
             OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
             PhaseError: (an AssertionError) no such key type.
         """
+        _warn_optim_input(optim_input)
         return rekey(optim_state_dict, optim_state_key_type, model, ordered_params(model, optim, optim_input))
 
 
@@ -285,3 +289,12 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
 
 def _warn_legacy(name: str, instead: str) -> None:
     warnings.warn(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+
+
+def _warn_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "optim_input is an older way to say the order of parameters; pass the optimizer as optim.",
+            FutureWarning,
+            stacklevel=3,
+        )

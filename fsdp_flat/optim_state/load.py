@@ -57,14 +57,14 @@ def load_optim_state(
     Args:
         model: the model that the optimizer was built from.
         params: the optimizer's parameters in order.
-        given: ``{"state": {name: {...}}, "param_groups": [...]}``.
+        given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
         named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
             optimizer has.
         from_rank_zero: only the first rank of the model's groups has ``given``, in whole tensors.
         expects_chunks: where ``given`` is no optimizer state dict, other ranks have got chunks.
 
     Raises:
-        OptionError: (a ValueError) ``given`` has no ``state`` or no ``param_groups``, or positions for names.
+        OptionError: (a ValueError) ``given`` has no ``state``, or positions for names.
         LoadError: (a RuntimeError) a value does not fit its parameter.
         PeerFailureError: (a RuntimeError) another rank found one of these, where every rank calls this.
         UsageError: (a RuntimeError) other ranks did not call it, likewise.
@@ -96,7 +96,7 @@ def load_optim_state(
 
 
 def _is_state_dict(given: Any) -> bool:
-    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping) and "param_groups" in given
+    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
 
 
 def _has_chunks(given: Any) -> bool:
@@ -178,12 +178,11 @@ def _planned(
     *,
     named: bool,
 ) -> dict[str, Any]:
-    for key in ("state", "param_groups"):
-        if given is None or key not in given:
-            raise OptionError(
-                f"An optimizer state dict has 'state' and 'param_groups'; got "
-                f"{sorted(map(str, given)) if given else given!r}."
-            )
+    if not _is_state_dict(given):
+        raise OptionError(
+            "An optimizer state dict has 'state' and mostly 'param_groups'; got "
+            f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
+        )
     assert given is not None
     by_name: dict[str, dict[str, Any]] = given["state"]
     positions = [key for key in by_name if not isinstance(key, str)]
@@ -216,7 +215,8 @@ def _planned(
             "the first; they are left out.",
             stacklevel=5,
         )
-    return {"state": state, "param_groups": _groups(ids, keys, given["param_groups"])}
+    groups = given.get("param_groups")
+    return {"state": state} if groups is None else {"state": state, "param_groups": _groups(ids, keys, groups)}
 
 
 def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:

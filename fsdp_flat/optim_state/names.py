@@ -86,12 +86,12 @@ class OptimContents:
     Attributes:
         params: its parameters, in the order in which its state dict numbers them.
         state: by parameter, its states.
-        groups: its groups, with parameters.
+        groups: its groups, with parameters; None of a state dict without ``param_groups``.
     """
 
     params: tuple[nn.Parameter, ...]
     state: Mapping[nn.Parameter, Mapping[str, Any]]
-    groups: tuple[dict[str, Any], ...]
+    groups: tuple[dict[str, Any], ...] | None
 
 
 def contents_of(
@@ -120,7 +120,8 @@ def contents_of(
         return found
 
     state = {of(key): value for key, value in state_dict["state"].items()}
-    groups = tuple({**group, "params": [of(key) for key in group["params"]]} for group in state_dict["param_groups"])
+    given = state_dict.get("param_groups")
+    groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
     return OptimContents(params, state, groups)
 
 

@@ -72,25 +72,27 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
         }
         for name, row in described["given"]["state"].items()
     }
-    settings = [
-        {key: _decoded(value, None, groups) for key, value in group.items()}
-        for group in described["given"]["param_groups"]
-    ]
-    return {"state": state, "param_groups": settings}
+    settings = described["given"]["param_groups"]
+    if settings is None:
+        return {"state": state}
+    decoded = [{key: _decoded(value, None, groups) for key, value in group.items()} for group in settings]
+    return {"state": state, "param_groups": decoded}
 
 
 def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    if not given or "state" not in given or "param_groups" not in given:
+    if not given or "state" not in given:
         has = "nothing" if not given else sorted(map(str, given))
-        raise UsageError(f"An optimizer state dict has 'state' and 'param_groups'; rank 0 of the group has {has}.")
+        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
     state = {
         name: {key: _encoded(value, f"State {key!r} of {name!r}", whole=True) for key, value in row.items()}
         for name, row in given["state"].items()
     }
-    groups = [
-        {key: _encoded(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
-        for group in given["param_groups"]
-    ]
+    groups = given.get("param_groups")
+    if groups is not None:
+        groups = [
+            {key: _encoded(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+            for group in groups
+        ]
     return {"state": state, "param_groups": groups}
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes, meet
+from fsdp_flat.comm import Lanes, digest_of, exchange_bytes, exchange_ints, meet
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.optim_state.merge import everywhere, in_turn, merged_states, on_first
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
@@ -61,6 +62,7 @@ def save_optim_state(
     # A handler is registered on every rank, so all take the same way.
     alone = boxes and not handled_once and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
+    order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
     keep = not to_zero or all(axis.rank == 0 for unit, _, _ in names.handles for axis in unit.options.groups.axes)
     with torch.no_grad():
@@ -79,31 +81,48 @@ def save_optim_state(
     for _, handle, fqns in names.handles:
         for index, has in enumerate(states[handle].slots_with_state()):
             if has:
-                by_name[fqns[index]] = {**states[handle].plain[index], **values[handle][index]}
+                row = {**states[handle].plain[index], **values[handle][index]}
+                by_name[fqns[index]] = {key: row[key] for key in sorted(row)}
     for param, name in names.others.items():
         if param in contents.state:
             by_name[name] = {key: _copied(value, offload_to_cpu) for key, value in contents.state[param].items()}
-    # FSDP1's order: sorted where original parameters are used, else that of the optimizer.
-    order = sorted(by_name)
-    if not all(unit.options.use_orig_params for unit, _, _ in names.handles):
-        order = [fqn for param in contents.params for fqn in names.fqns_of(param) if fqn in by_name]
-    return {"state": {name: by_name[name] for name in order}, "param_groups": groups}
+    placed = dict.fromkeys(fqn for fqn in order if fqn in by_name)
+    placed.update(dict.fromkeys(sorted(by_name)))
+    state = {"state": {name: by_name[name] for name in placed}}
+    return state if groups is None else {**state, "param_groups": groups}
+
+
+def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[str]:
+    """Names in FSDP1's order, the same on every rank: sorted with original parameters, else as rank 0's optimizer has.
+
+    Every rank must call this, except ``alone``.
+    """
+    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    if all(unit.options.use_orig_params for unit in units):
+        return []
+    order = [fqn for param in contents.params for fqn in names.fqns_of(param)]
+    for axis in [] if alone else axes_of(units):
+        assert axis.group is not None
+        text, device = json.dumps(order).encode(), units[0].options.device
+        if len({digest for (digest,) in exchange_ints([digest_of(text)], axis.group, device)}) > 1:
+            order = json.loads(exchange_bytes(text, axis.group, device)[0])
+    return order
 
 
 def _read_alone(
     names: ParamNames, contents: OptimContents
-) -> tuple[list[dict[str, Any]], dict[FlatParamHandle, HandleStates]]:
+) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
     return _groups(names, contents), read_states(names, contents)
 
 
 def _agreed_states(
     names: ParamNames, contents: OptimContents
-) -> tuple[list[dict[str, Any]], dict[FlatParamHandle, HandleStates]]:
+) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
     for axis in dict.fromkeys(unit.options.groups.shard for unit in units):
         meet("optim_state_dict", axis)
     error: Exception | None = None
-    groups: list[dict[str, Any]] = []
+    groups: list[dict[str, Any]] | None = None
     states: dict[FlatParamHandle, HandleStates] = {}
     try:
         groups = _groups(names, contents)
@@ -125,7 +144,9 @@ def _copied(value: Any, offload: bool) -> Any:
     return value.cpu() if offload or value.dim() == 0 else value
 
 
-def _groups(names: ParamNames, contents: OptimContents) -> list[dict[str, Any]]:
+def _groups(names: ParamNames, contents: OptimContents) -> list[dict[str, Any]] | None:
+    if contents.groups is None:
+        return None
     groups = []
     for group in contents.groups:
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import base64
 import json
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +16,7 @@ from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, Usage
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.handlers import refuse_split
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_elsewhere, is_scalar
+from fsdp_flat.optim_state.plain_values import plain_from_text, plain_to_text
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict import axes_of
 
@@ -210,7 +209,7 @@ def _describe(states: HandleStates) -> dict[str, Any]:
             name: [None if piece is None else str(piece.dtype) for piece in row] for name, row in states.pieces.items()
         },
         "handled": [list(row) for row in states.handled],
-        "plain": [{name: _plain_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
+        "plain": [{name: plain_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
     }
 
 
@@ -233,20 +232,4 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
     for own_row, other in zip(states.plain, described["plain"], strict=True):
         for name, text in other.items():
             if name not in own_row:
-                own_row[name] = _plain_from_text(text)
-
-
-def _plain_to_text(value: Any) -> list[Any]:
-    """A plain state as JSON, the same on every rank for the same value; pickled where JSON has no such type."""
-    if isinstance(value, torch.Tensor):
-        return [str(value.dtype), value.item()]
-    if type(value) in (int, float, str, bool, type(None)):
-        return ["", value]
-    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
-
-
-def _plain_from_text(text: list[Any]) -> Any:
-    kind, value = text
-    if kind == "pickle":
-        return pickle.loads(base64.b64decode(value))
-    return torch.tensor(value, dtype=dtype_named(kind)) if kind else value
+                own_row[name] = plain_from_text(text)

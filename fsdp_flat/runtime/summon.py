@@ -12,9 +12,9 @@ from torch import nn
 
 from fsdp_flat.comm import exchange_ints
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.schedule import Schedule
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of
 
 __all__ = ["WholeParams", "check_idle", "summon_full_params", "whole_params"]
 
@@ -121,13 +121,19 @@ def summon_full_params(
             "Pass rank0_only=True unless every rank needs it.",
             stacklevel=4,
         )
-    own = unit_of(module)
-    units = units_of(module) if recurse else [own] if own is not None else []
-    for unit in units:
-        check_idle(unit, "summon_full_params")
-    if writeback:
-        for unit in units:
-            # What is still gathered from an earlier forward would hide the changes from the next one.
+    units = []
+    for child in modules_of(module) if recurse else (module,):
+        unit = unit_of(child)
+        if unit is not None:
+            if not unit.is_nested:
+                # A first use like any other: from here on the wrapper is a root.
+                schedule_of(child, unit)
+            check_idle(unit, "summon_full_params")
+            units.append(unit)
+    for unit in units if writeback else ():
+        # What is still gathered from an earlier forward stays, for its backward, but is not for the next forward.
+        unit.is_outdated = unit.is_unsharded
+        if not unit.is_unsharded:
             unit.reshard()
     device = torch.device("cpu") if offload_to_cpu else None
     with ExitStack() as stack:

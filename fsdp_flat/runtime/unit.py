@@ -72,6 +72,8 @@ class Unit:
         policy: how gradients are combined over ranks.
         is_nested: an outer wrapper was built around this one.
         gathered_version: that of the weights that are gathered, or were last.
+        is_outdated: a write-back may have changed any rank's shard since the parameters were gathered. A backward of an
+            earlier forward still wants those, a forward does not.
         whole: the tensors that ``whole_params`` gathered, while it is open.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         saver: saves checkpoints of this unit's tree in the background, once one was saved so.
@@ -115,6 +117,7 @@ class Unit:
         # A graph of a backward (create_graph=True) may need the gathered parameters; the next backward frees them.
         self._held_for_graph = False
         self.gathered_version = 0
+        self.is_outdated = False
         self.whole: object | None = None
         self.forward_methods: set[str] = set()
         self.saver: object | None = None
@@ -198,6 +201,7 @@ class Unit:
         if not self.handles or not self.is_sharded or self._reuse_kept():
             return
         self._trace("begin_unshard")
+        self.is_outdated = False
         context, collectives = self.context, self._step_collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with (
@@ -257,7 +261,7 @@ class Unit:
                 handle.views.check_shown()
             if not self.gathers:
                 self.gathered_version = self._version()
-            elif self.phase is not Phase.BACKWARD and self.gathered_version != self._version():
+            elif self.phase is not Phase.BACKWARD and (self.is_outdated or self.gathered_version != self._version()):
                 # Kept from an earlier forward, and the shards have been changed since.
                 self.reshard()
         if self.is_sharded:

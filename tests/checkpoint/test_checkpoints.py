@@ -570,7 +570,8 @@ def test_states_that_are_merged_to_one_number_come_back_on_every_rank(tmp_path: 
     params = {clean_fqn(name): param for name, param in model.named_parameters()}
     assert sorted(sums) == sorted(params)
     for name, param in params.items():
-        assert set(optimizer.state[param]["momentum_buffer"].tolist()) <= {float(sums[name])}, name
+        if param.numel() > 0:
+            assert set(optimizer.state[param]["momentum_buffer"].tolist()) == {float(sums[name])}, name
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import FsdpFlatError, PhaseError, UnsupportedError
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.peer import peer_warnings_silenced
+from tests.support.reference import replicated_gradients
 from tests.wrapper.models import (
     WIDTH,
     Tied,
@@ -22,6 +25,7 @@ from tests.wrapper.models import (
     shard,
     shard_by_peer,
     square_loss,
+    whole_grads,
     whole_state,
 )
 
@@ -412,3 +416,63 @@ def test_a_state_dict_inside_a_summon_of_rank_zero_only_is_whole_on_every_rank(u
         assert_equal(whole_state(model), dict(seeded().state_dict()))
         assert [param.shape for param in model.parameters()] == inside
     assert [param.shape for param in model.parameters()] == shapes
+
+
+@BOTH
+@pytest.mark.parametrize("writeback", [True, False])
+@on_ranks(2)
+def test_a_summon_between_forward_and_backward_leaves_the_root_gathered(
+    writeback: bool, use_orig_params: bool, rank: int
+) -> None:
+    model, plain = shard(seeded(), use_orig_params=use_orig_params), seeded()
+    peer = shard_by_peer(seeded(), use_orig_params=use_orig_params)
+    gathered = []
+    for which in (model, peer):
+        loss = square_loss(which, batch(rank))
+        with type(which).summon_full_params(which, writeback=writeback):
+            pass
+        wrappers = type(which).fsdp_modules(which)
+        gathered.append([wrapper._flat_param._full_param_padded.untyped_storage().size() > 0 for wrapper in wrappers])
+        loss.backward()
+    # A unit may keep its memory for the backward besides; the root has to.
+    assert [each[:2] for each in gathered] == [[True, False]] * 2
+    replicated_gradients(plain, [batch(each) for each in range(2)], square_loss)
+    grads = whole_grads(model)
+    for name, param in plain.named_parameters():
+        assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6, what=name)
+
+
+@BOTH
+@on_ranks(2)
+def test_changes_of_one_rank_inside_a_summon_reach_the_next_forward_of_a_root_that_stayed_gathered(
+    use_orig_params: bool, rank: int
+) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    square_loss(model, batch(rank))
+    with FSDP.summon_full_params(model), torch.no_grad():
+        if rank == 1:
+            model.last.weight.data.fill_(3.0)
+    plain = seeded()
+    plain.load_state_dict(whole_state(model))
+    assert_equal(model(batch(rank)), plain(batch(rank)))
+    assert (plain.last.weight == 3.0).any()
+
+
+@BOTH
+@on_ranks(2)
+def test_the_root_is_known_after_a_summon(use_orig_params: bool, rank: int) -> None:
+    uses: list[Callable[[Any], Any]] = [
+        lambda which: contextlib.ExitStack().enter_context(type(which).summon_full_params(which)),
+        lambda which: which.apply(lambda module: None),
+    ]
+    with peer_warnings_silenced():
+        for use in uses:
+            for make in (shard, shard_by_peer):
+                model = make(seeded(), use_orig_params=use_orig_params)
+                use(model)
+                wrappers = type(model).fsdp_modules(model)
+                assert [wrapper._is_root for wrapper in wrappers] == [True, False, False]
+    nested = shard(seeded(), use_orig_params=use_orig_params)
+    with FSDP.summon_full_params(nested.blocks[0]):
+        assert nested.blocks[0]._is_root is None
+    assert nested.check_is_root()

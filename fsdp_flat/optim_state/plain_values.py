@@ -1,0 +1,30 @@
+"""States that are scalars or no tensors, as ranks send them to each other."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from typing import Any
+
+import torch
+
+from fsdp_flat.comm import dtype_named
+
+__all__ = ["plain_from_text", "plain_to_text"]
+
+
+def plain_to_text(value: Any) -> list[Any]:
+    """A plain state as JSON, the same on every rank for the same value; pickled where JSON has no such type."""
+    if isinstance(value, torch.Tensor):
+        return [str(value.dtype), value.item()]
+    if type(value) in (int, float, str, bool, type(None)):
+        return ["", value]
+    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+
+
+def plain_from_text(text: list[Any]) -> Any:
+    """The value that :func:`plain_to_text` described on a rank of the same job."""
+    kind, value = text
+    if kind == "pickle":
+        return pickle.loads(base64.b64decode(value))
+    return torch.tensor(value, dtype=dtype_named(kind)) if kind else value
