@@ -8,6 +8,7 @@ from fsdp_flat.comm.agreement import (
     gather_bytes,
     scatter_bytes,
 )
+from fsdp_flat.comm.causes import tell_failure, withdraw_failure
 from fsdp_flat.comm.collective_log import CollectiveLog
 from fsdp_flat.comm.collectives import Collectives, Pending, begin_all_reduce, collectives_for
 from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
@@ -49,5 +50,7 @@ __all__ = [
     "scatter_bytes",
     "strategy_from",
     "streams_for",
+    "tell_failure",
     "unrecorded",
+    "withdraw_failure",
 ]

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
+from fsdp_flat.comm.causes import WatchedWork
 from fsdp_flat.comm.groups import Axis, moves_by_gloo
 from fsdp_flat.comm.mailbox import Letter, Mailbox
 from fsdp_flat.comm.neighbours import mailbox_of
@@ -108,12 +109,18 @@ def own_slice(full: torch.Tensor, axis: Axis) -> torch.Tensor:
     return full[axis.rank * numel : (axis.rank + 1) * numel]
 
 
-def begin_all_reduce(tensor: torch.Tensor, axis: Axis, *, largest: bool = False) -> Pending:
-    """Sum ``tensor`` over ``axis`` in place, or with ``largest`` take the maximum."""
+def begin_all_reduce(
+    tensor: torch.Tensor, axis: Axis, *, largest: bool = False, doing: str = "an all-reduce"
+) -> Pending:
+    """Sum ``tensor`` over ``axis`` in place, or with ``largest`` take the maximum; errors call it ``doing``."""
     if axis.size == 1:
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    return Pending([dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)], tensor)
+    work = dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)
+    if tensor.device.type == "cpu":
+        others = [rank for rank in range(axis.size) if rank != axis.rank]
+        return Pending([WatchedWork(work, axis, lambda: doing, others)], tensor)
+    return Pending([work], tensor)
 
 
 class _Axial:
@@ -153,16 +160,33 @@ class GlooAcceleratorCollectives(_Axial):
 
 
 class GlooCollectives(_Axial):
-    """gloo on CPU tensors, with the fewest bytes and copies."""
+    """gloo on CPU tensors, with the fewest bytes and copies.
+
+    Args:
+        axis: the ranks.
+        name: gives the name of the unit whose tensors they are, for errors.
+    """
+
+    def __init__(self, axis: Axis, name: Callable[[], str] = str) -> None:
+        super().__init__(axis)
+        self._name = name
+        self._others = [rank for rank in range(axis.size) if rank != axis.rank]
+
+    def _watched(self, work: Any, operation: str, sources: list[int]) -> WatchedWork:
+        return WatchedWork(work, self.axis, lambda: f"the {operation} of unit {self._name()!r}", sources)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending(_begin_broadcasts(self, full), full)
+        # The own broadcast waits for all others.
+        sources = [[rank] if rank != self.rank else self._others for rank in range(self.size)]
+        works = zip(_begin_broadcasts(self, full), sources, strict=True)
+        return Pending([self._watched(work, "all-gather", waited_for) for work, waited_for in works], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         if self.size == 2:
             return self._begin_swap(full)
         received = empty_like(full)
-        work = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        begun = dist.all_to_all_single(received, full, group=self.group, async_op=True)
+        work = self._watched(begun, "reduce-scatter", self._others)
         return Pending([work], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
 
     def _begin_swap(self, full: torch.Tensor) -> Pending:
@@ -171,7 +195,8 @@ class GlooCollectives(_Axial):
         own, sent = halves[self.rank], halves[1 - self.rank]
         received = torch.empty_like(own)
         splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
-        work = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
+        begun = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
+        work = self._watched(begun, "reduce-scatter", self._others)
         return Pending([work], full, lambda: received.add_(own))
 
 
@@ -237,7 +262,7 @@ class CpuCollectives(_Axial):
         if self._chosen is None:
             mailbox = mailbox_of(self.axis)
             own = None if mailbox is None else HostCollectives(self.axis, mailbox, self._unit)
-            self._chosen = GlooCollectives(self.axis) if own is None else own
+            self._chosen = GlooCollectives(self.axis, lambda: self._names.get(self._unit, "")) if own is None else own
             self._chosen.name_units(self._names)
         return self._chosen
 

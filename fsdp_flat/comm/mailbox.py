@@ -13,6 +13,7 @@ somebody has not read yet is not used again, other memory is taken.
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
 import select
@@ -38,6 +39,10 @@ _SEGMENT_NBYTES = 1 << 22
 # Messages after which memory that none of them needed is given back to the system: several steps of a large model.
 _IDLE_SENDS = 1024
 
+# After so long a rank says which others it waits for.
+PATIENCE_S = 10.0
+_logger = logging.getLogger("fsdp_flat")
+
 _POST, _READ = 0, 1
 _NOTE = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
 
@@ -50,12 +55,14 @@ class Letter:
         source: rank of the axis that sends it.
         nbytes: its length.
         purpose: what it is for, in a word.
+        unit: number of the unit whose it is, 0 for none.
     """
 
-    __slots__ = ("__weakref__", "_mailbox", "_place", "nbytes", "purpose", "source")
+    __slots__ = ("__weakref__", "_mailbox", "_place", "_unit", "nbytes", "purpose", "source")
 
-    def __init__(self, mailbox: Mailbox, source: int, nbytes: int, purpose: str) -> None:
+    def __init__(self, mailbox: Mailbox, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
         self._mailbox = mailbox
+        self._unit = unit
         self._place: tuple[int, int] | None = None
         self.source = source
         self.nbytes = nbytes
@@ -75,7 +82,7 @@ class Letter:
             RankMismatchError: the sender sent something else.
         """
         while self._place is None:
-            wait_for([(self._mailbox, self.source)], self.purpose)
+            wait_for([(self._mailbox, self.source)], self.purpose, unit=self._unit)
 
     def arrive(self, segment: int, start: int) -> None:
         """The message lies at byte ``start`` of a segment of the sender's."""
@@ -280,7 +287,7 @@ class Mailbox:
             except BlockingIOError:
                 # The other side has many notes to read, and may be waiting for room for one of its own.
                 others = [each for each in self._peers if each == rank or each not in self._gone]
-                wait_for([(self, each) for each in others], _PURPOSES[purpose], room_at=rank)
+                wait_for([(self, each) for each in others], _PURPOSES[purpose], unit=unit, room_at=rank)
             except ConnectionError as error:
                 # Who has ended need not know what was read of theirs.
                 if kind == _POST:
@@ -292,7 +299,7 @@ class Mailbox:
     def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Letter:
         """The next message of ``source`` that nobody expects yet."""
         self._check()
-        letter = Letter(self, source, nbytes, purpose)
+        letter = Letter(self, source, nbytes, purpose, unit)
         expected = _Expected(weakref.ref(letter), nbytes, _number(purpose), unit)
         early = self._early[source]
         if early:
@@ -306,8 +313,8 @@ class Mailbox:
     ) -> None:
         if (nbytes, purpose, unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group sent {nbytes} bytes of {self._what(purpose, unit)} where rank "
-                f"{self._rank} expects {expected.nbytes} bytes of {self._what(expected.purpose, expected.unit)}: they "
+                f"Rank {source} of the group came to {self.called(purpose, unit)} ({nbytes} bytes) where rank "
+                f"{self._rank} came to {self.called(expected.purpose, expected.unit)} ({expected.nbytes} bytes): they "
                 "do not run the same units in the same order. Check that every rank builds the same model and takes "
                 "the same branches, and that an exception on one rank alone was not caught."
             )
@@ -318,9 +325,12 @@ class Mailbox:
         else:
             letter.arrive(segment, start)
 
-    def _what(self, purpose: int, unit: int) -> str:
-        owner = f" of unit {self.names[unit]!r}" if unit in self.names else " of another unit" if unit else ""
-        return f"a {_PURPOSES[purpose]}{owner}"
+    def called(self, purpose: int, unit: int) -> str:
+        """What errors call a collective, by the numbers of its purpose and of its unit, 0 for none."""
+        operation = _OPERATIONS[purpose]
+        if not unit:
+            return f"{'an' if operation[0] == 'a' else 'a'} {operation}"
+        return f"the {operation} of {f'unit {self.names[unit]!r}' if unit in self.names else 'another unit'}"
 
     def _check(self) -> None:
         if self._mismatch is not None:
@@ -363,10 +373,12 @@ class Mailbox:
                 self._early[source].append((segment, start, nbytes, purpose, unit))
 
     def unexpected(self) -> tuple[int, str] | None:
-        """A rank that has sent what nobody here expects yet, and what it is for; None if there is none."""
+        """A rank that has sent what nobody here expects yet, and in which collective; None if there is none."""
         for rank in self._peers:
             self.look(rank)
-        return next(((rank, _PURPOSES[early[0][3]]) for rank, early in self._early.items() if early), None)
+        return next(
+            ((rank, self.called(early[0][3], early[0][4])) for rank, early in self._early.items() if early), None
+        )
 
     def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
         """Bytes of a segment of another rank's."""
@@ -392,21 +404,29 @@ class Mailbox:
             f"ended well, it made fewer steps than rank {self._rank}."
         )
 
-    def late(self, ranks: Sequence[int], purpose: str) -> PeerFailureError:
+    def say_that_it_waits(self, ranks: Sequence[int], doing: str) -> None:
+        """Logs which ranks it has waited for, and in which collective."""
+        text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
+        _logger.warning(text, self._rank, PATIENCE_S, sorted(ranks), doing)
+
+    def late(self, ranks: Sequence[int], doing: str) -> PeerFailureError:
         """What to raise where ranks send nothing for the group's timeout."""
         return PeerFailureError(
-            f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in a "
-            f"{purpose}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come to "
+            f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in "
+            f"{doing}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come to "
             "this collective: every rank must run the same units in the same order."
         )
 
 
-def wait_for(sources: Collection[tuple[Mailbox, int]], purpose: str, *, room_at: int | None = None) -> None:
+def wait_for(
+    sources: Collection[tuple[Mailbox, int]], purpose: str, *, unit: int = 0, room_at: int | None = None
+) -> None:
     """Wait until something comes from one of several ranks, and take it in.
 
     Args:
         sources: ranks, and the mailboxes that they send to.
         purpose: what is waited for, in a word.
+        unit: number of the unit whose it is, 0 for none.
         room_at: room for a note to this one of the ranks ends the waiting too.
 
     Raises:
@@ -416,9 +436,16 @@ def wait_for(sources: Collection[tuple[Mailbox, int]], purpose: str, *, room_at:
     poll = select.poll()
     for mailbox, rank in sources:
         poll.register(mailbox.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
-    if not poll.poll(min(mailbox.timeout_s for mailbox, _ in sources) * 1000):
+    timeout_s = min(mailbox.timeout_s for mailbox, _ in sources)
+    patience_s = min(PATIENCE_S, timeout_s)
+    if not poll.poll(patience_s * 1000):
         first, _ = next(iter(sources))
-        raise first.late([rank for mailbox, rank in sources if mailbox is first], purpose)
+        ranks = [rank for mailbox, rank in sources if mailbox is first]
+        doing = first.called(_number(purpose), unit)
+        if patience_s < timeout_s:
+            first.say_that_it_waits(ranks, doing)
+        if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
+            raise first.late(ranks, doing)
     for mailbox, rank in sources:
         mailbox.look(rank)
 
@@ -434,6 +461,7 @@ class _Expected:
 
 
 _PURPOSES = ("gather", "reduction", "transfer")
+_OPERATIONS = ("all-gather", "reduce-scatter", "transfer")
 
 
 def _number(purpose: str) -> int:

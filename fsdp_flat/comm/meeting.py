@@ -50,10 +50,10 @@ def meet(what: str, axis: Axis) -> None:
     warned = False
     while not meeting.wait(patience if mailbox is None else min(patience, GLANCE_S)):
         if mailbox is not None and (found := mailbox.unexpected()) is not None and meeting.leave():
-            other, purpose = found
+            other, doing = found
             raise UsageError(
                 f"{what} was called on rank {axis.rank} of the group, and rank {other} has not called it but goes on "
-                f"with a {purpose}. It is a collective: every rank of the group must call it, at the same point."
+                f"with {doing}. It is a collective: every rank of the group must call it, at the same point."
             )
         waited = time.monotonic() - begun
         if waited < patience:

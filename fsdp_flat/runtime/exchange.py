@@ -23,6 +23,8 @@ from fsdp_flat.runtime.unit import Unit
 
 __all__ = ["BackwardExchange"]
 
+_DOING = "the exchange of ranks in a backward"
+
 
 class BackwardExchange:
     """The exchange between the ranks of one tree's units. Every rank must make the same calls.
@@ -46,7 +48,7 @@ class BackwardExchange:
         tensor = torch.tensor(flags, dtype=torch.uint8)
         for groups in self._handles:
             for axis in self._axes_of(groups):
-                begin_all_reduce(tensor, axis, largest=True).wait()
+                begin_all_reduce(tensor, axis, largest=True, doing=_DOING).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
     def begin(self, used: Mapping[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> None:
@@ -70,7 +72,7 @@ class BackwardExchange:
         for axis in self._axes_of(groups):
             if pending is not None:
                 pending.wait()
-            pending = begin_all_reduce(tensor, axis, largest=True)
+            pending = begin_all_reduce(tensor, axis, largest=True, doing=_DOING)
         return (lambda: tensor) if pending is None else pending.wait
 
     def _axes_of(self, groups: UnitGroups) -> list[Axis]:

@@ -53,8 +53,8 @@ def _run_forward(
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
-    except BaseException:
-        forward.fail()
+    except BaseException as error:
+        forward.fail(error)
         raise
     forward.leave(output)
     return output
@@ -84,9 +84,9 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
                 entered.append(forward)
                 forward.enter((), {})
         yield
-    except BaseException:
+    except BaseException as error:
         for forward in reversed(entered):
-            forward.fail()
+            forward.fail(error)
         raise
     for forward in reversed(entered):
         forward.leave_open()
@@ -197,15 +197,15 @@ class _Forward:
         return args, kwargs
 
     @untraced
-    def fail(self) -> None:
-        """Leaves a forward that raised.
+    def fail(self, error: BaseException) -> None:
+        """Leaves a forward that raised ``error``.
 
         Inside backward this may be a checkpoint that has recomputed enough; the parameters stay for the backward
         that follows. Elsewhere the step is over, unless a caller further out catches the exception.
         """
         recomputes = in_backward() != -1
         if self._outermost and not recomputes:
-            self._schedule.abort()
+            self._schedule.fail(error)
             return
         if self._entered:
             self._unit.exit_forward(keep=recomputes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,7 +124,11 @@ class Reduction:
         self._replicated = True
         with unrecorded(), self._streams.reduce_scatters:
             self._scratch = self._pending.scratch
-            self._pending = begin_all_reduce(self._pending.wait(), self._groups.replicate)
+            self._pending = begin_all_reduce(
+                self._pending.wait(),
+                self._groups.replicate,
+                doing=f"the all-reduce of unit {self.handle.spec.unit_name!r}",
+            )
 
     @property
     def is_done(self) -> bool:
@@ -204,6 +209,13 @@ class Reductions:
         """Waits for everything."""
         while self._in_flight:
             self._finish_oldest()
+
+    def abandon(self, streams: Streams) -> None:
+        """Waits for everything and drops it. One that fails adds nothing to the reason for which it is dropped."""
+        while self._in_flight:
+            with suppress(RuntimeError):
+                self._finish_oldest()
+        self.finish(streams)
 
     def finish(self, streams: Streams) -> dict[FlatParamHandle, torch.Tensor]:
         """Waits for everything; the sharded mean gradients by handle, for use by compute and by the host."""

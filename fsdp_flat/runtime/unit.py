@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from enum import Enum
 from typing import NamedTuple
 
@@ -449,7 +449,9 @@ class Unit:
         self._kept = None
         gathers, self._gathers = self._gathers, []
         for pending in gathers:
-            pending.wait()
+            # One that fails has nothing to add to the reason for which the step is given up.
+            with suppress(RuntimeError):
+                pending.wait()
         for handle in self.handles:
             handle.abandon()
         self.phase = Phase.IDLE

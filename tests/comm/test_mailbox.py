@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import os
 import socket
 import time
@@ -169,8 +170,8 @@ def test_a_forked_child_that_drops_letters_tells_nobody(rank: int) -> None:
 @on_ranks(2)
 def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_stays(rank: int) -> None:
     for purpose, numel, match in (
-        ("gather", 2, "sent 8 bytes of a gather where rank 1 expects 12 bytes of a gather"),
-        ("reduction", 3, "sent 12 bytes of a reduction where rank 1 expects 12 bytes of a gather"),
+        ("gather", 2, r"came to an all-gather \(8 bytes\) where rank 1 came to an all-gather \(12 bytes\)"),
+        ("reduction", 3, r"came to a reduce-scatter \(12 bytes\) where rank 1 came to an all-gather \(12 bytes\)"),
     ):
         box = mailbox()
         if rank == 0:
@@ -199,7 +200,8 @@ def test_ranks_that_run_units_of_one_size_in_another_order_are_told(by_hand: boo
     else:
         model = FSDP(blocks, process_group=group, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})).module
     name = "Linear" if by_hand else str(rank)
-    with pytest.raises(RankMismatchError, match=f"of a gather of another unit where .* of a gather of unit '{name}'"):
+    text = rf"came to the all-gather of another unit \(40 bytes\) where .* came to the all-gather of unit '{name}'"
+    with pytest.raises(RankMismatchError, match=text):
         model[rank](torch.ones(2, 4))
     with pytest.raises(RankMismatchError, match="another unit"):
         model[rank](torch.ones(2, 4))
@@ -227,7 +229,7 @@ def test_a_dropped_letter_does_not_swallow_another_message(rank: int) -> None:
         del letter
         letter = box.expect("transfer", 0, 4)
         with pytest.raises(
-            RankMismatchError, match="sent 4 bytes of a transfer where rank 1 expects 8 bytes of a gather"
+            RankMismatchError, match=r"came to a transfer \(4 bytes\) where rank 1 came to an all-gather \(8 bytes\)"
         ):
             letter.wait()
     dist.barrier()
@@ -264,7 +266,7 @@ def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) 
     if rank == 0:
         messages = [(torch.ones(1), (1,))] * 100_000
         with pytest.raises(
-            PeerFailureError, match=r"heard nothing from rank\(s\) \[1\], which it waits for in a gather"
+            PeerFailureError, match=r"heard nothing from rank\(s\) \[1\], which it waits for in an all-gather"
         ):
             box.send("gather", messages)
     dist.barrier()
@@ -278,6 +280,30 @@ def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout(rank: int) 
         assert not letter.is_completed()
         with pytest.raises(PeerFailureError, match=r"Rank 0 of the group has heard nothing from rank\(s\) \[1\]"):
             letter.wait()
+    dist.barrier()
+
+
+@on_ranks(2)
+def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
+    box = mailbox()
+    box.names[7] = "layers.0"
+    dist.barrier()
+    if rank == 1:
+        time.sleep(1)
+        box.send("reduction", [(torch.ones(1), (0,))], unit=7)
+    else:
+        said: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+        logger = logging.getLogger("fsdp_flat")
+        patience, module.PATIENCE_S = module.PATIENCE_S, 0.25
+        logger.addHandler(handler)
+        try:
+            box.expect("reduction", 1, 4, unit=7).wait()
+        finally:
+            logger.removeHandler(handler)
+            module.PATIENCE_S = patience
+        assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
     dist.barrier()
 
 

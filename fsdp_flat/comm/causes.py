@@ -1,0 +1,158 @@
+"""What ranks of a gloo group tell each other by its store once a collective has failed: where each was, and why.
+
+gloo itself says on every rank but one that a connection was closed or that nothing came in time. A group's store goes
+on working when its connections do not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm.groups import Axis, moves_by_gloo
+from fsdp_flat.errors import PeerFailureError
+
+__all__ = ["WatchedWork", "cause_of", "tell_failure", "withdraw_failure"]
+
+_logger = logging.getLogger("fsdp_flat")
+PATIENCE_S = 10.0
+# Ranks whose connections broke come here one after the other.
+HEARING_S = 3.0
+_GLANCE_S = 0.1
+_TEXT_LENGTH = 2000
+
+
+def tell_failure(axis: Axis, text: str) -> None:
+    """Leave the reason why this rank has stopped for the others of the axis; they read it if a collective fails.
+
+    Does nothing where no CPU tensors move by gloo.
+
+    Args:
+        axis: the ranks.
+        text: what has happened, to go after "rank 1".
+    """
+    # A store that is gone, as its host has ended, hinders nobody from raising what there is to raise.
+    with suppress(Exception):
+        if axis.group is not None and moves_by_gloo(axis.group, torch.device("cpu")):
+            group_store(axis.group).set(_key(axis.rank), text[:_TEXT_LENGTH])
+
+
+def withdraw_failure(axis: Axis) -> None:
+    """Take back what :func:`tell_failure` left: this rank goes on."""
+    with suppress(Exception):
+        if axis.group is not None and moves_by_gloo(axis.group, torch.device("cpu")):
+            group_store(axis.group).delete_key(_key(axis.rank))
+
+
+def cause_of(axis: Axis, doing: str, error: Exception) -> PeerFailureError:
+    """What to raise where a collective has failed, with what the other ranks have told.
+
+    Args:
+        axis: the ranks.
+        doing: the collective, with its unit.
+        error: gloo's own error.
+    """
+    own = f"was in {doing}"
+    tell_failure(axis, own)
+    told = _hear(axis)
+    silent = [rank for rank in range(axis.size) if rank != axis.rank and rank not in told]
+    lines = [f"rank {rank} {text}" for rank, text in told.items()]
+    if silent:
+        lines.append(f"rank(s) {silent} said nothing: they have ended, hang, or have not come to this collective")
+    first = str(error).partition("\n")[0]
+    return PeerFailureError(
+        f"Rank {axis.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every rank "
+        "must run the same units in the same order, equally often; where another rank has an error, that came first."
+    )
+
+
+def _hear(axis: Axis) -> dict[int, str]:
+    """By rank, what others have told, after a moment in which they may."""
+    others = [rank for rank in range(axis.size) if rank != axis.rank]
+    until = time.monotonic() + HEARING_S
+    told = _told(axis, others)
+    while len(told) < len(others) and time.monotonic() < until:
+        time.sleep(_GLANCE_S)
+        told = _told(axis, others)
+    return told
+
+
+def _told(axis: Axis, ranks: list[int]) -> dict[int, str]:
+    """By rank, what they have told so far."""
+    told: dict[int, str] = {}
+    with suppress(Exception):
+        assert axis.group is not None
+        store = group_store(axis.group)
+        for rank in ranks:
+            if store.check([_key(rank)]):
+                told[rank] = store.get(_key(rank)).decode(errors="replace")
+    return told
+
+
+def _key(rank: int) -> str:
+    return f"fsdp_flat/failure/{rank}"
+
+
+class WatchedWork:
+    """A ``Work`` of a gloo group that says once what it waits for, and raises the cause where it fails.
+
+    Args:
+        work: the work.
+        axis: the ranks.
+        doing: gives the collective, with its unit.
+        sources: ranks of the axis that it waits for.
+    """
+
+    __slots__ = ("_axis", "_doing", "_sources", "_work")
+
+    def __init__(self, work: dist.Work, axis: Axis, doing: Callable[[], str], sources: list[int]) -> None:
+        self._work = work
+        self._axis = axis
+        self._doing = doing
+        self._sources = sources
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> Any:
+        """Block until it is over.
+
+        Raises:
+            PeerFailureError: it failed: another rank has ended, or nothing came within the group's timeout.
+        """
+        try:
+            has_said = False
+            while not self._is_over_soon():
+                if _told(self._axis, self._sources):
+                    raise RuntimeError(f"a rank that it waits for has stopped, found after {PATIENCE_S:.0f} s")
+                if not has_said:
+                    has_said = True
+                    _logger.warning(
+                        "rank %d of a group of %d has waited %.0f s for rank(s) %s in %s",
+                        self._axis.rank,
+                        self._axis.size,
+                        PATIENCE_S,
+                        self._sources,
+                        self._doing(),
+                    )
+        except RuntimeError as error:
+            raise cause_of(self._axis, self._doing(), error) from error
+
+    def _is_over_soon(self) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=PATIENCE_S))
+        except RuntimeError as error:
+            # What a Work says that goes on; the group's own timeout has another text.
+            if "Operation timed out" in str(error):
+                return False
+            raise
+        return True

@@ -1,0 +1,110 @@
+"""Ranks without shared memory that part in a step: each gets the cause, with the rank and the unit, not gloo's text."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.comm import causes
+from fsdp_flat.errors import PeerFailureError
+from tests.step.pairs import Stack, batch, by_policy, square_loss
+from tests.support import on_ranks
+
+TIMEOUT_S = 3
+
+
+class Moody(Stack):
+    """Raises before block ``bad``."""
+
+    bad: int | None = None
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            if index == self.bad:
+                raise ValueError("an odd batch")
+            x = block(x)
+        return x
+
+
+def ready(timeout_s: float = TIMEOUT_S) -> FSDP:
+    """A model that has made a step over a group of its own."""
+    os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    model = by_policy(Moody().double(), process_group=group, use_orig_params=True)
+    square_loss(model, batch(dist.get_rank())).backward()
+    return model
+
+
+@on_ranks(2, 3, timeout=50)
+def test_ranks_that_wait_for_one_that_raised_get_its_error_and_their_unit(rank: int) -> None:
+    model = ready()
+    if rank == 1:
+        model.module.bad = 1
+        with pytest.raises(ValueError, match="an odd batch"):
+            model(batch(rank))
+    else:
+        with pytest.raises(PeerFailureError) as caught:
+            square_loss(model, batch(rank)).backward()
+        text = str(caught.value)
+        assert f"Rank {rank} of the group was in the all-gather of unit 'blocks." in text, text
+        assert "rank 1 raised ValueError: an odd batch" in text, text
+    assert all(unit.is_sharded and unit.phase.value == "idle" for unit in model._unit.context.units)
+    dist.barrier()
+
+
+@on_ranks(2, timeout=50)
+def test_a_rank_that_makes_fewer_steps_leaves_the_others_with_their_unit_and_its_number(rank: int) -> None:
+    model = ready()
+    if rank == 0:
+        with pytest.raises(PeerFailureError, match=r"all-gather of unit 'Moody'.*rank\(s\) \[1\] said nothing"):
+            square_loss(model, batch(rank)).backward()
+    dist.barrier()
+
+
+@on_ranks(2, timeout=50)
+def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> None:
+    model = ready(timeout_s=30)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fsdp_flat")
+    patience, causes.PATIENCE_S = causes.PATIENCE_S, 0.5
+    logger.addHandler(handler)
+    try:
+        if rank == 1:
+            time.sleep(2)
+        square_loss(model, batch(rank)).backward()
+    finally:
+        causes.PATIENCE_S = patience
+        logger.removeHandler(handler)
+    waited = [text for text in said if "has waited" in text]
+    if rank == 0:
+        assert len(waited) == 1, said
+        assert "for rank(s) [1] in the all-gather of unit 'Moody'" in waited[0], waited
+    else:
+        assert not waited
+
+
+@on_ranks(2, timeout=50)
+def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(rank: int) -> None:
+    model = ready(timeout_s=40)
+    patience, causes.PATIENCE_S = causes.PATIENCE_S, 0.5
+    try:
+        if rank == 1:
+            model.module.bad = 0
+            with pytest.raises(ValueError, match="an odd batch"):
+                model(batch(rank))
+        else:
+            with pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
+                square_loss(model, batch(rank)).backward()
+    finally:
+        causes.PATIENCE_S = patience
+    dist.barrier()
