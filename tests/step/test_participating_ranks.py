@@ -38,6 +38,19 @@ class Experts(nn.Module):
         return self.head(x)
 
 
+class GivingInputs(Experts):
+    """Says what a skipped expert would have been given."""
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for index, expert in enumerate(self.experts):
+            if index in chosen:
+                x = expert(x)
+            else:
+                participate(expert, x)
+        return self.head(x)
+
+
 # For each rank the experts that it runs.
 ROUTES: list[dict[int, tuple[int, ...]]] = [
     {0: (0, 2), 1: (1,)},
@@ -75,6 +88,27 @@ def test_ranks_that_take_part_in_units_which_others_run_train_as_the_replica(
         pair.check_gradients(f"gradients with {route}")
         pair.step(lr=0.02)
     pair.check_parameters()
+
+
+@KINDS
+@pytest.mark.parametrize("trains_before", [True, False])
+@on_ranks(2, timeout=20)
+def test_frozen_units_take_part_in_backward_where_their_inputs_need_gradients(
+    trains_before: bool, use_orig_params: bool
+) -> None:
+    module = GivingInputs()
+    module.first.requires_grad_(trains_before)
+    module.experts[0].requires_grad_(False)
+    module.experts[1].requires_grad_(False)
+    pair = Pair.of(module, wrap=by_layer, use_orig_params=use_orig_params)
+    for step, route in enumerate(ROUTES + ROUTES):
+        pair.backward(routed(route), step)
+        pair.check_gradients(f"gradients with {route}")
+        pair.step(lr=0.02)
+
+
+def by_layer(module: nn.Module, **kwargs: Any) -> Any:
+    return wrapped(module, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Linear}), **kwargs)
 
 
 class Deep(nn.Module):
