@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_flat import participate
 from fsdp_flat.errors import RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.test_compile import compiled, fresh_compiler
+from tests.runtime.test_compile import fresh_compiler
 from tests.step.pairs import KINDS, WIDTH, Block, Pair, batch, placed, wrapped
 from tests.support import on_ranks
 
@@ -181,7 +181,7 @@ def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds
 def test_ranks_take_part_inside_compiled_models_too(rank: int) -> None:
     pair = Pair.of(Experts(), use_orig_params=True, **placed("FULL_SHARD"))
     with fresh_compiler():
-        model = compiled(pair.model)
+        model = torch.compile(pair.model, backend="eager")
         for step, route in enumerate(ROUTES[:2]):
             routed(route)(model, batch(rank, step), rank).backward()
             pair.follow(routed(route), step)
