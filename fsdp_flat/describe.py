@@ -183,6 +183,10 @@ def plan(
         raise OptionError(
             f"num_replicas is for hybrid strategies; got num_replicas={num_replicas} with {strategy.member.name}."
         )
+    if units_of(module):
+        raise OptionError(
+            f"{type(module).__name__} holds a FullyShardedDataParallel already; describe(model) shows it."
+        )
     ignored = resolve_ignored(module, ignored_modules, ignored_states)
     params = {param: _on_meta(param) for param in (*module.parameters(), *ignored.params)}
     buffers = {buffer: torch.empty_like(buffer, device="meta") for buffer in module.buffers()}

@@ -93,7 +93,7 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
 
 
 @untraced
-def participate(module: nn.Module) -> None:
+def participate(module: nn.Module, *inputs: Any) -> None:
     """Take part in the collectives of units that other ranks run and this rank skips, without computing anything.
 
     Every rank of a unit's groups has to run it equally often. Where a model decides by its input (experts that got no
@@ -104,25 +104,31 @@ def participate(module: nn.Module) -> None:
             if len(tokens):
                 outputs.append(expert(tokens))
             else:
-                participate(expert)
+                participate(expert, tokens)
 
     Args:
         module: a wrapper, or any module that holds wrappers; nothing happens where there is none. Units nested in a
             unit follow in the order of their registration, which has to be the one in which the other ranks run them.
+        inputs: those that the module would have been given. Only whether tensors in them need gradients matters, and
+            only for units without trainable parameters, which other ranks gather in backward for the gradients of
+            their inputs. Without any they are taken to need gradients.
 
     Raises:
         PhaseError: inside ``summon_full_params``.
     """
     unit = unit_of(module)
     if unit is not None:
-        _run_forward(module, unit, (), {}, functools.partial(_participate_below, module))
+        _run_forward(module, unit, (), {}, functools.partial(_participate_below, module, inputs))
     else:
-        _participate_below(module)
+        _participate_below(module, inputs)
 
 
-def _participate_below(module: nn.Module) -> None:
+def _participate_below(module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor | None:
+    """Returns a tensor that needs gradients where the outputs of ``module`` would."""
     for child in module.children():
-        participate(child)
+        participate(child, *inputs)
+    needs_grad = not inputs or bool(differentiable_tensors(inputs))
+    return torch.zeros(()).requires_grad_() * 1 if needs_grad else None
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_flat import participate
 from fsdp_flat.errors import RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.runtime.test_compile import fresh_compiler
 from tests.step.pairs import KINDS, WIDTH, Block, Pair, batch, placed, wrapped
 from tests.support import on_ranks
 
@@ -35,6 +36,19 @@ class Experts(nn.Module):
                 x = expert(x)
             elif self.takes_part:
                 participate(expert)
+        return self.head(x)
+
+
+class GivingInputs(Experts):
+    """Says what a skipped expert would have been given."""
+
+    def forward(self, x: torch.Tensor, chosen: tuple[int, ...]) -> torch.Tensor:
+        x = self.first(x)
+        for index, expert in enumerate(self.experts):
+            if index in chosen:
+                x = expert(x)
+            else:
+                participate(expert, x)
         return self.head(x)
 
 
@@ -75,6 +89,27 @@ def test_ranks_that_take_part_in_units_which_others_run_train_as_the_replica(
         pair.check_gradients(f"gradients with {route}")
         pair.step(lr=0.02)
     pair.check_parameters()
+
+
+@KINDS
+@pytest.mark.parametrize("trains_before", [True, False])
+@on_ranks(2, timeout=20)
+def test_frozen_units_take_part_in_backward_where_their_inputs_need_gradients(
+    trains_before: bool, use_orig_params: bool
+) -> None:
+    module = GivingInputs()
+    module.first.requires_grad_(trains_before)
+    module.experts[0].requires_grad_(False)
+    module.experts[1].requires_grad_(False)
+    pair = Pair.of(module, wrap=by_layer, use_orig_params=use_orig_params)
+    for step, route in enumerate(ROUTES + ROUTES):
+        pair.backward(routed(route), step)
+        pair.check_gradients(f"gradients with {route}")
+        pair.step(lr=0.02)
+
+
+def by_layer(module: nn.Module, **kwargs: Any) -> Any:
+    return wrapped(module, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Linear}), **kwargs)
 
 
 class Deep(nn.Module):
@@ -140,3 +175,15 @@ def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds
     named = set(re.findall(r"'(experts\.\d)'", str(caught.value)))
     assert "experts.1" in named, caught.value
     assert len(named) > 1, caught.value
+
+
+@on_ranks(2, timeout=60)
+def test_ranks_take_part_inside_compiled_models_too(rank: int) -> None:
+    pair = Pair.of(Experts(), use_orig_params=True, **placed("FULL_SHARD"))
+    with fresh_compiler():
+        model = torch.compile(pair.model, backend="eager")
+        for step, route in enumerate(ROUTES[:2]):
+            routed(route)(model, batch(rank, step), rank).backward()
+            pair.follow(routed(route), step)
+            pair.check_gradients(f"gradients with {route}")
+            pair.step(lr=0.02)

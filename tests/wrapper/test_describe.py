@@ -96,6 +96,8 @@ def test_a_plan_for_replicas_is_what_a_hybrid_mesh_makes() -> None:
     kwargs: dict[str, Any] = {"auto_wrap_policy": BLOCKS, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
     model = FSDP(Stack(), device_mesh=mesh(2, 2), **kwargs)
     assert describe(model) == plan(Stack(), 4, num_replicas=2, **kwargs)
+    with pytest.raises(OptionError, match=r"FullyShardedDataParallel already; describe\(model\) shows it"):
+        plan(model, 4)
     inner = describe(nn.ModuleList([model.blocks[0]]))
     assert [unit.name for unit in inner.units] == ["0"]
 
