@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import participate
-from fsdp_flat.errors import RankMismatchError
+from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.test_compile import fresh_compiler
 from tests.step.pairs import KINDS, WIDTH, Block, Pair, batch, placed, wrapped
@@ -175,6 +177,21 @@ def test_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_within_seconds
     named = set(re.findall(r"'(experts\.\d)'", str(caught.value)))
     assert "experts.1" in named, caught.value
     assert len(named) > 1, caught.value
+
+
+@on_ranks(2, timeout=50)
+def test_over_gloo_a_rank_that_runs_a_unit_which_the_other_skips_stops_both_when_the_group_times_out(rank: int) -> None:
+    os.environ["FSDP_FLAT_SHARED_MEMORY"] = "0"
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    pair = Pair.of(Experts(takes_part=False), process_group=group, use_orig_params=True)
+    pair.backward(routed({0: (0, 2), 1: (0, 2)}))
+    with pytest.raises(PeerFailureError) as caught:
+        routed({0: (0, 2), 1: (0, 1, 2)})(pair.model, batch(rank), rank).backward()
+    text = str(caught.value)
+    assert f"Rank {rank} of the group was in the" in text, text
+    assert f"Of the others: rank {1 - rank} was in the" in text, text
+    assert {"experts.1", "experts.2"} <= set(re.findall(r"'(experts\.\d)'", text)), text
+    dist.barrier()
 
 
 @on_ranks(2, timeout=60)
