@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.causes import WatchedWork
-from fsdp_flat.comm.groups import Axis, moves_by_gloo
+from fsdp_flat.comm.groups import Axis, destroyed, moves_by_gloo
 from fsdp_flat.comm.mailbox import Letter, Mailbox
 from fsdp_flat.comm.neighbours import mailbox_of
 
@@ -287,9 +287,13 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
+    try:
+        ranks = dist.get_process_group_ranks(axial.group)
+    except KeyError as error:
+        raise destroyed(axial.group) from error
     return [
         dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
-        for chunk, source in zip(full.chunk(axial.size), dist.get_process_group_ranks(axial.group), strict=True)
+        for chunk, source in zip(full.chunk(axial.size), ranks, strict=True)
     ]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["Axis", "UnitGroups", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
+__all__ = ["Axis", "UnitGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,25 @@ class UnitGroups:
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared."""
-    return dist.get_backend(group) == "fake"
+    """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared.
+
+    Raises:
+        UsageError: the group was destroyed.
+    """
+    try:
+        return dist.get_backend(group) == "fake"
+    except ValueError as error:
+        raise destroyed(group) from error
+
+
+def destroyed(group: dist.ProcessGroup) -> UsageError:
+    """What to raise where a process group that a model was wrapped with is gone."""
+    return UsageError(
+        f"A process group of {group.size()} ranks, in which this is rank {group.rank()}, was destroyed "
+        "(torch.distributed.destroy_process_group), and a FullyShardedDataParallel that was made with it is still in "
+        "use. Destroy groups after the last step, state_dict and checkpoint; for a new group, load the model's state "
+        "into one that is wrapped with it."
+    )
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -68,13 +68,15 @@ def _connect(axis: Axis, group: dist.ProcessGroup) -> Mailbox | None:
     # A rank that cannot connect lets the others wait, who then have to be in time for the group.
     listener = _listen(min(_SETUP_S, timeout_s / 4)) if axis.size <= _MOST_RANKS else None
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
-    everyone = exchange_bytes(said, group, _CPU)
     peers: dict[int, socket.socket] = {}
-    if listener is not None:
-        if len({said.split(b" ")[0] for said in everyone}) == 1:
+    try:
+        everyone = exchange_bytes(said, group, _CPU)
+        if listener is not None and len({said.split(b" ")[0] for said in everyone}) == 1:
             with suppress(OSError, struct.error):
                 _meet(axis, listener, [said.split(b" ")[1] for said in everyone], peers)
-        listener.close()
+    finally:
+        if listener is not None:
+            listener.close()
     connected = exchange_ints([int(len(peers) == axis.size - 1)], group, _CPU)
     if not all(row[0] for row in connected):
         close_all(peers.values())

@@ -357,7 +357,9 @@ class Unit:
         if self.phase is Phase.SUMMONED:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
-                f"{self.options.groups.shard.rank} of its shard group. Leave the context before running the model."
+                f"{self.options.groups.shard.rank} of its shard group. Leave the context before running the model; to "
+                "run it, or its generate(), many times with parameters gathered once, enter "
+                "fsdp_flat.unshard_for(model) instead."
             )
         self._depth += 1
         if self.phase is Phase.IDLE:
