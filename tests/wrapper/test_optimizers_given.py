@@ -79,7 +79,7 @@ class ShampooOfSlices(Shampoo):
 @on_ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, Shampoo])
-def test_an_optimizer_that_needs_whole_matrices_is_refused_on_slices(kind: Any, use_orig_params: bool) -> None:
+def test_an_optimizer_that_needs_whole_parameters_is_refused_on_slices(kind: Any, use_orig_params: bool) -> None:
     model = FSDP(Model(), use_orig_params=use_orig_params)
     square_loss(model, batch(0)).backward()
     before = weights(model)
@@ -92,8 +92,21 @@ def test_an_optimizer_that_needs_whole_matrices_is_refused_on_slices(kind: Any, 
     ShampooOfSlices(model.parameters(), lr=0.1).step()
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has Muon from 2.9 on")
 @on_ranks(2)
-def test_an_optimizer_that_needs_whole_matrices_works_where_they_are_whole() -> None:
+def test_muon_built_before_wrapping_is_refused_and_on_slices_refuses_itself() -> None:
+    module = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.Muon(module.parameters())
+    model = FSDP(module, use_orig_params=True)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UsageError, match=r"Muon computes with whole parameters.*'weight' \(4, 4\) of unit 'Linear'"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
+        torch.optim.Muon(model.parameters())
+
+
+@on_ranks(2)
+def test_an_optimizer_that_needs_whole_parameters_works_where_they_are_whole() -> None:
     with pytest.warns(FutureWarning, match="NO_SHARD"):
         model = FSDP(Model(), use_orig_params=True, sharding_strategy=ShardingStrategy.NO_SHARD)
     plain = copy.deepcopy(model.module)
