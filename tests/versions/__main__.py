@@ -26,8 +26,7 @@ ENVIRONMENTS = ROOT / ".venv-versions"
 VERSIONS = "2.8,2.11,2.13,newest"
 # An environment with the CUDA libraries, and the archives beside it while pip unpacks them.
 NEEDED_BYTES = 12e9
-INSTALL_TIMEOUT_S = 1200.0
-TEST_TIMEOUT_S = 1800.0
+LIMIT_S = 3600.0
 
 
 class Unavailable(Exception):
@@ -43,12 +42,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--if-possible", action="store_true", help="a version that cannot be installed is said, not a failure"
     )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for an installation, and for the tests")
     options = parser.parse_args(arguments)
     lines, failed = [], False
     for version in options.versions.split(","):
         started = time.monotonic()
         try:
-            ok, text = try_version(version, SHORT if options.short else FULL, remove=options.remove)
+            ok, text = try_version(version, SHORT if options.short else FULL, options.limit, remove=options.remove)
         except Unavailable as error:
             ok, text = options.if_possible, f"NOT TESTED: {error}"
         failed |= not ok
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str]) -> int:
     return int(failed)
 
 
-def try_version(version: str, selection: Sequence[str], *, remove: bool) -> tuple[bool, str]:
+def try_version(version: str, selection: Sequence[str], limit: float, *, remove: bool) -> tuple[bool, str]:
     """Whether the selected tests pass on a version, and the outcome in words.
 
     Raises:
@@ -69,22 +69,22 @@ def try_version(version: str, selection: Sequence[str], *, remove: bool) -> tupl
             return True, f"the newest that pip finds is {version}, which constraints.txt pins and `make test` tests"
     folder = ENVIRONMENTS / version
     try:
-        install(version, folder, cache=not remove)
+        install(version, folder, limit, cache=not remove)
         print(f"--- torch {version} ---", flush=True)
         command = [str(folder / "bin/python"), "-m", "pytest", "-q", *selection]
         try:
             status = subprocess.run(
-                command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=TEST_TIMEOUT_S, check=False
+                command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=limit, check=False
             ).returncode
         except subprocess.TimeoutExpired:
-            return False, f"FAILED, {version}: not done after {TEST_TIMEOUT_S:.0f} s"
+            return False, f"FAILED, {version}: not done after {limit:.0f} s"
         return status == 0, f"{'passed' if status == 0 else f'FAILED with status {status}'}, {version}"
     finally:
         if remove:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def install(version: str, folder: Path, *, cache: bool) -> None:
+def install(version: str, folder: Path, limit: float, *, cache: bool) -> None:
     """Make the environment, unless it is there.
 
     Raises:
@@ -105,22 +105,20 @@ def install(version: str, folder: Path, *, cache: bool) -> None:
     torch = f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
     run([sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", *([] if cache else ["--no-cache-dir"])]
-    run([*pip, "-c", str(constraints), torch, "-e", ".[test]"])
+    run([*pip, "-c", str(constraints), torch, "-e", ".[test]"], limit)
     done.touch()
 
 
-def run(command: Sequence[str]) -> str:
+def run(command: Sequence[str], limit: float = 120.0) -> str:
     """What a command prints.
 
     Raises:
         Unavailable: it failed or took too long; the text has the end of its output.
     """
     try:
-        result = subprocess.run(
-            command, cwd=ROOT, timeout=INSTALL_TIMEOUT_S, capture_output=True, text=True, check=False
-        )
+        result = subprocess.run(command, cwd=ROOT, timeout=limit, capture_output=True, text=True, check=False)
     except subprocess.TimeoutExpired:
-        raise Unavailable(f"not done after {INSTALL_TIMEOUT_S:.0f} s: {' '.join(command)}") from None
+        raise Unavailable(f"not done after {limit:.0f} s: {' '.join(command)}") from None
     if result.returncode != 0:
         last = [line for line in (result.stdout + result.stderr).splitlines() if line.strip()][-1:]
         raise Unavailable(f"failed: {' '.join(command)}: {''.join(last)}")

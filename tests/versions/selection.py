@@ -29,7 +29,7 @@ SHORT = (
     "tests/surface/test_mixed_precision.py::test_buffers_are_low_in_compute_and_whole_in_saved_and_loaded_states",
     "tests/surface/test_mixed_precision.py::test_parameters_are_gathered_in_the_low_dtype_and_sharded_in_the_full_one",
     # Compilation.
-    "tests/runtime/test_compile.py::test_a_compiled_training_step_with_backward_in_it_is_the_eager_one",
+    "tests/runtime/test_compile.py::test_blocks_compiled_inside_units_train_as_the_reference",
 )
 
 # Two to four minutes.
@@ -63,5 +63,4 @@ FULL = (
     "tests/surface/test_mixed_precision.py::test_full_precision_in_eval_equals_the_plain_model",
     "tests/surface/test_mixed_precision.py::test_a_custom_policy_overrides_precision_unit_by_unit",
     "tests/wrapper/test_clip_grad_norm.py::test_the_norm_and_the_clipped_gradients_are_the_peers",
-    "tests/runtime/test_compile.py::test_blocks_compiled_inside_units_train_as_the_reference",
 )
