@@ -67,21 +67,24 @@ def vectors(rank: int, step: int) -> torch.Tensor:
 
 
 @on_both_sides()
-@pytest.mark.parametrize("used", ["both", "first"])
+@pytest.mark.parametrize("used", ["both", "first", "both on one rank"])
 def test_named_tuples_stay_such_and_unused_outputs_do_no_harm(
     side: Side, layout: Layout, use_orig_params: bool, used: str
 ) -> Any:
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        out = model(x)
+    def batch(rank: int, step: int) -> tuple[torch.Tensor, bool]:
+        return vectors(rank, step), used == "both" or (used == "both on one rank" and rank == 0)
+
+    def loss_of(model: nn.Module, pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
+        out = model(pair[0])
         assert type(out) is Outputs
         loss = out.first.square().mean()
-        return loss + out.second.square().mean() if used == "both" else loss
+        return loss + out.second.square().mean() if pair[1] else loss
 
     torch.manual_seed(2)
     model, replica = NamedTuples(), NamedTuples()
     replica.load_state_dict(model.state_dict())
     wrapped = side.wrap(model, layout, units=(TwoOutputs,), use_orig_params=use_orig_params)
-    return beside_replica(wrapped, replica, loss_of, vectors, optimizer=sgd)
+    return beside_replica(wrapped, replica, loss_of, batch, optimizer=sgd)
 
 
 class NoGradUnit(nn.Module):
@@ -112,6 +115,35 @@ def test_a_unit_that_computes_without_gradients_keeps_its_parameters(
     state = state_of(model)
     assert_equal(state["0.linear.weight"], before)
     return state
+
+
+class Branches(nn.Module):
+    """Two layers, of which the second is called or not; its output is not in the loss."""
+
+    def __init__(self, calls_second: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 5)
+        self.second = nn.Linear(5, 5)
+        self.calls_second = calls_second
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        return [self.first(x), self.second(x)] if self.calls_second else [self.first(x)]
+
+
+@on_both_sides()
+@pytest.mark.parametrize("calls_second", [True, False], ids=["called", "not called"])
+def test_a_unit_that_is_not_in_the_loss_has_no_gradient(
+    side: Side, layout: Layout, use_orig_params: bool, calls_second: bool
+) -> Any:
+    torch.manual_seed(2)
+    inner = Branches(calls_second)
+    model = side.wrap(inner, layout, units=(nn.Linear,), use_orig_params=use_orig_params)
+    for step in range(3):
+        model(vectors(dist.get_rank(), step))[0].sum().backward()
+    assert all(param.grad is not None for param in inner.first.parameters() if param.numel() > 0)
+    assert [param.grad for param in inner.second.parameters()] == [None] * (2 if use_orig_params else 1)
+    sgd(model).step()
+    return state_of(model)
 
 
 @on_both_sides(layouts=SHARDED)
@@ -204,8 +236,7 @@ def test_a_module_without_parameters_can_be_wrapped(side: Side, layout: Layout, 
 def test_a_group_of_one_rank_trains_without_sharding(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     case = CASES["uneven sizes"]
     group = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with pytest.warns(UserWarning, match="(?s)NO_SHARD"):
         model = side.wrap_case(case, layout, use_orig_params=use_orig_params, process_group=group)
     losses = train(model, case, adamw(model))
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()} if use_orig_params else None

@@ -2,8 +2,8 @@
 
 Covered: values, shapes and buffers inside, on all ranks or on rank 0, on the CPU or in place; written changes that are
 kept or dropped; a parameter of one element; ``recurse``; one unit of a tree; which units are sharded after it; names
-inside; gradients inside (read, written, none); several trees below a plain module; calls from forward and from
-backward; arguments that exclude each other.
+inside; gradients inside (read, written, none); several trees below a plain module; calls between
+forward and backward, from forward and from backward; arguments that exclude each other.
 
 Not covered: gradients of flat parameters and offloading with NO_SHARD, which torch refuses and ours gives;
 the shape of the padded internal tensor and of ``FlatParamHandle``'s storage; prefetch of the internal
@@ -244,6 +244,27 @@ def test_gradients_survive_a_summon_without_them(side: Side, layout: Layout, use
         pass
     sgd(model).step()
     return state_of(model)
+
+
+@on_both_sides(layouts=STRATEGIES)
+@pytest.mark.parametrize("writeback", [True, False])
+@pytest.mark.parametrize("with_grads", [True, False], ids=["with gradients", "without"])
+def test_a_summon_between_forward_and_backward_changes_no_gradient(
+    side: Side, layout: Layout, use_orig_params: bool, writeback: bool, with_grads: bool
+) -> Any:
+    if with_grads and not use_orig_params:
+        return None
+    model = side.wrap_case(CASE, layout, use_orig_params=use_orig_params)
+    inside = []
+    for step in range(2):
+        loss = CASE.loss_of(model, batch_of(CASE, dist.get_rank(), step))
+        with side.FSDP.summon_full_params(model, writeback=writeback, with_grads=with_grads):
+            inside.append([param.detach().clone() for param in model.parameters()])
+        loss.backward()
+    if layout.strategy in ("FULL_SHARD", "HYBRID_SHARD"):
+        assert all(side.sharded_units(model))
+    sgd(model).step()
+    return [inside, state_of(model)]
 
 
 # -- refused -------------------------------------------------------------------------------------------------------

@@ -225,20 +225,23 @@ def test_changed_parameters_are_those_of_the_next_forward(
 
 
 @on_both_sides(kinds=ORIG)
-@pytest.mark.parametrize("how", ["in place", "assigned", "none"])
+@pytest.mark.parametrize("how", ["in place", "data", "assigned", "none"])
 def test_changed_gradients_are_those_of_the_optimizer_s_step(
     side: Side, layout: Layout, use_orig_params: bool, how: str
 ) -> Any:
-    model = side.wrap_case(UNEVEN, layout, use_orig_params=use_orig_params)
+    case = CASES["nested units"]
+    model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
     optimizer = sgd(model)
+    # The second backward adds to what was written after the first.
     for step in range(2):
-        optimizer.zero_grad()
-        UNEVEN.loss_of(model, batch(dist.get_rank(), step)).backward()
-        for name, param in model.named_parameters():
+        case.loss_of(model, batch_of(case, dist.get_rank(), step)).backward()
+        for name, param in [] if step else model.named_parameters():
             if param.grad is None or param.numel() == 0 or "weight" not in name:
                 continue
             if how == "in place":
                 param.grad.fill_(0.25)
+            elif how == "data":
+                param.grad.data = torch.full_like(param, 0.25)
             elif how == "assigned":
                 param.grad = torch.full_like(param, 0.25)
             else:
