@@ -9,7 +9,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 import fsdp_flat
 import fsdp_flat.wrap as our_wrap
 from tests.parity.harness import PLAIN, TOLERANCE, Layout, adamw, batch_of, build, options_for
-from tests.parity.zoo import CASES, Case
+from tests.parity.zoo import CASES, Block, Case
 from tests.support import assert_close
 from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
@@ -44,8 +44,10 @@ __all__ = [
 
 ORIG, FLAT = (True,), (False,)
 # Hybrid sharding over one rank is left out: torch's class does not average the replicas' gradients there.
-STRATEGIES = [*PLAIN, Layout("HYBRID_SHARD", (1, 2)), Layout("_HYBRID_SHARD_ZERO2", (1, 2))]
+STRATEGIES = [*PLAIN, Layout("HYBRID_SHARD", (1, 2))]
 SHARDED = [Layout("FULL_SHARD"), Layout("SHARD_GRAD_OP")]
+# A root and two units: enough for most questions, and quick.
+BLOCKS = replace(CASES["nested units"], units=(Block,))
 KINDS = {True: "orig", False: "flat"}
 
 

@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of
-from tests.parity.zoo import CASES
+from tests.parity.sides import BLOCKS, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of
 from tests.support import assert_close
 
-CASE = CASES["nested units"]
+CASE = BLOCKS
 
 
 def batch(rank: int, step: int) -> Any:

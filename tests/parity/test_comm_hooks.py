@@ -18,11 +18,10 @@ import torch.distributed as dist
 from torch.distributed.algorithms._comm_hooks import default_hooks
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of
-from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES
+from tests.parity.sides import BLOCKS, ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
 from tests.support import assert_close
 
-CASE = CASES["nested units"]
+CASE = BLOCKS
 
 
 class Calls:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, state_of, train
+from tests.parity.sides import BLOCKS, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close
 
@@ -94,7 +94,7 @@ def test_a_transformer_with_tied_ends_trains_as_a_replicated_model(
 def test_a_step_in_low_precision_gives_the_same_loss_and_parameters(
     side: Side, layout: Layout, use_orig_params: bool, dtype: torch.dtype
 ) -> Any:
-    case = CASES["nested units"]
+    case = BLOCKS
     precision = side.api.MixedPrecision(param_dtype=dtype, reduce_dtype=dtype, buffer_dtype=dtype)
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params, mixed_precision=precision)
     loss = model(batch_of(case, dist.get_rank(), 0)["x"]).float().square().mean()

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import STRATEGIES, Side, on_both_sides, sgd, state_of
-from tests.parity.zoo import CASES
+from tests.parity.sides import BLOCKS, STRATEGIES, Side, on_both_sides, sgd, state_of
 from tests.support import assert_close
 
 # For each backward of a step whether it runs inside ``no_sync``.
@@ -40,7 +39,7 @@ def test_accumulated_gradients_are_those_of_all_batches(
 ) -> Any:
     if prefetch == "BACKWARD_POST" and not sequence.startswith("unsynced"):
         return None
-    case = CASES["nested units"]
+    case = BLOCKS
     model = side.wrap_case(
         case, layout, use_orig_params=use_orig_params, backward_prefetch=side.api.BackwardPrefetch[prefetch]
     )
@@ -65,7 +64,7 @@ def test_accumulated_gradients_are_those_of_all_batches(
 
 @on_both_sides(layouts=STRATEGIES)
 def test_zeroing_between_steps_clears_what_no_sync_kept(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    case = CASES["nested units"]
+    case = BLOCKS
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
     with model.no_sync():
         case.loss_of(model, batch_of(case, dist.get_rank(), 0)).backward()
@@ -78,7 +77,7 @@ def test_zeroing_between_steps_clears_what_no_sync_kept(side: Side, layout: Layo
 
 @on_both_sides(layouts=STRATEGIES[:1])
 def test_only_the_root_gives_no_sync(side: Side, layout: Layout, use_orig_params: bool) -> None:
-    model = side.wrap_case(CASES["nested units"], layout, use_orig_params=use_orig_params)
+    model = side.wrap_case(BLOCKS, layout, use_orig_params=use_orig_params)
     assert model.check_is_root()
     with pytest.raises(RuntimeError), side.units(model)[1].no_sync():
         pass
@@ -86,7 +85,7 @@ def test_only_the_root_gives_no_sync(side: Side, layout: Layout, use_orig_params
 
 @on_both_sides(layouts=STRATEGIES[:1])
 def test_no_sync_ends_with_an_exception_inside_it(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    case = CASES["nested units"]
+    case = BLOCKS
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError("inside")

@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train
+from tests.parity.sides import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close
 
-CASE = CASES["nested units"]
+CASE = BLOCKS
 HYBRID = [Layout("HYBRID_SHARD", (2, 2)), Layout("_HYBRID_SHARD_ZERO2", (2, 2))]
 NAMES = pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 

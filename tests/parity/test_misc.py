@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import Layout, adamw, batch_of, build
-from tests.parity.sides import ORIG, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train, trained
+from tests.parity.sides import BLOCKS, ORIG, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train, trained
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_equal
 
@@ -151,7 +151,7 @@ def test_a_unit_that_is_not_in_the_loss_has_no_gradient(
 def test_evaluation_between_steps_changes_no_number(
     side: Side, layout: Layout, use_orig_params: bool, forward: bool
 ) -> Any:
-    case = CASES["nested units"]
+    case = BLOCKS
     ends = []
     for evaluates in (False, True):
         model = side.wrap_case(case, layout, use_orig_params=use_orig_params, forward_prefetch=forward)
@@ -213,7 +213,7 @@ def test_models_train_on_cpus_named_by_device_id(side: Side, layout: Layout, use
 
 @on_both_sides()
 def test_all_units_compute_and_stay_on_the_named_device(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    model = side.wrap_case(CASES["nested units"], layout, use_orig_params=use_orig_params)
+    model = side.wrap_case(BLOCKS, layout, use_orig_params=use_orig_params)
     devices = {unit.compute_device.type for unit in side.units(model)} | {p.device.type for p in model.parameters()}
     assert devices == {"cpu"}
     return len(side.units(model))
@@ -273,7 +273,7 @@ def test_an_ignored_module_may_stay_on_the_meta_device(side: Side, layout: Layou
 @on_both_sides()
 def test_attributes_show_the_arguments_of_construction(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(
-        CASES["nested units"], layout, use_orig_params=use_orig_params, forward_prefetch=True, limit_all_gathers=False
+        BLOCKS, layout, use_orig_params=use_orig_params, forward_prefetch=True, limit_all_gathers=False
     )
     assert model.check_is_root()
     units = side.units(model)

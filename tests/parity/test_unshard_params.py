@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
+from tests.parity.sides import BLOCKS, ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close, assert_equal
 
-CASE = CASES["nested units"]
+CASE = BLOCKS
 UNEVEN = CASES["uneven sizes"]
 
 

@@ -22,7 +22,18 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import ORIG, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of, train
+from tests.parity.sides import (
+    BLOCKS,
+    ORIG,
+    SHARDED,
+    STRATEGIES,
+    Side,
+    beside_replica,
+    on_both_sides,
+    sgd,
+    state_of,
+    train,
+)
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close, assert_equal
 
@@ -165,7 +176,7 @@ def test_names_and_shapes_inside_forward_are_the_plain_model_s(
 
 @on_both_sides(layouts=STRATEGIES)
 def test_names_and_slices_outside_forward_are_the_same(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    model = side.wrap_case(CASES["nested units"], layout, use_orig_params=use_orig_params)
+    model = side.wrap_case(BLOCKS, layout, use_orig_params=use_orig_params)
 
     def parameters() -> Any:
         if use_orig_params:
@@ -173,7 +184,7 @@ def test_names_and_slices_outside_forward_are_the_same(side: Side, layout: Layou
         return [name for name, _ in model.named_parameters()]
 
     before = parameters()
-    train(model, CASES["nested units"], sgd(model))
+    train(model, BLOCKS, sgd(model))
     return {"before": before, "after": parameters()}
 
 
@@ -229,7 +240,7 @@ def test_changed_parameters_are_those_of_the_next_forward(
 def test_changed_gradients_are_those_of_the_optimizer_s_step(
     side: Side, layout: Layout, use_orig_params: bool, how: str
 ) -> Any:
-    case = CASES["nested units"]
+    case = BLOCKS
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
     optimizer = sgd(model)
     # The second backward adds to what was written after the first.
@@ -268,7 +279,7 @@ def test_gradients_accumulate_in_no_sync_as_in_one_step_over_all_batches(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:
     # A unit of one element would not do: torch takes its shard for the whole of it.
-    case, rank = CASES["nested units"], dist.get_rank()
+    case, rank = BLOCKS, dist.get_rank()
     model, reference = (side.wrap_case(case, layout, use_orig_params=use_orig_params) for _ in range(2))
     with model.no_sync():
         case.loss_of(model, batch_of(case, rank, 0)).backward()
