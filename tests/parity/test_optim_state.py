@@ -498,7 +498,6 @@ def test_a_state_dict_may_be_passed_by_hand(side: Side, layout: Layout, use_orig
     return values(by_hand)
 
 
-@pytest.mark.xfail(strict=True, reason="optim_state_dict wants param_groups in a state dict that is passed by hand")
 @on_both_sides(layouts=SHARDED)
 def test_states_without_groups_are_saved_and_loaded_without(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model, optimizer = trained_pair(side, layout, use_orig_params)
@@ -566,10 +565,9 @@ def test_keys_of_an_unknown_or_of_both_types_are_refused(side: Side, layout: Lay
         side.FSDP.rekey_optim_state_dict(mixed, side.api.OptimStateKeyType.PARAM_ID, build(EVEN))
 
 
-@on_both_sides(layouts=SHARDED[:1])
-@pytest.mark.xfail(strict=True, reason="optim_input does not warn yet")
+@on_both_sides(layouts=SHARDED[:1], kinds=(False,))
 def test_optim_input_warns_that_it_is_old(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    model, optimizer = trained_pair(side, layout, False)
+    model, optimizer = trained_pair(side, layout, use_orig_params)
     with pytest.warns(FutureWarning, match="optim_input"):
         states = side.FSDP.full_optim_state_dict(model, optimizer, optim_input=list(model.parameters()))
     return values(states) if states else None
