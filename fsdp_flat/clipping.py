@@ -76,11 +76,13 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
             # This rank has no elements of any, so no gradient, which would have a dtype all the same.
             dtypes = [param.dtype for param in trainable]
     if not dtypes:
-        warnings.warn(
-            f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
-            "differ from the dtype on other ranks.",
-            stacklevel=3,
-        )
+        if any(axis.size > 1 for axes in by_axes for axis in axes):
+            # Where nothing is sharded, all ranks have the same gradients.
+            warnings.warn(
+                f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
+                "differ from the dtype on other ranks.",
+                stacklevel=3,
+            )
         return total
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     with torch.no_grad():

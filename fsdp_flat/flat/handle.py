@@ -304,7 +304,8 @@ class FlatParamHandle:
     @untraced
     def _landed(self, index: int, leaf: torch.Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        assert grad is not None
+        if grad is None:
+            return  # the graph reaches the leaf, but nothing of the loss comes from there: an output nobody used
         if grad.requires_grad:
             raise UnsupportedError(
                 f"A gradient of {self.layout.slots[index].fqn!r} (unit {self.spec.unit_name!r}) is itself "

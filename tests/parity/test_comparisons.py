@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from tests.parity.harness import (
     train_beside_reference,
     wrapped,
 )
+from tests.parity.sides import SHARDED, Side, on_both_sides
 from tests.parity.zoo import CASES
 from tests.support import on_ranks
 
@@ -116,3 +119,23 @@ def test_weight_decay_of_an_unused_parameter_fails_the_comparison(rank: int) -> 
     assert dist.get_world_size() == 2
     with pytest.raises(AssertionError, match="never"):
         train_beside_reference(model, reference_for(case, True), optimizer=optimizer, before_step=give_zero_gradient)
+
+
+@on_both_sides(layouts=SHARDED)
+def other_results(side: Side, layout: Layout) -> torch.Tensor:
+    return torch.zeros(2) if side.is_torch or layout == SHARDED[0] else torch.tensor([0.0, 1e-3])
+
+
+@on_both_sides(layouts=SHARDED)
+def fails_on_ours(side: Side, layout: Layout) -> None:
+    assert side.is_torch or layout == SHARDED[0]
+
+
+def test_another_result_than_torch_s_fails_and_names_the_layout(ranks: Any) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)2 failures.*rank 0, SHARD_GRAD_OP: result: 1 of 2 elements differ"):
+        other_results(ranks=ranks)
+
+
+def test_an_assert_that_fails_on_one_side_names_the_side_and_the_layout(ranks: Any) -> None:
+    with pytest.raises(AssertionError, match=r"(?s)2 failures.*rank 1, SHARD_GRAD_OP on ours"):
+        fails_on_ours(ranks=ranks)

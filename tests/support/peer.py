@@ -14,11 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as PeerFSDP
+from torch.distributed.fsdp import _optim_utils
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 
 __all__ = ["PeerFSDP", "mend_peer", "peer_fsdp", "peer_warnings_silenced"]
 
 _ORIGINAL_TO_CPU = FlatParamHandle.to_cpu
+_ORIGINAL_UNFLATTEN = _optim_utils._unflatten_orig_param_states
 
 
 def peer_fsdp(module: nn.Module, **kwargs: Any) -> PeerFSDP:
@@ -47,15 +49,25 @@ def peer_warnings_silenced() -> Iterator[None]:
 
 
 def mend_peer() -> None:
-    """Make ``FlatParamHandle.to_cpu`` do nothing where the handle computes on the CPU.
+    """Mend two defects of torch 2.13 where the handle computes on the CPU.
 
-    In torch 2.13 it frees the very storage that it hands out there, so a full state dict with
-    ``offload_to_cpu=True`` reads freed memory.
+    ``FlatParamHandle.to_cpu`` frees the very storage that it hands out, so a full state dict with
+    ``offload_to_cpu=True`` reads freed memory: it does nothing then. The full optimizer state of original parameters
+    with ``offload_to_cpu=True`` is made of views of a buffer that the next state overwrites: they are cloned then, as
+    they are without offloading.
     """
     FlatParamHandle.to_cpu = _to_cpu  # type: ignore[method-assign, assignment]
+    _optim_utils._unflatten_orig_param_states = _unflatten  # type: ignore[assignment]
 
 
 def _to_cpu(self: FlatParamHandle) -> AbstractContextManager[None]:
     if self.device.type == "cpu":
         return nullcontext()
     return _ORIGINAL_TO_CPU(self)
+
+
+def _unflatten(
+    fsdp_param_info: Any, output_states: Any, state_name: str, shard_state: bool, to_save: bool, cpu_offload: bool
+) -> None:
+    copies = cpu_offload and fsdp_param_info.handle.device.type != "cpu"
+    _ORIGINAL_UNFLATTEN(fsdp_param_info, output_states, state_name, shard_state, to_save, copies)
