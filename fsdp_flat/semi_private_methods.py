@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.clipping import local_norm
-from fsdp_flat.errors import OptionError, PhaseError
-from fsdp_flat.layout import FLAT_PARAM, clean_fqn
+from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
 from fsdp_flat.state_dict import FORMS
@@ -54,6 +54,25 @@ class UnshardHandle:
             self._unit.finish_unshard()
 
 
+class _UnknownWrapper(dict[str, str]):
+    """Stands for the renamed children of a wrapper, which has none; being asked for one means not to know wrappers."""
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Raise for the wrapped module.
+
+        Raises:
+            UsageError: always, for that name.
+        """
+        if name == FSDP_WRAPPED_MODULE:
+            raise UsageError(
+                "torch.distributed.checkpoint.state_dict does not know fsdp_flat's wrapper here, so it would take this "
+                "rank's slices for whole tensors. Call fsdp_flat.install() first (or use fsdp_flat.installed()), or "
+                "call the wrapper's own methods: model.state_dict(), FSDP.optim_state_dict(model, optim) and their "
+                "counterparts for loading, or fsdp_flat.save_checkpoint."
+            )
+        return super().get(name, default)
+
+
 class SemiPrivateMethods(SemiPrivateNames):
     """The wrapper's methods of that kind; the wrapper class inherits them."""
 
@@ -69,6 +88,13 @@ class SemiPrivateMethods(SemiPrivateNames):
                 f"Unit {self._unit.name!r} was expected to be in {' or '.join(member.name for member in states)}; it "
                 f"is in {self.training_state.name}."
             )
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Children that state dicts of ``torch.distributed.checkpoint.state_dict`` know by other names: none.
+
+        Its functions ask this for the wrapped module only where they take the wrapper for a module like any other.
+        """
+        return _UnknownWrapper()
 
     def _low_precision_hook_enabled(self) -> bool:
         """Whether one of torch's hooks that reduce in a lower precision is registered."""
