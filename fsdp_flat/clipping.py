@@ -14,7 +14,7 @@ from fsdp_flat.comm import Axis, begin_all_reduce
 from fsdp_flat.flat import PLAIN, Guise, guise_if_dtensor
 from fsdp_flat.runtime import Unit
 
-__all__ = ["clip_grads"]
+__all__ = ["clip_grads", "local_norm"]
 
 
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -65,7 +65,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     grads = [grad for local in by_axes.values() for grad in local]
     device = device if device is not None else torch.device("cpu")
     parts = [
-        _over_axes(_local_norm(local, norm_type, device, dtype), axes, norm_type) for axes, local in by_axes.items()
+        _over_axes(local_norm(local, norm_type, device, dtype), axes, norm_type) for axes, local in by_axes.items()
     ]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
@@ -91,7 +91,8 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     return total.to(functools.reduce(torch.promote_types, dtypes))
 
 
-def _local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The norm of order ``norm_type`` of some gradients as one vector, a scalar of ``dtype`` on ``device``."""
     some = [grad.detach() for grad in grads if grad.numel() > 0]
     if not some:
         return torch.zeros((), dtype=dtype, device=device)

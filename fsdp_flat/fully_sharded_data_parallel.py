@@ -55,6 +55,13 @@ from fsdp_flat.semi_private import (
     TrainingState,
     describe_flat_params,
 )
+from fsdp_flat.semi_private_methods import (
+    _get_fqn_to_param,
+    _get_grad_norm,
+    _get_param_to_fqn,
+    _optim_state_dict_type_to_config,
+    _state_dict_type_to_config,
+)
 from fsdp_flat.state_dict import DEFAULT_SETTINGS
 from fsdp_flat.state_methods import StateDictMethods
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
@@ -89,6 +96,11 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "TrainingState",
+    "_get_fqn_to_param",
+    "_get_grad_norm",
+    "_get_param_to_fqn",
+    "_optim_state_dict_type_to_config",
+    "_state_dict_type_to_config",
 ]
 
 

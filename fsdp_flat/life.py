@@ -10,12 +10,13 @@ import torch
 
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.runtime import Phase, Schedule, check_idle, copy_unit, register_forward_method
-from fsdp_flat.semi_private import SemiPrivateNames, describe_flat_params, forget_tensors
+from fsdp_flat.semi_private import describe_flat_params, forget_tensors
+from fsdp_flat.semi_private_methods import SemiPrivateMethods
 
 __all__ = ["LifeMethods"]
 
 
-class LifeMethods(SemiPrivateNames):
+class LifeMethods(SemiPrivateMethods):
     """The wrapper's methods for conversions and copies; the wrapper class inherits them."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LifeMethods:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
+from fsdp_flat.errors import PhaseError
 from fsdp_flat.optim_state import contents_of, load_optim_state, ordered_params, rekey, save_optim_state
 from fsdp_flat.state_dict import DEFAULT_SETTINGS
 from fsdp_flat.state_methods import StateDictMethods
@@ -111,6 +112,53 @@ class OptimStateMethods(nn.Module):
         return loaded
 
     @staticmethod
+    def _optim_state_dict_impl(
+        model: nn.Module,
+        optim: torch.optim.Optimizer,
+        optim_state_dict: dict[str, Any] | None,
+        optim_input: OptimInput = None,
+        rank0_only: bool = True,
+        full_state_dict: bool = True,
+        group: dist.ProcessGroup | None = None,
+        cpu_offload: bool = True,
+        *,
+        _stacklevel: int = 1,
+    ) -> dict[str, Any]:
+        """What FSDP1's saving methods share, under the name by which clients call it; every rank must."""
+        _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
+        contents = contents_of(optim, optim_state_dict, model)
+        return save_optim_state(
+            model, contents, whole=full_state_dict, rank0_only=rank0_only, offload_to_cpu=cpu_offload
+        )
+
+    @staticmethod
+    def _optim_state_dict_to_load_impl(
+        optim_state_dict: dict[str, Any] | None,
+        model: nn.Module,
+        optim_input: OptimInput = None,
+        optim: torch.optim.Optimizer | None = None,
+        full_state_dict: bool = True,
+        rank0_only: bool = False,
+        is_named_optimizer: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> dict[str, Any]:
+        """What FSDP1's loading methods share, under the name by which clients call it."""
+        _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
+        return load_optim_state(
+            model,
+            ordered_params(model, optim, optim_input),
+            optim_state_dict,
+            named=is_named_optimizer,
+            from_rank_zero=rank0_only,
+            expects_chunks=not full_state_dict,
+        )
+
+    @staticmethod
+    def _is_using_optim_input(optim_input: OptimInput, optim: torch.optim.Optimizer | None) -> bool:
+        """Whether ``optim_input``, or in its absence ``model.parameters()``, says the order of parameters."""
+        return optim_input is not None or optim is None
+
+    @staticmethod
     def full_optim_state_dict(
         model: nn.Module,
         optim: torch.optim.Optimizer,
@@ -137,8 +185,7 @@ class OptimStateMethods(nn.Module):
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
-        _warn_optim_input(optim_input)
-        return save_optim_state(model, contents_of(optim), whole=True, rank0_only=rank0_only, offload_to_cpu=True)
+        return OptimStateMethods._optim_state_dict_impl(model, optim, None, optim_input, rank0_only)
 
     @staticmethod
     def sharded_optim_state_dict(
@@ -185,9 +232,7 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        _warn_optim_input(optim_input)
-        params = ordered_params(model, optim, optim_input)
-        return load_optim_state(model, params, full_optim_state_dict)
+        return OptimStateMethods._optim_state_dict_to_load_impl(full_optim_state_dict, model, optim_input, optim)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -237,9 +282,9 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        _warn_optim_input(optim_input)
-        params = ordered_params(model, optim, optim_input)
-        return load_optim_state(model, params, full_optim_state_dict, from_rank_zero=True)
+        return OptimStateMethods._optim_state_dict_to_load_impl(
+            full_optim_state_dict, model, optim_input, optim, rank0_only=True
+        )
 
     @staticmethod
     def rekey_optim_state_dict(
@@ -289,6 +334,12 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
 
 def _warn_legacy(name: str, instead: str) -> None:
     warnings.warn(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+
+
+def _check_form(optim_input: OptimInput, *, rank0_only: bool, full: bool) -> None:
+    if not full and (optim_input is not None or rank0_only):
+        raise PhaseError("optim_input and rank0_only go with whole tensors only (full_state_dict=True).")
+    _warn_optim_input(optim_input)
 
 
 def _warn_optim_input(optim_input: OptimInput) -> None:

@@ -236,6 +236,14 @@ class FlatParamHandle:
     def _training_state(self) -> HandleTrainingState:
         return _TRAINING_STATES[self._unit.phase][1]
 
+    @property
+    def sharded_grad(self) -> torch.Tensor | None:
+        """The gradient of the shard, 1-D and padded like it; with original parameters it is put together anew."""
+        views = self._real.views
+        if not any(views.has_grads()):
+            return None
+        return views.shard_grad() if self._use_orig_params else self._real.flat_param.grad
+
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the shard's size."""
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)

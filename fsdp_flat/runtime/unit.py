@@ -400,7 +400,9 @@ class Unit:
         self._trace("pre_backward")
         self.use_full_precision(weights.full_precision)
         self.unshard()
-        if weights.version != self.gathered_version:
+        # What is gathered is still that of the forward, but a write-back has changed the shards since.
+        current = self._version() if self.is_outdated else self.gathered_version
+        if weights.version != current:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
                 "step, load_state_dict, summon_full_params or an assignment), so its gradients would mix two sets of "

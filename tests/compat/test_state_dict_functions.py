@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fsdp_flat
+from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.wrapper.models import batch, seeded, shard, shard_by_peer, square_loss
 
@@ -195,3 +196,31 @@ def test_hybrid_sharding_is_saved_and_loaded() -> None:
                 fresh, fresh_optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options
             )
             assert train(fresh, fresh_optimizer, range(2, 4)) == train(model, optimizer, range(2, 4))
+
+
+@ORIG
+@on_ranks(2)
+def test_without_install_they_raise_instead_of_giving_slices(orig: bool) -> None:
+    model, optimizer = trained(shard, orig=orig)
+    before = plain(dict(model.state_dict()))
+    full = StateDictOptions(full_state_dict=True)
+    calls: list[Callable[[nn.Module], Any]] = [
+        lambda which: get_model_state_dict(which, options=full),
+        lambda which: get_model_state_dict(which),
+        lambda which: get_optimizer_state_dict(which, optimizer, options=full),
+        lambda which: get_optimizer_state_dict(which, optimizer),
+        lambda which: get_state_dict(which, optimizer),
+        lambda which: set_model_state_dict(which, {"first.weight": torch.ones(1)}, options=full),
+        lambda which: set_optimizer_state_dict(which, optimizer, {"state": {}, "param_groups": []}),
+    ]
+    for which in (model, nn.Sequential(model), model.blocks[1]):
+        for call in calls:
+            with quiet(), pytest.raises(UsageError, match=r"fsdp_flat\.install\(\) first"):
+                call(which)
+    assert_close(plain(dict(model.state_dict())), before, rtol=0, atol=0)
+    # Other models are none of the wrapper's business, and with install() they know it.
+    assert list(get_model_state_dict(seeded())) == list(seeded().state_dict())
+    with fsdp_flat.installed(), quiet():
+        assert_close(plain(get_model_state_dict(model, options=full)), before, rtol=0, atol=0)
+        found = get_optimizer_state_dict(model, optimizer, options=full)
+        assert_close(found["state"], model.optim_state_dict(model, optimizer)["state"], rtol=0, atol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -461,17 +460,12 @@ def test_changes_of_one_rank_inside_a_summon_reach_the_next_forward_of_a_root_th
 @BOTH
 @on_ranks(2)
 def test_the_root_is_known_after_a_summon(use_orig_params: bool, rank: int) -> None:
-    uses: list[Callable[[Any], Any]] = [
-        lambda which: contextlib.ExitStack().enter_context(type(which).summon_full_params(which)),
-        lambda which: which.apply(lambda module: None),
-    ]
-    with peer_warnings_silenced():
-        for use in uses:
-            for make in (shard, shard_by_peer):
-                model = make(seeded(), use_orig_params=use_orig_params)
-                use(model)
-                wrappers = type(model).fsdp_modules(model)
-                assert [wrapper._is_root for wrapper in wrappers] == [True, False, False]
+    for make in (shard, shard_by_peer):
+        model = make(seeded(), use_orig_params=use_orig_params)
+        with peer_warnings_silenced(), type(model).summon_full_params(model):
+            pass
+        wrappers = type(model).fsdp_modules(model)
+        assert [wrapper._is_root for wrapper in wrappers] == [True, False, False]
     nested = shard(seeded(), use_orig_params=use_orig_params)
     with FSDP.summon_full_params(nested.blocks[0]):
         assert nested.blocks[0]._is_root is None

@@ -317,7 +317,7 @@ def test_accelerates_upcast_before_the_first_forward_trains_in_float32(use_orig_
     loss = square_loss(model, batch(dist.get_rank()))
     assert loss.dtype == torch.bfloat16
     loss.backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float32}
+    assert {param.grad.dtype for param in model.parameters() if param.numel() > 0} == {torch.float32}
     optimizer.step()
     text = message(OptionTypeError, TypeError, lambda: setattr(model._handle, "_orig_param_dtype", "float32"))
     assert "torch.dtype" in text
