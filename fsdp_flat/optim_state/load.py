@@ -222,7 +222,8 @@ def _planned(
 def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = []
     for group in given:
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+        # The optimizer keeps the names that it was built with; those of the file are of all ranks' parameters.
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
         known = [fqn for fqn in group.get("params", []) if fqn in ids]
         groups.append({**settings, "params": [keys[position] for position in sorted({ids[fqn] for fqn in known})]})
     return groups

@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdp_flat.comm import Lanes, digest_of, exchange_bytes, exchange_ints, meet
 from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.optim_state.groups import complete_groups
 from fsdp_flat.optim_state.merge import everywhere, in_turn, merged_states, on_first
 from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
@@ -65,6 +66,7 @@ def save_optim_state(
     order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
     keep = not to_zero or all(axis.rank == 0 for unit, _, _ in names.handles for axis in unit.options.groups.axes)
+    complete_groups(names, groups, alone=alone)
     with torch.no_grad():
         if boxes:
             values = _boxed_values(names, states, offload=offload_to_cpu)

@@ -35,11 +35,13 @@ class HandleStates:
             there is no such state.
         handled: by slot, the states that a handler knows, as this rank has them; None where only others have it.
         plain: by slot, the states that are scalars or no tensors.
+        held: by slot, whether this rank's optimizer holds the parameter.
     """
 
     pieces: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     handled: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     plain: list[dict[str, Any]] = field(default_factory=list)
+    held: list[bool] = field(default_factory=list)
 
     def slots_with_state(self) -> list[bool]:
         """For each slot whether it has any state."""
@@ -59,8 +61,10 @@ def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHan
     held = set(contents.params)
     for unit, handle, _ in names.handles:
         num = len(handle.layout.slots)
-        states = HandleStates(handled=[{} for _ in range(num)], plain=[{} for _ in range(num)])
+        states = HandleStates(handled=[{} for _ in range(num)], plain=[{} for _ in range(num)], held=[False] * num)
         for param in handle.views.visible_params():
+            for index in names.managed[param].indices:
+                states.held[index] = param in held
             # States for no elements are never updated (a count of steps, for one): those of other ranks are right.
             if param in held and param in contents.state and not is_elsewhere(param, handle):
                 _read(states, names, unit, handle, param, contents.state[param])
@@ -168,11 +172,14 @@ def _lacking(
 
 
 def _kept_names(described: dict[str, Any]) -> list[set[str]]:
-    """For each slot the names of the states that a rank has."""
-    return [
-        {*plain, *handled, *(name for name, dtypes in described["pieces"].items() if dtypes[index] is not None)}
-        for index, (plain, handled) in enumerate(zip(described["plain"], described["handled"], strict=True))
-    ]
+    """For each slot the names of what a rank's optimizer has of it."""
+    found = []
+    for index, (plain, handled, held) in enumerate(
+        zip(described["plain"], described["handled"], described["held"], strict=True)
+    ):
+        pieces = (name for name, dtypes in described["pieces"].items() if dtypes[index] is not None)
+        found.append({*plain, *handled, *pieces, *(["a place in a parameter group"] if held else [])})
+    return found
 
 
 def _incomplete(lacking: Mapping[tuple[int, str], list[str]]) -> UsageError:
@@ -208,6 +215,7 @@ def _describe(states: HandleStates) -> dict[str, Any]:
         "pieces": {
             name: [None if piece is None else str(piece.dtype) for piece in row] for name, row in states.pieces.items()
         },
+        "held": states.held,
         "handled": [list(row) for row in states.handled],
         "plain": [{name: plain_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
     }

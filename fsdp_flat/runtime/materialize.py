@@ -174,11 +174,10 @@ def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: UnitGroups) ->
         works = []
         for tensor in tensors:
             data = tensor.detach()
-            if data.is_contiguous():
-                works.append((dist.broadcast(data, src=source, group=axis.group, async_op=True), data, data))
-            else:
-                copy = data.contiguous()
-                works.append((dist.broadcast(copy, src=source, group=axis.group, async_op=True), copy, data))
+            received = data.contiguous()
+            # As bytes: backends know few dtypes (gloo neither float8 nor int16).
+            sent = received.view(-1).view(torch.uint8)
+            works.append((dist.broadcast(sent, src=source, group=axis.group, async_op=True), received, data))
         for work, received, target in works:
             if work is not None:
                 work.wait()

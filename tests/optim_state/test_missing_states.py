@@ -12,7 +12,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fsdp_flat import FullOptimStateDictConfig, ShardedOptimStateDictConfig, load_checkpoint, save_checkpoint
+from fsdp_flat import (
+    FullOptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, TASKS, save, train
 from tests.support import assert_equal, on_ranks
@@ -63,7 +69,12 @@ def without_parameters(model: Model, optimizer: Optimizer) -> Optimizer:
 
 
 def without_an_entry(model: Model, optimizer: Optimizer) -> Optimizer:
-    del optimizer.state[held(model, optimizer)]["exp_avg_sq"]
+    # Both ranks have elements of this one; an entry that no other rank could have is not missed.
+    names = dict(model.named_parameters())
+    cut = next(
+        param for name, param in names.items() if "blocks.1" in name and name.endswith(("up.bias", "_flat_param"))
+    )
+    del optimizer.state[cut]["exp_avg_sq"]
     return optimizer
 
 
@@ -141,3 +152,81 @@ def test_a_rank_without_elements_may_lack_states_in_a_checkpoint_too(tmp_path: P
     for run in (SAVES["full"], SAVES["sharded"]):
         assert set(run(model, optimizer)["state"]) == set(expected["state"])
     assert_equal(save(other, other_optimizer, FULL)[1], expected)
+
+
+# ------------------------------------------------------------------------- optimizers of non-empty slices, and names
+
+
+def of_slices(model: Model, *, named: bool = False, num_groups: int = 1) -> Optimizer:
+    """An optimizer of the parameters that this rank has elements of, in one group or by weights and biases."""
+    held = [(name, param) for name, param in model.named_parameters() if param.numel()]
+    by_kind = [[it for it in held if it[0].endswith(kind)] for kind in (("weight", "bias"), "weight", "bias")]
+    chosen = by_kind[:1] if num_groups == 1 else by_kind[1:]
+    groups = [{"params": it if named else [param for _, param in it], "lr": 0.1 / 2**i} for i, it in enumerate(chosen)]
+    return torch.optim.Adam(groups)
+
+
+def stepped(seed: int, *, named: bool = False, num_groups: int = 1, **wrapping: Any) -> tuple[Model, Optimizer]:
+    model = shard(seeded(seed=seed), **wrapping)
+    optimizer = of_slices(model, named=named, num_groups=num_groups)
+    train(model, optimizer, TASKS["uneven"], range(seed, seed + 1))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("num_groups", [1, 2])
+@on_ranks(2)
+def test_an_optimizer_of_non_empty_slices_resumes_under_another_wrapping(num_groups: int, tmp_path: Path) -> None:
+    model, optimizer = stepped(0, use_orig_params=True, num_groups=num_groups)
+    names = [name for name, _ in seeded().named_parameters()]
+    save_checkpoint(tmp_path, model, optimizer)
+    expected = save(model, optimizer, FULL)[1]
+    assert sorted(name for group in expected["param_groups"] for name in group["params"]) == sorted(names)
+    for kind in (FULL, SHARDED):
+        states = save(model, optimizer, kind)[1]
+        for wrapping in ({"use_orig_params": True, "by_blocks": False}, {"use_orig_params": True}):
+            other, other_optimizer = stepped(1, num_groups=num_groups, **wrapping)
+            with FSDP.state_dict_type(other, kind):
+                other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, states))
+            assert_equal(save(other, other_optimizer, FULL)[1]["state"], expected["state"])
+    other, other_optimizer = stepped(1, num_groups=num_groups, use_orig_params=True, by_blocks=False)
+    load_checkpoint(tmp_path, other, other_optimizer)
+    assert_equal(save(other, other_optimizer, FULL)[1]["state"], expected["state"])
+    assert [group["lr"] for group in other_optimizer.param_groups] == [0.1, 0.05][:num_groups]
+
+
+def save_slices(path: str) -> Any:
+    model, optimizer = stepped(0, use_orig_params=True)
+    save_checkpoint(path, model, optimizer)
+    return save(model, optimizer, FULL)[1]["state"]
+
+
+def load_slices(path: str) -> Any:
+    model, optimizer = stepped(1, use_orig_params=True)
+    load_checkpoint(path, model, optimizer)
+    return save(model, optimizer, FULL)[1]["state"]
+
+
+@pytest.mark.parametrize("sizes", [(2, 4), (4, 2)])
+def test_an_optimizer_of_non_empty_slices_resumes_on_another_number_of_ranks(
+    ranks: Any, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    saved, loaded = (
+        ranks(size).run(run, str(tmp_path)) for size, run in zip(sizes, (save_slices, load_slices), strict=True)
+    )
+    assert_equal(loaded[0], saved[0])
+
+
+@on_ranks(2)
+def test_saved_groups_hold_plain_names_and_a_load_leaves_the_optimizer_its_own() -> None:
+    model, optimizer = stepped(0, named=True, use_orig_params=True)
+    own = [list(group["param_names"]) for group in optimizer.param_groups]
+    for kind in (FULL, SHARDED):
+        states = save(model, optimizer, kind)[1]
+        assert states["param_groups"][0]["param_names"] == states["param_groups"][0]["params"]
+        assert sorted(states["param_groups"][0]["params"]) == sorted(dict(seeded().named_parameters()))
+        with FSDP.state_dict_type(model, kind):
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, states))
+        assert [group["param_names"] for group in optimizer.param_groups] == own
+        plain = torch.optim.Adam(seeded().named_parameters())
+        if kind is FULL:
+            plain.load_state_dict(FSDP.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_ID, seeded()))

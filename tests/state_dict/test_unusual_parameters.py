@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import StateDictType, load_checkpoint, save_checkpoint
+from fsdp_flat import ShardingStrategy, StateDictType, load_checkpoint, save_checkpoint
 from tests.runtime.kit import Block, batch, mesh, whole, wrapped
+from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -123,3 +124,39 @@ def test_a_scalar_on_a_two_dimensional_mesh_is_whole_on_every_rank() -> None:
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         scale = model.state_dict()["scale"]
     assert torch.equal(scale.full_tensor(), torch.tensor(2.5))
+
+
+class OddDtypes(nn.Module):
+    """Frozen parameters and buffers of dtypes that gloo has no collectives for, one of them transposed."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((5, 3), value))
+        odd = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16, torch.bool, torch.complex64)
+        for index, dtype in enumerate(odd):
+            full = torch.full((4, 3), value).to(dtype)
+            self.register_parameter(f"param{index}", nn.Parameter(full, requires_grad=False))
+            self.register_buffer(f"buffer{index}", full.clone().t())
+            self.register_buffer(f"scalar{index}", full[0, 0].clone())
+            self.register_buffer(f"empty{index}", full[:0].clone())
+
+
+@pytest.mark.parametrize("policy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@on_ranks(4)
+def test_tensors_of_every_dtype_are_synchronised_saved_and_loaded(policy: str, tmp_path: Path, rank: int) -> None:
+    where = {"device_mesh": mesh(2, 2)} if policy == "HYBRID_SHARD" else {}
+    options = {"use_orig_params": True, "sharding_strategy": ShardingStrategy[policy], **where}
+    model = wrapped(OddDtypes(1.0 + rank), sync_module_states=True, **options)
+    expected = dict(OddDtypes(1.0).state_dict())
+    assert_equal(dict(model.state_dict()), expected)
+    for form in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
+        other = wrapped(OddDtypes(2.0), **options)
+        with unsharded_allowed(), FSDP.state_dict_type(model, form):
+            state = model.state_dict()
+        with FSDP.state_dict_type(other, form):
+            other.load_state_dict(state)
+        assert_equal(dict(other.state_dict()), expected)
+    other = wrapped(OddDtypes(2.0), **options)
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, other)
+    assert_equal(dict(other.state_dict()), expected)

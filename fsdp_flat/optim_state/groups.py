@@ -1,0 +1,51 @@
+"""Parameter groups of an optimizer under the names of all parameters that any rank's optimizer holds."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fsdp_flat.comm import digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.optim_state.names import ParamNames
+from fsdp_flat.state_dict import axes_of
+
+__all__ = ["complete_groups"]
+
+Groups = list[dict[str, Any]]
+
+
+def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) -> None:
+    """Give ``groups`` the parameters of every rank's optimizer, and names that belong to no wrapping.
+
+    An optimizer may be built from the parameters that its rank has elements of. Which these are depends on the
+    wrapping and the number of ranks, so a saved group has to name those of all ranks.
+
+    Every rank must call this, except ``alone``; one integer is exchanged per group of ranks.
+
+    Args:
+        names: the model's.
+        groups: this rank's, with names in ``params``; None where there are none. They are changed in place.
+        alone: nothing is exchanged, so groups keep what this rank has.
+    """
+    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    held = [group["params"] for group in groups or ()]
+    for axis in [] if alone or not any(unit.options.use_orig_params for unit in units) else axes_of(units):
+        assert axis.group is not None
+        text, device = json.dumps(held).encode(), units[0].options.device
+        if len({digest for (digest,) in exchange_ints([digest_of(text)], axis.group, device)}) == 1:
+            continue
+        everyone = [json.loads(payload) for payload in exchange_bytes(text, axis.group, device)]
+        if all(len(of_rank) == len(held) for of_rank in everyone):
+            held = [_merged(names, [of_rank[index] for of_rank in everyone]) for index in range(len(held))]
+    for group, params in zip(groups or (), held, strict=True):
+        group["params"] = params
+        if "param_names" in group:
+            # Of an optimizer that was built from named parameters: theirs have the words of wrappers.
+            group["param_names"] = list(params)
+
+
+def _merged(names: ParamNames, held: list[list[str]]) -> list[str]:
+    """All names once, in the order of rank 0, and names that it lacks in the order of the model."""
+    places = {fqn: place for place, fqn in enumerate(fqn for _, _, fqns in names.handles for fqn in fqns)}
+    lacking = {fqn for of_rank in held for fqn in of_rank}.difference(held[0])
+    return [*held[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
