@@ -74,6 +74,7 @@ def build_unit(
         )
         move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=options.device_given)
         params = _managed_params(module, name, ignored, owners)
+        _check_renormalisation(modules, options, ignored)
     except Exception as raised:
         error = raised
     if on_meta:
@@ -106,6 +107,21 @@ def build_unit(
         child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
         hide_compiled_name(child)
     return unit
+
+
+def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
+    """Raises for an embedding that writes to its weight in forward, where that is a gathered copy: it would be lost."""
+    if options.groups.shard.size == 1 and options.precision.param_dtype is None:
+        return
+    for path, module in modules:
+        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if renormalises and module.weight not in ignored.params:
+            raise OptionError(
+                f"max_norm={module.max_norm} of {path!r} ({type(module).__name__}) has it write to its weight in "
+                "forward. The weight there is a copy, gathered for this forward, so the change would be lost. "
+                "Leave the module out (ignored_modules), or do without max_norm and limit the norms inside "
+                "summon_full_params after each step."
+            )
 
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
