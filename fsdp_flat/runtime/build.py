@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,7 @@ from fsdp_flat.flat import (
     held_locally,
     named_sites,
 )
-from fsdp_flat.layout import FLAT_PARAM, clean_fqn
+from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
 from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
@@ -27,6 +28,7 @@ from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
 __all__ = ["build_unit", "owners_of_ties", "structure_lines"]
 
@@ -88,6 +90,8 @@ def build_unit(
     if broadcast:
         with torch.no_grad():
             broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
+    unwritten = _unwritten_buffers(modules) if on_meta else []
+    unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if on_meta else set()
     full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
     handles = [
         FlatParamHandle(group, _spec(name, module, group, options, full=full))
@@ -98,6 +102,11 @@ def build_unit(
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
     for inner in units_of(module):
         inner.is_nested = True
+    for handle in handles:
+        for index, slot in enumerate(handle.layout.slots):
+            if slot.fqn in unwritten_params:
+                unwritten.append(Unwritten(slot.fqn, partial(_held, handle, index), is_param=True))
+    unit.unwritten = unwritten if on_meta else None
     for child in full_precision:
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
@@ -107,6 +116,20 @@ def build_unit(
         child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
         hide_compiled_name(child)
     return unit
+
+
+def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritten]:
+    return [
+        Unwritten(join_fqn(path, name), partial(module._buffers.get, name), is_param=False)
+        for path, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and is_marked(buffer)
+    ]
+
+
+def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
+    """This rank's piece of a parameter."""
+    return handle.flat_param.data[handle.views.pieces[index].in_shard.to_slice()]
 
 
 def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
