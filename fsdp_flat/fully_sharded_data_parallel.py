@@ -30,7 +30,7 @@ from fsdp_flat.api import (
 from fsdp_flat.clipping import clip_grads
 from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.flat import FlatParameter
+from fsdp_flat.flat import FlatParameter, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fsdp_flat.life import LifeMethods
 from fsdp_flat.loading import end_load
@@ -335,7 +335,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
         """Scale all gradients so that their norm over all ranks is at most ``max_norm``.
 
-        ``torch.nn.utils.clip_grad_norm_`` sees one rank's shards only; use this instead. Every rank must call it.
+        ``torch.nn.utils.clip_grad_norm_`` would see one rank's shards only, and raises. Every rank must call this.
 
         Args:
             max_norm: bound of the norm.
@@ -347,7 +347,9 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Raises:
             UsageError: not the root.
         """
-        return clip_grads(self, self._require_root("clip_grad_norm_").units, max_norm, norm_type)
+        units = self._require_root("clip_grad_norm_").units
+        with unguarded():
+            return clip_grads(self, units, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replace the reduction of gradients by a function of the caller's; only on the root, once.

@@ -25,6 +25,7 @@ from torch.amp.grad_scaler import GradScaler, OptState
 
 from fsdp_flat.comm import Axis, begin_all_reduce
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.flat import unguarded
 
 __all__ = ["ShardedGradScaler"]
 
@@ -183,7 +184,7 @@ class ShardedGradScaler(GradScaler):
     ) -> dict[torch.device, torch.Tensor]:
         """Multiply gradients by ``inv_scale``; returns this rank's flag for each device, of at least one device."""
         flags: dict[torch.device, torch.Tensor] = {}
-        with torch.no_grad():
+        with torch.no_grad(), unguarded():
             for device, grads in _gradients_to_unscale(optimizer, allow_fp16):
                 if device not in flags:
                     flags[device] = found_inf.to(device, copy=True)

@@ -2,7 +2,7 @@
 
 from fsdp_flat.flat._torch import in_backward, look_at_operations, node_will_run
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
-from fsdp_flat.flat.guards import ShardedStandIn
+from fsdp_flat.flat.guards import ShardedStandIn, unguarded
 from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_if_dtensor, guise_of
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
@@ -45,6 +45,7 @@ __all__ = [
     "modules_of",
     "named_sites",
     "node_will_run",
+    "unguarded",
     "untraced",
     "untraced_here",
 ]

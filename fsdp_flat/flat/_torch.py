@@ -18,7 +18,7 @@ __all__ = [
     "node_will_run",
     "refuse_steps_on",
     "swap_memory",
-    "take_as_parameter",
+    "take_as_plain",
 ]
 
 # By class that torch knows, its look at operations; what is registered with torch is so for the whole process.
@@ -50,8 +50,8 @@ def is_in_a_graph(leaf: torch.Tensor) -> bool:
     return bool(leaf._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def take_as_parameter(kind: type[torch.nn.Parameter]) -> bool:
-    """Have optimizers treat ``kind`` as Parameters, and pass its ``__torch_function__`` by inside their steps.
+def take_as_plain(kind: type[torch.Tensor]) -> bool:
+    """Have optimizers treat ``kind`` as plain tensors, and pass its ``__torch_function__`` by inside their steps.
 
     Optimizers take their foreach and fused forms for classes of one list only, clipping and averaging for those of
     another; DTensor puts itself on both. Steps switch the look at operations off, and on again when they are over.
@@ -127,7 +127,7 @@ def _look_away() -> None:
 
 
 def look_at_operations() -> None:
-    """Have the classes of :func:`take_as_parameter` look at operations again.
+    """Have the classes of :func:`take_as_plain` look at operations again.
 
     A step that raised has not told that it is over, so every forward says this too.
     """

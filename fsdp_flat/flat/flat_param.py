@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_flat.flat.guards import ShardedFlatParameter
+
 __all__ = ["FlatParameter", "copy_flat_parameter", "new_flat_parameter"]
 
 
@@ -18,15 +20,23 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
     """Type to test against: ``isinstance(t, FlatParameter)`` is true for every unit's flat parameter.
 
-    The objects themselves are plain ``nn.Parameter``; as in FSDP1 there is no way to construct one.
+    As in FSDP1 there is no way to construct one.
     """
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> FlatParameter:
         raise TypeError("FlatParameter is a type to test against; units make their flat parameters themselves.")
 
 
-def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-    """A flat parameter whose data is ``shard`` (1-D, the rank's elements and their padding)."""
+def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_part: bool) -> nn.Parameter:
+    """A flat parameter whose data is ``shard`` (1-D, the rank's elements and their padding).
+
+    Args:
+        shard: the data.
+        requires_grad: whether it is to get a gradient.
+        is_part: optimizers hold it, and other ranks hold other elements.
+    """
+    if is_part:
+        return _marked(ShardedFlatParameter.of(shard, requires_grad=requires_grad))
     return _marked(nn.Parameter(shard, requires_grad=requires_grad))
 
 
@@ -37,7 +47,8 @@ def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = 
     shard = flat_param.data.clone()
     # Offloaded shards are in pinned memory.
     shard = shard.pin_memory() if flat_param.data.is_pinned() else shard
-    return new_flat_parameter(shard, requires_grad=flat_param.requires_grad)
+    is_part = isinstance(flat_param, ShardedFlatParameter)
+    return new_flat_parameter(shard, requires_grad=flat_param.requires_grad, is_part=is_part)
 
 
 def _marked(flat_param: nn.Parameter) -> nn.Parameter:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.flat.guards import ShardedStandIn
+from fsdp_flat.flat.guards import ShardedStandIn, unguarded
 from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.storage import PartialGrad
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
@@ -97,8 +97,9 @@ class FlatViews(Views):
         self.show_shard()
 
     def shard_grad(self) -> torch.Tensor:
-        grad = self.flat_param.grad
-        return torch.zeros_like(self.flat_param.data) if grad is None else grad.clone()
+        with unguarded():
+            grad = self.flat_param.grad
+            return torch.zeros_like(self.flat_param.data) if grad is None else grad.clone()
 
     def has_grads(self) -> list[bool]:
         return [self.flat_param.grad is not None] * len(self.leaves)
@@ -132,7 +133,8 @@ class FlatViews(Views):
         return [self.flat_param]
 
     def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
-        grad = self.flat_param.grad
+        with unguarded():
+            grad = self.flat_param.grad
         if all(entry.guise is PLAIN for entry in self.params):
             return [(PLAIN, grad)]
         return [
@@ -141,16 +143,21 @@ class FlatViews(Views):
         ]
 
     def requires_grad(self) -> list[bool]:
-        return [self.flat_param.requires_grad] * len(self.leaves)
+        with unguarded():
+            return [self.flat_param.requires_grad] * len(self.leaves)
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         if not any(used):
             return
         # The flat parameter is no leaf of the graph, so its hooks see what there is: this rank's reduced gradient.
-        for hook in (self.flat_param._backward_hooks or {}).values():
+        with unguarded():
+            hooks = self.flat_param._backward_hooks or {}
+        for hook in hooks.values():
             result = hook(shard_grad)
             shard_grad = shard_grad if result is None else result
-        if accumulate_grad(self.flat_param, shard_grad):
+        with unguarded():
+            is_hooked = accumulate_grad(self.flat_param, shard_grad)
+        if is_hooked:
             run_grad_hooks(self.flat_param)
 
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
@@ -160,7 +167,8 @@ class FlatViews(Views):
         def describe() -> str:
             return f"the flat parameter of unit {self.unit_name!r}"
 
-        return [PartialGrad(self.flat_param, own, describe, range(len(landed)))]
+        with unguarded():
+            return [PartialGrad(self.flat_param, own, describe, range(len(landed)))]
 
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)
@@ -175,7 +183,8 @@ class FlatViews(Views):
                     self._raise_assigned(index)
 
     def version(self) -> int:
-        return self.flat_param._version + self._num_rewrites
+        with unguarded():
+            return self.flat_param._version + self._num_rewrites
 
 
 def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:

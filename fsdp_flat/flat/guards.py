@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import _torch
+from fsdp_flat.flat.sharded_grad import ShardedGrad
+from fsdp_flat.flat.uses import Use, use_of
 
-__all__ = ["ModuleGuard", "ShardedParameter", "ShardedStandIn", "unguarded"]
+__all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedStandIn", "unguarded"]
 
 _WAYS_OUT = (
     "Call the wrapped model (its forward gathers the parameters); for another method use "
@@ -104,10 +107,10 @@ _METADATA = frozenset(
 class ShardedParameter(nn.Parameter):
     """The class of an original parameter while its data is a slice (``use_orig_params=True``).
 
-    What works element by element (optimizers, averages, norms) is as with any Parameter. The operations of layers, and
-    transposing, need the parameter in its shape and raise, where they would end in a shape mismatch or, worse, in a
-    wrong number. Only a Parameter's class changes, never the object. Inside an optimizer's step nothing is looked at,
-    so it costs the same.
+    What works element by element (optimizers, averages, noise) or over all elements (norms, sums) is as with any
+    Parameter, and so is what looks at it, copies or moves it. Every other operation needs the parameter in its shape
+    and raises, where it would end in a shape mismatch or, worse, in a wrong number. Only a Parameter's class changes,
+    never the object. Inside an optimizer's step nothing is looked at, so it costs the same.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
@@ -117,7 +120,7 @@ class ShardedParameter(nn.Parameter):
     @staticmethod
     def guard(param: nn.Parameter) -> None:
         """``param`` holds a slice from now on. A caller's own subclass is left as it is."""
-        if type(param) is nn.Parameter and _torch.take_as_parameter(ShardedParameter):
+        if type(param) is nn.Parameter and _torch.take_as_plain(ShardedParameter):
             param.__class__ = ShardedParameter
 
     @staticmethod
@@ -128,18 +131,28 @@ class ShardedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         if name == "__get__":
             name = getattr(func.__self__, "__name__", "")
-        if name in _NEEDS_THE_SHAPE or name in _SPLITS:
+            if name == "grad":
+                return _grad_of(args[0], func)
+            use = Use.SHAPED if name in _TRANSPOSED else Use.FREE
+        elif name == "__set__":
+            return _set(func, args)
+        else:
+            use = use_of(name, args, kwargs)
+        if use is Use.SHAPED:
             param = _first(ShardedParameter, args, kwargs)
             raise UsageError(_explain(param, name) + (_NO_FULLY_SHARD if name in _SPLITS else ""))
         others = tuple(kind for kind in types if kind is not ShardedParameter)
         if others:
             # Another class of tensors has the say, as it would beside a plain Parameter.
-            return others[0].__torch_function__(func, others, args, kwargs or {})
-        with unguarded():
-            return func(*args, **(kwargs or {}))
+            return others[0].__torch_function__(func, others, args, kwargs)
+        if use is Use.FREE:
+            with unguarded():
+                return func(*args, **kwargs)
+        return _run(func, name, use, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         # A copy is nobody's slice: it stays the tensor that it is.
@@ -147,6 +160,78 @@ class ShardedParameter(nn.Parameter):
             with unguarded():
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return memo[id(self)]
+
+
+class ShardedFlatParameter(nn.Parameter):
+    """The class of a flat parameter that is a part of one (``use_orig_params=False``); its gradient is a part too.
+
+    A flat parameter has no shape that an operation could need, so all work. Inside an optimizer's step nothing is
+    looked at.
+    """
+
+    @classmethod
+    def of(cls, shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
+        """A flat parameter whose data is ``shard``."""
+        # Without torch's list of classes optimizers would be slow.
+        kind = cls if _torch.take_as_plain(cls) else nn.Parameter
+        return kind(shard, requires_grad=requires_grad)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad":
+            return _grad_of(args[0], func)
+        if name == "__set__":
+            return _set(func, args)
+        others = tuple(kind for kind in types if kind is not ShardedFlatParameter)
+        if others:
+            return others[0].__torch_function__(func, others, args, kwargs or {})
+        with unguarded():
+            return func(*args, **(kwargs or {}))
+
+
+def _grad_of(param: torch.Tensor, getter: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
+    with unguarded():
+        return ShardedGrad.of(getter(param), partial(_explain_grad, param))
+
+
+def _set(setter: Callable[..., None], args: Sequence[Any]) -> None:
+    """Sets an attribute; a gradient that was read is stored as the tensor that it is an alias of."""
+    target, value = args
+    with unguarded():
+        setter(target, value.stored if isinstance(value, ShardedGrad) else value)
+
+
+def _explain_grad(param: torch.Tensor) -> str:
+    owner = getattr(param, "_fsdp_flattened", None)
+    names = getattr(param, "_fqns", ())
+    what = "a parameter" if owner is None else f"the flat parameter of {names}" if owner is True else owner.describe()
+    with unguarded():
+        return f"This rank holds {param.numel()} elements of the gradient of {what}"
+
+
+def _run(func: Any, name: str, use: Use, args: Any, kwargs: Any) -> Any:
+    """Runs an operation that is to give a result of the slice's shape, and raises where it does not."""
+    with unguarded():
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as error:
+            tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+            if use is Use.ELEMENTWISE and _broadcast(tensors):
+                raise
+            raise UsageError(_explain(_first(ShardedParameter, args, kwargs), name)) from error
+        param = _first(ShardedParameter, args, kwargs)
+        if isinstance(result, torch.Tensor) and result.shape != param.shape:
+            raise UsageError(_explain(param, name))
+        return result
+
+
+def _broadcast(tensors: Sequence[torch.Tensor]) -> bool:
+    try:
+        torch.broadcast_shapes(*[tensor.shape for tensor in tensors])
+    except RuntimeError:
+        return False
+    return True
 
 
 def _explain(param: nn.Parameter | None, used_by: str) -> str:
@@ -159,6 +244,8 @@ def _explain(param: nn.Parameter | None, used_by: str) -> str:
 
 
 def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    if args and isinstance(args[0], kind):
+        return args[0]
     given = [*args, *(kwargs or {}).values()]
     flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
     return next((item for item in flat if isinstance(item, kind)), None)
@@ -168,15 +255,8 @@ unguarded = torch._C.DisableTorchFunctionSubclass
 """Context in which sharded parameters are looked at without a detour, for the library's own work on them."""
 
 _SPLITS = frozenset({"chunk", "tensor_split", "split", "split_with_sizes", "unbind"})
+_TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 _NO_FULLY_SHARD = (
     " torch's fully_shard cannot be called on modules that FullyShardedDataParallel manages, nor around them: take the "
     "wrapper away first (fsdp_flat.unwrap)."
-)
-_NEEDS_THE_SHAPE = frozenset(
-    {"linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "addmv", "addbmm"}
-    | {"baddbmm", "einsum", "tensordot", "inner", "kron", "chain_matmul", "linalg_multi_dot", "cdist"}
-    | {f"conv{kind}{dims}d" for kind in ("", "_transpose") for dims in (1, 2, 3)}
-    | {"embedding", "embedding_bag", "layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm", "prelu"}
-    | {"scaled_dot_product_attention", "multi_head_attention_forward", "lstm", "gru", "rnn_tanh", "rnn_relu"}
-    | {"t", "T", "mT", "H", "mH", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "adjoint"}
 )

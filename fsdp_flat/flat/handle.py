@@ -117,7 +117,10 @@ class FlatParamHandle:
         )
         self.on_landed: Callable[[], None] = lambda: None
         look_before_first_steps(check_optimizer)
-        self.flat_param = new_flat_parameter(self._shard_of(params), requires_grad=first.requires_grad)
+        is_split = spec.world_size > 1 or any(entry.guise.groups for entry in params)
+        self.flat_param = new_flat_parameter(
+            self._shard_of(params), requires_grad=first.requires_grad, is_part=is_split and not spec.use_orig_params
+        )
         self.generation = 0
         self.pool = MemoryPool()
         self._state = ShardState.SHARDED
@@ -235,11 +238,13 @@ class FlatParamHandle:
         """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
         self._move(ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
+        with unguarded():
+            shard = self.flat_param.data
         if self.spec.offloads:
             # In the shard's dtype first: a copy that converts on the way would wait for the host.
-            self._own_slice.copy_(self.flat_param.data.to(self.spec.device, non_blocking=True))
+            self._own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
         elif not isinstance(self.buffer, AliasBuffer):
-            self._own_slice.copy_(self.flat_param.data)
+            self._own_slice.copy_(shard)
         return self.buffer.tensor
 
     def finish_unshard(self) -> None:
@@ -433,14 +438,21 @@ class FlatParamHandle:
 
     def adopt_changes(self) -> None:
         """Take over what the user assigned to sharded parameters or to the flat parameter's data."""
-        if not self._is_current(self.flat_param.data):
-            self.convert(lambda tensor: tensor)
-        self.views.adopt_changes()
+        with unguarded():
+            if not self._is_current(self.flat_param.data):
+                self.convert(lambda tensor: tensor)
+            self.views.adopt_changes()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""
         was_partial = bool(self._partial)
         self._withdraw_partial()
+        with unguarded():
+            self._convert(fn)
+        if was_partial:
+            self.show_partial(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
+
+    def _convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         converted = fn(self.flat_param.data)
         if self.spec.offloads and converted.device.type == "cpu":
             converted = converted.pin_memory()
@@ -450,8 +462,6 @@ class FlatParamHandle:
             set_grad(self.flat_param, fn(grad))
         if not self._is_current(converted):
             self._rebuild(converted)
-        if was_partial:
-            self.show_partial(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.generation += 1

@@ -143,9 +143,10 @@ class OrigViews(Views):
                 grad.reshape(-1).copy_(own[piece.in_shard.to_slice()])
 
     def remove(self) -> None:
-        # None and not absent: the order of parameters is that in which optimizers number them.
+        # Not absent, since the order of parameters is that in which optimizers number them, and not None, which
+        # modules that list their weights anew after a conversion (nn.RNN) would keep.
         for parameters, name, _, _ in self._bindings:
-            parameters[name] = None
+            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
     @_unguarded
     def dissolve(self, whole: torch.Tensor) -> None:

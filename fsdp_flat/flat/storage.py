@@ -10,6 +10,7 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import refuse_steps_on, swap_memory
+from fsdp_flat.flat.sharded_grad import LocalNorm
 from fsdp_flat.layout import FlatLayout
 
 __all__ = ["AliasBuffer", "FlatBuffer", "GradientWindow", "MemoryPool", "PartialGrad", "UnreducedGrad", "set_grad"]
@@ -231,6 +232,9 @@ class UnreducedGrad(torch.Tensor):
         unreduced._describe = describe
         return unreduced
 
+    def _part(self) -> str:
+        return f"The gradient of {self._describe()} is this rank's own, not reduced yet (no_sync)"
+
     def refuse(self, operation: str) -> NoReturn:
         """Raises for an operation that would go on with this rank's gradient alone."""
         raise UsageError(
@@ -248,7 +252,7 @@ class UnreducedGrad(torch.Tensor):
             if not isinstance(target, cls):
                 _first_unreduced(args, kwargs).refuse(name)
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
+            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
         if isinstance(result, torch.Tensor):
             return _marked(result, describe)
         return [_marked(item, describe) for item in result] if name.startswith("_foreach") and result else result

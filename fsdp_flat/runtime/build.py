@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from fsdp_flat.flat import (
     inside_wrappers,
     named_sites,
 )
-from fsdp_flat.layout import FLAT_PARAM, clean_fqn
+from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
 from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
@@ -28,6 +29,7 @@ from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
 __all__ = ["build_unit", "handles_of", "owners_of_ties", "structure_lines"]
 
@@ -75,6 +77,7 @@ def build_unit(
         )
         move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=options.device_given)
         params = _managed_params(module, name, ignored, owners)
+        _check_renormalisation(modules, options, ignored)
     except Exception as raised:
         error = raised
     if on_meta:
@@ -88,6 +91,8 @@ def build_unit(
     if broadcast:
         with torch.no_grad():
             broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
+    unwritten = _unwritten_buffers(modules) if on_meta else []
+    unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if on_meta else set()
     full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
     handles = handles_of(params, module, name, options)
     buffers = BufferCasts(module, (child for _, child in modules), options.precision.buffer_dtype)
@@ -95,6 +100,11 @@ def build_unit(
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
     for inner in units_of(module):
         inner.is_nested = True
+    for handle in handles:
+        for index, slot in enumerate(handle.layout.slots):
+            if slot.fqn in unwritten_params:
+                unwritten.append(Unwritten(slot.fqn, partial(_held, handle, index), is_param=True))
+    unit.unwritten = unwritten if on_meta else None
     for child in full_precision:
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
@@ -118,6 +128,35 @@ def handles_of(
         FlatParamHandle(group, _spec(name, module, group, options, full=full))
         for group, full in _grouped(params, name, options)
     ]
+
+
+def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritten]:
+    return [
+        Unwritten(join_fqn(path, name), partial(module._buffers.get, name), is_param=False)
+        for path, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and is_marked(buffer)
+    ]
+
+
+def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
+    """This rank's piece of a parameter."""
+    return handle.flat_param.data[handle.views.pieces[index].in_shard.to_slice()]
+
+
+def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
+    """Raises for an embedding that writes to its weight in forward, where that is a gathered copy: it would be lost."""
+    if options.groups.shard.size == 1 and options.precision.param_dtype is None:
+        return
+    for path, module in modules:
+        renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+        if renormalises and module.weight not in ignored.params:
+            raise OptionError(
+                f"max_norm={module.max_norm} of {path!r} ({type(module).__name__}) has it write to its weight in "
+                "forward. The weight there is a copy, gathered for this forward, so the change would be lost. "
+                "Leave the module out (ignored_modules), or do without max_norm and limit the norms inside "
+                "summon_full_params after each step."
+            )
 
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:

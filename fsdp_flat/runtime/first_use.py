@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.runtime.unwritten import check_written
 
-__all__ = ["check_gradients", "check_units", "log_units"]
+__all__ = ["check_gradients", "check_units", "check_values", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
 
@@ -40,6 +41,17 @@ def check_units(units: Sequence[Unit]) -> None:
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
                 )
+
+
+def check_values(units: Sequence[Unit]) -> None:
+    """Names tensors that left the meta device and have no values at the first forward. Every rank must call this."""
+    on_meta = [unit for unit in units if unit.unwritten is not None]
+    if on_meta:
+        options = on_meta[0].options
+        entries = [(unit.name, entry) for unit in on_meta for entry in unit.unwritten or ()]
+        check_written(entries, options.groups.axes, options.device)
+        for unit in on_meta:
+            unit.unwritten = None
 
 
 def check_gradients(units: Sequence[Unit]) -> None:

@@ -13,6 +13,7 @@ from fsdp_flat.comm import UnitGroups
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError
 from fsdp_flat.flat import named_sites
 from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime.unwritten import MarksEmpty
 
 __all__ = ["broadcast_from_rank_zero", "materialize", "move_to_device", "own_modules"]
 
@@ -70,7 +71,7 @@ def materialize(
     if init_fn is not None and not callable(init_fn):
         raise OptionError(f"param_init_fn must be callable; got {init_fn!r}.")
     ties = _ties(root)
-    with torch.no_grad():
+    with torch.no_grad(), MarksEmpty():
         if init_fn is not None:
             for _, module in listed:
                 init_fn(module)

@@ -29,7 +29,7 @@ from fsdp_flat.runtime.agreement import Words, agree
 from fsdp_flat.runtime.backward import Backward
 from fsdp_flat.runtime.context import CommContext
 from fsdp_flat.runtime.exchange import BackwardExchange
-from fsdp_flat.runtime.first_use import check_gradients, check_units, log_units
+from fsdp_flat.runtime.first_use import check_gradients, check_units, check_values, log_units
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 
@@ -78,6 +78,7 @@ class Schedule(CommContext):
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
         self._has_failed = False
+        self._checked_first_forward = False
         self._checked_first_backward = False
         self._looked_for_compiled = False
         self._warned_uncompiled = False
@@ -164,6 +165,9 @@ class Schedule(CommContext):
         if self._iteration is None:
             self.recover()
             look_at_operations()
+            if not self._checked_first_forward:
+                check_values(self.units)
+                self._checked_first_forward = True
             self._iteration = Iteration()
             if self._iteration.trains:
                 self._awaited = [*self._awaited[-_MOST_AWAITED:], self._iteration]

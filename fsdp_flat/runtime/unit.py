@@ -23,6 +23,7 @@ from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
+from fsdp_flat.runtime.unwritten import Unwritten
 
 __all__ = ["Phase", "Unit", "Weights", "unit_of", "units_of"]
 
@@ -78,6 +79,7 @@ class Unit:
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         saver: saves checkpoints of this unit's tree in the background, once one was saved so.
         optim_state_handlers: by name of an optimizer state, how a caller has it saved and loaded.
+        unwritten: tensors that left the meta device without values; None where no rank had any on it.
     """
 
     def __init__(
@@ -122,6 +124,7 @@ class Unit:
         self.forward_methods: set[str] = set()
         self.saver: object | None = None
         self.optim_state_handlers: dict[str, object] = {}
+        self.unwritten: list[Unwritten] | None = None
 
     def rename(self, name: str) -> None:
         """Takes the name of the unit's place in its tree."""

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.flat.sharded_grad import ShardedGrad
+
 
 def assert_close(actual: Any, expected: Any, *, rtol: float, atol: float, what: str = "value") -> None:
     """Assert ``|actual - expected| <= atol + rtol * |expected|`` everywhere; NaN equals NaN.
@@ -100,8 +102,8 @@ def _compare_floats(actual: float, expected: float, path: str, rtol: float | Non
 
 
 def _kind(value: Any) -> type:
-    """The type that has to agree: a parameter is a tensor to a comparison, an ordered dict a dict."""
-    if type(value) is torch.nn.Parameter:
+    """The type that has to agree: a parameter, or a part of a gradient, is a tensor, an ordered dict a dict."""
+    if type(value) in (torch.nn.Parameter, ShardedGrad):
         return torch.Tensor
     return dict if isinstance(value, dict) else type(value)
 

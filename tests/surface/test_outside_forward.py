@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 import pickle
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import register_forward_method, unshard_for
+from fsdp_flat import ShardingStrategy, register_forward_method, unshard_for
 from tests.support import on_ranks
 from tests.surface.models import (
     Block,
@@ -109,22 +110,54 @@ SHAPED_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "embedding": lambda weight: F.embedding(torch.tensor([1]), weight),
     "layer_norm": lambda weight: F.layer_norm(torch.ones(2, 7), (7,), weight),
     "transposed": lambda weight: weight.mT,
+    # These would go through with the slice, and give a wrong number.
+    "row": lambda weight: weight[1],
+    "rows": lambda weight: weight[:2],
+    "written row": lambda weight: weight.__setitem__(0, 1.0),
+    "softmax": lambda weight: torch.softmax(weight, -1),
+    "log_softmax": lambda weight: F.log_softmax(weight, dim=-1),
+    "normalize": lambda weight: F.normalize(weight, dim=-1),
+    "mean of a dim": lambda weight: weight.mean(-1),
+    "sum of a dim": lambda weight: torch.sum(weight, dim=0),
+    "norm of a dim": lambda weight: torch.linalg.vector_norm(weight, 2, dim=-1),
+    "largest of a dim": lambda weight: weight.max(0),
+    "index_select": lambda weight: weight.index_select(0, torch.tensor([0])),
+    "index_add": lambda weight: weight.index_add(0, torch.tensor([0]), torch.ones(1)),
+    "gather": lambda weight: weight.gather(0, torch.tensor([0])),
+    "take": lambda weight: torch.take(weight, torch.tensor([0])),
+    "sort": lambda weight: weight.sort(),
+    "cumsum": lambda weight: weight.cumsum(0),
+    "topk": lambda weight: weight.topk(1),
+    "argmax": lambda weight: weight.argmax(),
+    "flip": lambda weight: weight.flip(0),
+    "masked_select": lambda weight: weight.masked_select(weight.detach() > 0),
+    "dropout": lambda weight: F.dropout(weight, 0.5),
+    "outer": lambda weight: torch.outer(weight, weight),
+    "unsqueeze": lambda weight: weight.unsqueeze(0),
+    "broadcast": lambda weight: weight * torch.ones(2, 1),
+    # These would end in torch's words.
+    "whole shape": lambda weight: weight.view(3, 7),
+    "reshape": lambda weight: weight.reshape(7, 3),
+    "svd": lambda weight: torch.linalg.svd(weight),
+    "cat": lambda weight: torch.cat([weight, torch.ones(1)]),
+    "stack": lambda weight: torch.stack([weight, weight]),
+    "whole copied in": torch.no_grad()(lambda weight: weight.copy_(torch.ones(3, 7))),
+    "whole added": lambda weight: weight + torch.ones(3, 7),
+    "fan": lambda weight: nn.init.kaiming_uniform_(weight),
 }
 
 
-@pytest.mark.parametrize("operation", SHAPED_OPERATIONS)
 @on_ranks(2)
-def test_an_original_parameter_used_in_its_shape_while_sharded_names_itself(
-    operation: str, rank: int, num_ranks: int
-) -> None:
+def test_an_original_parameter_used_in_its_shape_while_sharded_names_itself(rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), use_orig_params=True)
     for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            SHAPED_OPERATIONS[operation](model[3].weight)
-        text = str(caught.value)
-        assert "'3.weight' (3, 7) of unit 'Sequential'" in text
-        assert f"holds {model[3].weight.numel()} of its elements" in text
-        assert all(way in text for way in WAYS_OUT)
+        for name, operation in SHAPED_OPERATIONS.items():
+            with pytest.raises(RuntimeError) as caught:
+                operation(model[3].weight)
+            text = str(caught.value)
+            assert "'3.weight' (3, 7) of unit 'Sequential'" in text, name
+            assert f"holds {model[3].weight.numel()} of its elements" in text, name
+            assert all(way in text for way in WAYS_OUT), name
         mean_loss(model, batches(num_ranks)[rank]).backward()
     for way_out in (unshard_for(model), FSDP.summon_full_params(model)):
         with way_out:
@@ -239,6 +272,91 @@ def test_optimizers_averages_and_norms_use_local_slices_freely(
     assert_near(whole_params(model)["1.up.weight"].mean(), before["1.up.weight"].mean(), 0.5, "moved a little")
     assert not torch.equal(whole_params(model)["1.up.weight"], before["1.up.weight"])
     mean_loss(model, batches(num_ranks)[rank]).backward()
+
+
+FREE_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "arithmetic": lambda weight: 1 - (2 * weight + weight * weight / 3) ** 2,
+    "reflected": lambda weight: (2**weight, 1 / (weight.abs() + 1), 5 // (weight + 9), -weight),
+    "of two slices": lambda weight: torch.maximum(weight, weight.detach()) + weight.where(weight > 0, weight.sign()),
+    "in place": torch.no_grad()(
+        lambda weight: weight.add_(0.0).mul_(1.0).lerp_(weight.detach(), 0.5).clamp_(-9, 9).copy_(weight.detach())
+    ),
+    "augmented": lambda weight: weight.data.__iadd__(0.0),
+    "noise": lambda weight: weight + torch.randn_like(weight) * weight.new_ones(()),
+    "foreach": lambda weight: torch._foreach_norm(torch._foreach_add([weight, weight], 1.0)),
+    "norms": lambda weight: (weight.norm(), weight.norm(2), torch.norm(weight, 1), torch.linalg.vector_norm(weight, 2)),
+    "sums": lambda weight: (weight.sum(), weight.mean(), weight.std(), weight.var(unbiased=False), weight.prod()),
+    "logical": lambda weight: (weight.isnan().any(), weight.isfinite().all(), (weight == weight).all(), bool),
+    "comparing": lambda weight: (torch.equal(weight, weight), torch.allclose(weight, weight), weight.eq(weight.data)),
+    "looking": lambda weight: (weight.shape, weight.numel(), len(weight), weight.dtype, repr(weight), hash(weight)),
+    "where it is": lambda weight: (weight.device, weight.is_cuda, weight.data_ptr(), weight.untyped_storage().nbytes()),
+    "copies": lambda weight: (weight.clone(), weight.detach(), weight.data, copy.deepcopy(weight), weight.cpu()),
+    "moves": lambda weight: (weight.to("cpu"), weight.double(), weight.to(torch.float16), weight.contiguous()),
+    "as numbers": lambda weight: (weight.tolist(), weight.detach().numpy(), weight.histc()),
+    "flat": lambda weight: (
+        weight.view(-1),
+        weight.flatten(),
+        weight.reshape(-1),
+        nn.utils.parameters_to_vector([weight]),
+    ),
+    "pickle": lambda weight: pickle.loads(pickle.dumps(weight)),
+    "autograd": lambda weight: weight.pow(2).sum().backward(),
+    "flags": lambda weight: weight.requires_grad_(True).is_leaf,
+    "hooks": lambda weight: weight.register_hook(print).remove(),
+    "init": lambda weight: (nn.init.normal_(weight), nn.init.zeros_(weight), nn.init.uniform_(weight, -1, 1)),
+}
+
+
+@on_ranks(2)
+def test_element_by_element_a_sharded_original_parameter_is_any_parameter(rank: int) -> None:
+    params = sharded(small_model(), use_orig_params=True).parameters()
+    weight = next(param for param in params if param.numel() not in (0, math.prod(param._fsdp_flattened.shape)))
+    for name, operation in FREE_OPERATIONS.items():
+        try:
+            operation(weight)
+        except Exception as error:
+            raise AssertionError(name) from error
+    assert weight.grad.shape == weight.shape
+
+
+class Recurrent(nn.Module):
+    """A module that keeps its weights in a list of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn = nn.GRU(5, 4, num_layers=2, bidirectional=True)
+        self.last = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.rnn(x)[0])
+
+
+@KINDS
+@on_ranks(2)
+def test_a_recurrent_module_trains_after_a_conversion(use_orig_params: bool, rank: int, num_ranks: int) -> None:
+    model = sharded(Recurrent(), classes=(nn.GRU,), use_orig_params=use_orig_params)
+    for convert in (lambda module: module.double(), lambda module: module.to(torch.float32).double()):
+        convert(model)
+        model.zero_grad()
+        mean_loss(model, batches(num_ranks)[rank].double()).backward()
+        plain = Recurrent().double()
+        for batch in batches(num_ranks).double():
+            (mean_loss(plain, batch) / num_ranks).backward()
+        assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+
+
+@on_ranks(2)
+def test_an_embedding_that_renormalises_its_weight_is_refused_where_the_weight_is_sharded(rank: int) -> None:
+    def build(kind: type[nn.Module]) -> nn.Sequential:
+        return nn.Sequential(nn.Sequential(kind(6, 4, max_norm=1.0)), nn.Linear(4, 2))
+
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        with pytest.raises(ValueError, match=rf"max_norm.*'0.0' \({kind.__name__}\).*ignored_modules"):
+            FSDP(build(kind))
+    plain = build(nn.Embedding)
+    FSDP(plain, ignored_modules=[plain[0]])(torch.tensor([1, 2]))
+    FSDP(build(nn.Embedding), sharding_strategy=ShardingStrategy.NO_SHARD)(torch.tensor([1, 2]))
 
 
 @KINDS

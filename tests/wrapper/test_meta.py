@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError
+from fsdp_flat import MixedPrecision
+from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import message, whole_state
@@ -228,3 +229,66 @@ def test_ignored_modules_stay_on_the_meta_device() -> None:
     assert model[2].weight.is_meta
     assert model[2].scale.is_meta
     assert not model[0].scale.is_meta
+
+
+class Rotary(nn.Module):
+    """A layer with buffers that no state dict holds, of several dtypes, and a scratch buffer nobody fills."""
+
+    def __init__(self, device: Any = None) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4, device=device)
+        self.gate = nn.Parameter(torch.ones(4, device=device))
+        self.register_buffer("inv_freq", torch.arange(4.0, device=device), persistent=False)
+        self.register_buffer("mask", torch.ones(4, 4, dtype=torch.bool, device=device).tril(), persistent=False)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=device))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.proj(x) * self.gate * self.inv_freq
+
+
+def leave_empty(module: nn.Module) -> None:
+    module.to_empty(device="cpu", recurse=False)
+
+
+def leave_buffers_empty(module: nn.Module) -> None:
+    leave_empty(module)
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+    if isinstance(module, Rotary):
+        module.gate.fill_(1.0)
+
+
+def rotary(**kwargs: Any) -> FSDP:
+    """Wrapped from the meta device, the projection as a unit of its own."""
+    return FSDP(Rotary("meta"), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), **kwargs)
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
+@on_ranks(2)
+def test_tensors_that_left_the_meta_device_without_values_are_named_at_the_first_forward(
+    use_orig_params: bool, rank: int
+) -> None:
+    kinds = {"use_orig_params": use_orig_params}
+    precisions = (None, MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16))
+    state = Rotary().state_dict()
+    x = torch.ones(2, 4)
+    for precision in precisions:
+        model = rotary(param_init_fn=leave_empty, mixed_precision=precision, **kinds)
+        model.load_state_dict({name: value for name, value in state.items() if name != "gate"}, strict=False)
+        for _ in range(2):
+            with pytest.warns(UserWarning, match="inv_freq"):
+                text = message(UsageError, RuntimeError, lambda: model(x))  # noqa: B023
+            assert "'gate' of unit 'Rotary'" in text
+            assert "proj" not in text
+        model.load_state_dict(state)
+        with pytest.warns(UserWarning, match=r"'inv_freq' of unit 'Rotary', 'mask' of unit 'Rotary'\."):
+            model(x)
+        model(x)  # once
+    # Weights that init functions write, and buffers that a caller fills after the load, are no one's concern.
+    model = rotary(param_init_fn=leave_buffers_empty, **kinds)
+    for name, buffer in Rotary().named_buffers():
+        model.module._buffers[name].copy_(buffer)
+    model(x)
+    # On some ranks from the meta device, and broadcast from one that has values: all have.
+    built = Rotary() if rank == 0 else Rotary("meta")
+    FSDP(built, param_init_fn=leave_empty, sync_module_states=True, **kinds)(x)
