@@ -367,7 +367,8 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
     with together.failing():
         metadata = reader.read_metadata().state_dict_metadata
         plain = Plain(found)
-        template: dict[str, Any] = {"model": model_template(model, metadata, found.path)}
+        copies, own_names = model_template(model, metadata, found.path)
+        template: dict[str, Any] = {"model": copies}
         deferred: dict[str, dict[str, Any]] = {}
         if optim is not None:
             wanted = wanted_of_optim(metadata, plain, found.path)
@@ -388,5 +389,6 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         with together.failing():
             optim.load_state_dict(loaded)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        model.load_state_dict({**template["model"], **plain.of(0)["model"]})
+        values = {**template["model"], **plain.of(0)["model"]}
+        model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
     return extra

@@ -14,6 +14,7 @@ from fsdp_flat.api import ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_flat.layout import clean_fqn
 from fsdp_flat.optim_state import OptimContents, save_optim_state
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state_dict import BoxedTensor
@@ -55,7 +56,8 @@ def collected(model: nn.Module, *, copy: bool) -> tuple[dict[str, Any], dict[str
     """The model's tensors for the files, in boxes, and the plain values beside them."""
     for unit in units_of(model):
         check_idle(unit, "save_checkpoint")
-    values = _boxed_model(model, copy=copy)
+    # A model around which torch.compile was put has its word in the names of its own state dict.
+    values = {clean_fqn(name): value for name, value in _boxed_model(model, copy=copy).items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     plain: dict[str, Any] = {"model": {name: value for name, value in values.items() if name not in tensors}}
     if copy:
@@ -121,10 +123,17 @@ class Plain:
         return next((state[fqn] for state in ranks if fqn in state), {})
 
 
-def model_template(model: nn.Module, metadata: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
-    """Copies of what the model has, for the files to be read into; checked against the files' names and shapes."""
+def model_template(
+    model: nn.Module, metadata: Mapping[str, Any], path: Path
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Copies of what the model has, for the files to be read into; checked against the files' names and shapes.
+
+    Returns:
+        The copies by the files' names, and by these names those of the model's own state dict.
+    """
     values = _boxed_model(model, copy=True)
-    template = {name: _copied(value) for name, value in values.items() if isinstance(value, torch.Tensor)}
+    own = {clean_fqn(name): name for name in values}
+    template = {name: _copied(values[raw]) for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
     saved = {name.removeprefix("model."): entry for name, entry in metadata.items() if name.startswith("model.")}
     problems = [f"{name!r} is missing there" for name in template if name not in saved]
     problems += [f"{name!r} is not in the model" for name in saved if name not in template]
@@ -136,7 +145,7 @@ def model_template(model: nn.Module, metadata: Mapping[str, Any], path: Path) ->
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise LoadError(f"{path} does not fit the model: {'; '.join(problems[:5])}{more}. Nothing was loaded.")
-    return template
+    return template, own
 
 
 def wanted_of_optim(

@@ -71,7 +71,8 @@ def entries_of(
     with FullyShardedDataParallel.state_dict_type(
         model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)
     ):
-        template = model.state_dict()
+        # A model around which torch.compile was put has its word in the names of its own state dict.
+        template = {clean_fqn(name): value for name, value in model.state_dict().items()}
     trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
     found: list[Entry] = []
     first: dict[tuple[int, int], str] = {}

@@ -23,8 +23,10 @@ from fsdp_flat import (
     FullStateDictConfig,
     StateDictType,
     load_checkpoint,
+    load_full,
     register_optim_state_handler,
     save_checkpoint,
+    save_full,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError, UnsupportedError
@@ -592,3 +594,33 @@ def load_factored(path: str) -> dict[str, Any]:
     register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split_rows)
     load_checkpoint(path, model, optimizer)
     return FSDP.optim_state_dict(model, optimizer)["state"]
+
+
+@KINDS
+@on_ranks(2)
+def test_compiled_models_and_others_load_each_others_checkpoints_and_files(
+    use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    def made(seed: int, compiled: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = shard(seeded(seed=seed), use_orig_params=use_orig_params)
+        optimizer = adamw(model)
+        train(model, optimizer, rank, range(seed + 1))
+        # Around the outermost wrapper, and around one that a plain module holds.
+        return (torch.compile(model, backend="eager") if compiled else model), optimizer
+
+    for put in (lambda model: model, nn.Sequential):
+        for index, (from_compiled, to_compiled) in enumerate([(True, False), (False, True), (True, True)]):
+            path = tmp_path / f"{put.__name__}{index}"
+            (model, optimizer), (other, other_optimizer) = made(0, from_compiled), made(1, to_compiled)
+            expected = {clean_fqn(name): value.clone() for name, value in put(model).state_dict().items()}
+            save_checkpoint(path / "run", put(model), optimizer)
+            load_checkpoint(path / "run", put(other), other_optimizer)
+            save_full(put(model), path / "full")
+            for load in (lambda: None, lambda: load_full(put(other), path / "full")):  # noqa: B023
+                load()
+                found = {clean_fqn(name): value for name, value in put(other).state_dict().items()}
+                assert_equal(found, expected)
+                with torch.no_grad():
+                    for param in other.parameters():
+                        param.zero_()
+            assert len(other_optimizer.state) == len(optimizer.state)
