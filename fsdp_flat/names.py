@@ -8,7 +8,7 @@ from torch import nn
 
 from fsdp_flat.layout import clean_fqn
 
-__all__ = ["clean_named_parameters", "clean_tensor_name"]
+__all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name"]
 
 
 def clean_tensor_name(tensor_name: str) -> str:
@@ -43,3 +43,24 @@ def clean_named_parameters(
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         if not remove_empty or param.numel() > 0:
             yield clean_fqn(name), param
+
+
+def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The plain model's modules under the plain model's names.
+
+    For code that looks modules up by the names of a state dict, and strips wrapper words at the start of a name only::
+
+        adapters = [name for name, module in clean_named_modules(model) if hasattr(module, "lora_A")]
+
+    Args:
+        model: a wrapper, or any module that holds wrappers.
+
+    Returns:
+        Names and modules in the order of ``model.named_modules()``, without wrappers (of FSDP, of activation
+        checkpointing, of ``torch.compile``): each name stands for the innermost module, which has the wrapped one's
+        class. A module at several places is given once, under its first name.
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        found[clean_fqn(name)] = module
+    yield from found.items()

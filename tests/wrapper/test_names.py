@@ -35,6 +35,7 @@ PUBLIC = {
     "StateDictSettings",
     "StateDictType",
     "StatePart",
+    "clean_named_modules",
     "clean_named_parameters",
     "clean_tensor_name",
     "compare_with",

@@ -20,15 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 
 import fsdp_flat
-from fsdp_flat import CPUOffload, MixedPrecision, clean_named_parameters, clean_tensor_name
+from fsdp_flat import CPUOffload, MixedPrecision, clean_named_modules, clean_named_parameters, clean_tensor_name
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
 from fsdp_flat.tools.migrate_names import FSDP2_NAMES
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import Model, Tied, batch, message, seeded, shard, shard_by_peer, square_loss
+from tests.wrapper.models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer, square_loss
 
 SURFACE = json.loads((Path(__file__).parent / "fsdp1_surface.json").read_text())["modules"]
 PEER = "torch.distributed.fsdp"
@@ -357,6 +358,25 @@ def test_clean_tensor_name_removes_every_wrapper() -> None:
     name = "_orig_mod.blocks.0._fsdp_wrapped_module._checkpoint_wrapped_module.up.weight"
     assert clean_tensor_name(name) == "blocks.0.up.weight"
     assert clean_tensor_name("up._orig_modern.weight") == "up._orig_modern.weight"
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
+@on_ranks(2)
+def test_clean_named_modules_are_the_plain_models(use_orig_params: bool) -> None:
+    plain = [(name, type(module)) for name, module in seeded().named_modules()]
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    apply_activation_checkpointing(model, check_fn=lambda module: isinstance(module, nn.Linear))
+    expected = {
+        id(module) for module in model.modules() if isinstance(module, (Model, Block, nn.Linear, nn.ModuleList))
+    }
+    found = list(clean_named_modules(model))
+    assert [(name, type(module)) for name, module in found] == plain
+    assert {id(module) for _, module in found} == expected
+    # As seen from a wrapped plain module, too: nested wrappers lie in the middle of its names.
+    assert [(name, type(module)) for name, module in clean_named_modules(model.module)] == plain
+    # The names are those of state dicts.
+    holders = {name.rpartition(".")[0] for name in model.state_dict()}
+    assert holders <= {name for name, _ in found}
 
 
 @on_ranks(2)
