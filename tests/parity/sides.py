@@ -30,22 +30,25 @@ from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
 
 __all__ = [
-    "FLAT",
+    "BLOCKS",
+    "FULL",
     "ORIG",
     "SHARDED",
     "STRATEGIES",
     "Side",
     "beside_replica",
     "on_both_sides",
+    "sgd",
     "state_of",
     "train",
     "trained",
 ]
 
-ORIG, FLAT = (True,), (False,)
+ORIG = (True,)
 # Hybrid sharding over one rank is left out: torch's class does not average the replicas' gradients there.
 STRATEGIES = [*PLAIN, Layout("HYBRID_SHARD", (1, 2))]
 SHARDED = [Layout("FULL_SHARD"), Layout("SHARD_GRAD_OP")]
+FULL = SHARDED[:1]
 # A root and two units: enough for most questions, and quick.
 BLOCKS = replace(CASES["nested units"], units=(Block,))
 KINDS = {True: "orig", False: "flat"}
@@ -81,7 +84,7 @@ class Side:
         """``module``, and each instance of ``units`` in it, wrapped. Every rank must call this.
 
         Args:
-            module: what to wrap.
+            module: the module to wrap.
             layout: strategy and mesh; by default the class's own default.
             units: classes of which each instance becomes a unit.
             options: further arguments of the class.
@@ -114,7 +117,7 @@ class Side:
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
-        """Ignore what both say about old interfaces and NO_SHARD, and no other warning."""
+        """Ignore warnings that both give about old interfaces and NO_SHARD, and no other warning."""
         with peer_warnings_silenced(), warnings.catch_warnings():
             about = (
                 r"(?s).*NO_SHARD",
@@ -153,7 +156,7 @@ def on_both_sides(
 
     The body names those of these arguments that it needs: ``side``, ``layout`` and ``use_orig_params``; others are
     pytest's. ``use_orig_params`` makes a test each; layouts run one after the other inside it. Asserts in the body
-    hold for both classes, and what it returns is compared.
+    hold for both classes, and its results are compared.
 
     Args:
         num_ranks: number of ranks.
@@ -181,7 +184,7 @@ def on_both_sides(
                 raise AssertionError("\n".join([f"{len(failures)} failures", *failures]))
 
         asked = ["ranks", *(["use_orig_params"] if by_kind else []), *passed]
-        # Tells pytest what to pass; it would else look at the body's own arguments.
+        # Names the arguments for pytest, which would else look at the body's own arguments.
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
         )
@@ -199,7 +202,7 @@ def run_cells(
     sides: list[str],
     tolerance: dict[str, float],
 ) -> list[str]:
-    """On a rank: the body below the decorator, for each layout on each side; the texts of what failed.
+    """On a rank: the body below the decorator, for each layout on each side; the texts of the failures.
 
     All cells run, also after a failure, unless ranks fail apart: then the one that failed raises.
     """
@@ -227,7 +230,7 @@ def run_cells(
 
 
 def result_of(body: Callable[..., Any], side: Side, cell: dict[str, Any]) -> Any:
-    """What the body returns on one side."""
+    """The body's result on one side."""
     torch.manual_seed(0)
     with side.quiet():
         return body(side, **cell)
@@ -248,7 +251,7 @@ def default_store() -> dist.Store:
     return distributed_c10d._get_default_store()
 
 
-# -- what bodies share ---------------------------------------------------------------------------------------------
+# -- shared by bodies ---------------------------------------------------------------------------------------------
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -271,7 +274,7 @@ def train(
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of what ``state_dict`` returns."""
+    """Copies of the values of ``state_dict``."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 

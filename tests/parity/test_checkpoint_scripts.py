@@ -27,7 +27,7 @@ KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "
 
 
 def on_both(script: Path, function: str, folder: Path, *arguments: Any) -> tuple[Any, Any]:
-    """What a script's function returns on torch's class and on ours, each in a folder of its own."""
+    """Results of a script's function on ours and on torch's class, each in a folder of its own."""
     mend_peer()
     theirs = run_script(script, function, str(folder / "torch"), *arguments)
     with fsdp_flat.installed():

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import TOLERANCE, Layout, batch_of, build
+from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.parity.sides import BLOCKS, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of
 from tests.support import assert_close
 
@@ -29,7 +29,7 @@ def batch(rank: int, step: int) -> Any:
 
 
 def clipped(norms: list[torch.Tensor], max_norm: float, norm_type: float) -> Any:
-    """What clips the wrapped model and its replica alike, and keeps the norms."""
+    """A function that clips the wrapped model and its replica alike, and keeps the norms."""
 
     def clip(model: Any) -> None:
         if hasattr(model, "clip_grad_norm_"):
@@ -87,7 +87,7 @@ def test_clipping_counts_ignored_parameters_of_equal_gradients_once(
     return [norm, state]
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 def test_clipping_after_no_sync_sees_the_whole_accumulated_gradient(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:
@@ -100,7 +100,7 @@ def test_clipping_after_no_sync_sees_the_whole_accumulated_gradient(
     return norms
 
 
-@on_both_sides(layouts=STRATEGIES, tolerance={"rtol": 1e-2, "atol": 1e-3})
+@on_both_sides(layouts=PLAIN, tolerance={"rtol": 1e-2, "atol": 1e-3})
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_low_precision_gradients_and_their_norm_keep_their_dtype(
     side: Side, layout: Layout, use_orig_params: bool, dtype: torch.dtype
@@ -118,7 +118,7 @@ def test_low_precision_gradients_and_their_norm_keep_their_dtype(
     return {"norm": norm, "again": again, "dtypes": sorted(map(str, after))}
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 def test_without_gradients_the_norm_is_zero_with_a_warning(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(CASE, layout, use_orig_params=use_orig_params)
     if layout.strategy == "NO_SHARD":
@@ -129,7 +129,7 @@ def test_without_gradients_the_norm_is_zero_with_a_warning(side: Side, layout: L
     return norm
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 def test_a_wrapper_inside_another_cannot_clip(side: Side, layout: Layout, use_orig_params: bool) -> None:
     model = side.wrap_case(CASE, layout, use_orig_params=use_orig_params)
     CASE.loss_of(model, batch(dist.get_rank(), 0)).backward()

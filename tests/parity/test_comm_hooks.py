@@ -1,6 +1,6 @@
 """The cases of torch's suite of communication hooks.
 
-Covered: hooks that do what the default does, hooks that change the gradient, the state that a hook gets, hooks with
+Covered: hooks that do the same as the default, hooks that change the gradient, the state that a hook gets, hooks with
 ``no_sync``, which strategy calls a hook with which arguments and sizes, hooks on a tree of units, low-precision
 hooks, and all registrations that are refused.
 
@@ -25,7 +25,7 @@ CASE = BLOCKS
 
 
 class Calls:
-    """The state of a hook: what it was called with."""
+    """The state of a hook, which notes the arguments of its calls."""
 
     def __init__(self, factor: float = 1.0) -> None:
         self.factor = factor

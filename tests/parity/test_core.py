@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import BLOCKS, SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, state_of, train
+from tests.parity.sides import BLOCKS, SHARDED, Side, beside_replica, on_both_sides, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close
 
 PREFETCH = {"pre": ("BACKWARD_PRE", False), "post and forward": ("BACKWARD_POST", True), "none": (None, True)}
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=SHARDED)
 @pytest.mark.parametrize("prefetch", PREFETCH)
 def test_nested_units_train_as_a_replicated_model_with_every_prefetch(
     side: Side, layout: Layout, use_orig_params: bool, prefetch: str

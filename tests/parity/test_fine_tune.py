@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import Layout
-from tests.parity.sides import SHARDED, STRATEGIES, Side, beside_replica, on_both_sides, sgd, state_of
+from tests.parity.harness import PLAIN, Layout
+from tests.parity.sides import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of
 from tests.parity.zoo import Layer
 
 
@@ -40,7 +40,7 @@ def stack(frozen: tuple[int, ...]) -> nn.Sequential:
     return model
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 @pytest.mark.parametrize("which", FROZEN)
 def test_frozen_units_anywhere_train_as_unwrapped_and_end_sharded(
     side: Side, layout: Layout, use_orig_params: bool, which: str

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import BLOCKS, STRATEGIES, Side, on_both_sides, sgd, state_of
+from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
+from tests.parity.sides import BLOCKS, FULL, STRATEGIES, Side, on_both_sides, sgd, state_of
 from tests.support import assert_close
 
 # For each backward of a step whether it runs inside ``no_sync``.
@@ -62,7 +62,7 @@ def test_accumulated_gradients_are_those_of_all_batches(
     return state
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 def test_zeroing_between_steps_clears_what_no_sync_kept(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     case = BLOCKS
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
@@ -75,7 +75,7 @@ def test_zeroing_between_steps_clears_what_no_sync_kept(side: Side, layout: Layo
     return state_of(model)
 
 
-@on_both_sides(layouts=STRATEGIES[:1])
+@on_both_sides(layouts=FULL)
 def test_only_the_root_gives_no_sync(side: Side, layout: Layout, use_orig_params: bool) -> None:
     model = side.wrap_case(BLOCKS, layout, use_orig_params=use_orig_params)
     assert model.check_is_root()
@@ -83,7 +83,7 @@ def test_only_the_root_gives_no_sync(side: Side, layout: Layout, use_orig_params
         pass
 
 
-@on_both_sides(layouts=STRATEGIES[:1])
+@on_both_sides(layouts=FULL)
 def test_no_sync_ends_with_an_exception_inside_it(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     case = BLOCKS
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
@@ -108,7 +108,7 @@ class Either(nn.Module):
         return getattr(self, name)(x)
 
 
-@on_both_sides(layouts=STRATEGIES, torch_cannot="it asserts in the backward of the unit that was not in the last one")
+@on_both_sides(layouts=PLAIN, torch_cannot="it asserts in the backward of the unit that was not in the last one")
 def test_a_unit_outside_the_synced_backward_keeps_what_no_sync_gave_it_until_its_next(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> None:

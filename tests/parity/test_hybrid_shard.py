@@ -1,7 +1,7 @@
 """The cases of torch's suite of hybrid sharding.
 
-Covered: the three ways to name the groups (a mesh, a pair of groups, a policy alone) and what they make of groups and
-ranks; what is refused; training beside FULL_SHARD and a replicated model; strategies side by side; synchronised
+Covered: the three ways to name the groups (a mesh, a pair of groups, a policy alone) and the groups and ranks that
+follow; refused arguments; training beside FULL_SHARD and a replicated model; strategies side by side; synchronised
 starts; state dicts of model and optimizer, saved and loaded; ``no_sync``; clipping. All on 4 ranks as 2x2.
 
 Not covered: the number of collectives on each internal group. A policy alone shards over the accelerators of a host in

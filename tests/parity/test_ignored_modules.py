@@ -2,7 +2,7 @@
 
 Covered: ignored modules of a transformer with and without a policy, given as ``ignored_modules`` and as
 ``ignored_states``; children that are ignored by their unit or by the root alone; ignored parameters under a policy;
-ignored modules outside the wrapped one; unlike ignored modules on the ranks; what is refused or warned about.
+ignored modules outside the wrapped one; unlike ignored modules on the ranks; refused arguments and warnings.
 Ignored parameters keep identity, shape, name and local gradient, and are whole in state dicts.
 
 Not covered: nothing that torch's suite has on this.
@@ -76,7 +76,7 @@ def nest() -> Any:
     return Nest()
 
 
-@on_both_sides()
+@on_both_sides(layouts=SHARDED)
 @pytest.mark.parametrize("pass_to", ["unit", "root", "both"])
 def test_what_a_unit_or_its_root_ignores_is_managed_by_neither(
     side: Side, layout: Layout, use_orig_params: bool, pass_to: str
@@ -94,7 +94,7 @@ def test_what_a_unit_or_its_root_ignores_is_managed_by_neither(
     return steps(model, CASES["uneven sizes"])
 
 
-@on_both_sides()
+@on_both_sides(layouts=SHARDED)
 def test_ignored_parameters_of_auto_wrapped_units_are_left_alone(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:
@@ -107,7 +107,7 @@ def test_ignored_parameters_of_auto_wrapped_units_are_left_alone(
     return [sizes, steps(wrapped, CASES["uneven sizes"])]
 
 
-@on_both_sides()
+@on_both_sides(layouts=SHARDED)
 def test_ignored_modules_may_lie_outside_the_wrapped_one(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = nest()
     outside = [model.head, model.block[1]]

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import Layout
-from tests.parity.sides import SHARDED, Side, on_both_sides, sgd, state_of
+from tests.parity.sides import FULL, SHARDED, Side, on_both_sides, sgd, state_of
 
 
 class Filled(nn.Linear):
@@ -54,7 +54,7 @@ def stack(device: str | None = None) -> nn.Sequential:
 
 
 def fill(module: nn.Module) -> None:
-    """What ``param_init_fn`` is given in torch's documentation: materialise, then initialise."""
+    """Materialise, then initialise, as torch's documentation has it for ``param_init_fn``."""
     if any(tensor.is_meta for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]):
         module.to_empty(device=torch.device("cpu"), recurse=False)
     if hasattr(module, "reset_parameters"):
@@ -97,7 +97,7 @@ def test_units_on_meta_can_be_nested_by_hand(side: Side, layout: Layout, use_ori
     return end_of(side.wrap(model, layout, **options))
 
 
-@on_both_sides(tolerance={"rtol": 1e-2, "atol": 1e-2})
+@on_both_sides(layouts=SHARDED, tolerance={"rtol": 1e-2, "atol": 1e-2})
 @pytest.mark.parametrize("how", HOW)
 def test_meta_goes_with_mixed_precision(side: Side, layout: Layout, use_orig_params: bool, how: str) -> Any:
     precision = side.api.MixedPrecision(
@@ -118,7 +118,7 @@ def test_meta_goes_with_mixed_precision(side: Side, layout: Layout, use_orig_par
     return [before, loss.detach(), state_of(model)]
 
 
-@on_both_sides(layouts=SHARDED[:1])
+@on_both_sides(layouts=FULL)
 def test_the_init_function_is_called_for_each_module_once(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     called: list[str] = []
 
@@ -138,7 +138,7 @@ class Silent(nn.Module):
         self.weight = nn.Parameter(torch.empty(4, device="meta"))
 
 
-@on_both_sides(layouts=SHARDED[:1])
+@on_both_sides(layouts=FULL)
 def test_a_module_that_nothing_initialises_is_an_error(side: Side, layout: Layout, use_orig_params: bool) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*reset_parameters")  # torch says it twice
@@ -146,7 +146,7 @@ def test_a_module_that_nothing_initialises_is_an_error(side: Side, layout: Layou
             side.wrap(Silent(), layout, use_orig_params=use_orig_params)
 
 
-@on_both_sides(layouts=SHARDED[:1])
+@on_both_sides(layouts=FULL)
 def test_an_init_function_must_be_callable(side: Side, layout: Layout, use_orig_params: bool) -> None:
     with pytest.raises(ValueError):
         side.wrap(stack("meta"), layout, param_init_fn=42, use_orig_params=use_orig_params)

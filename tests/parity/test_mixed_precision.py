@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import Layout, batch_of, build
-from tests.parity.sides import ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of
+from tests.parity.harness import PLAIN, Layout, batch_of, build
+from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of
 from tests.parity.zoo import CASES
 
 LOW = {"rtol": 2e-2, "atol": 2e-2}
@@ -97,7 +97,7 @@ def test_dtypes_in_forward_and_after_backward_are_those_asked_for(
     return {"seen": notes(model), "outputs": outputs, "state": state}
 
 
-@on_both_sides(layouts=STRATEGIES, tolerance=LOW)
+@on_both_sides(layouts=PLAIN, tolerance=LOW)
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_gradients_may_stay_in_low_precision(
     side: Side, layout: Layout, use_orig_params: bool, dtype: torch.dtype
@@ -203,7 +203,7 @@ def test_evaluation_may_be_in_full_precision(side: Side, layout: Layout, use_ori
         del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
 
 
-@on_both_sides(layouts=STRATEGIES, tolerance=LOW)
+@on_both_sides(layouts=PLAIN, tolerance=LOW)
 def test_whole_parameters_and_state_dicts_are_in_full_precision(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:
@@ -260,7 +260,7 @@ def test_ignored_modules_stay_in_full_precision(side: Side, layout: Layout, use_
     return {"seen": notes(model), "output": output.detach(), "state": state_of(model)}
 
 
-@on_both_sides(layouts=STRATEGIES, tolerance=LOW)
+@on_both_sides(layouts=PLAIN, tolerance=LOW)
 @pytest.mark.parametrize("keep", [True, False], ids=["kept low", "full"])
 def test_accumulated_gradients_have_one_dtype(side: Side, layout: Layout, use_orig_params: bool, keep: bool) -> Any:
     precision = side.api.MixedPrecision(param_dtype=BF16, reduce_dtype=BF16, keep_low_precision_grads=keep)

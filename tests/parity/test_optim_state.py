@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import TOLERANCE, Layout, batch_of, build
-from tests.parity.sides import ORIG, SHARDED, STRATEGIES, Side, on_both_sides, state_of, train
+from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
+from tests.parity.sides import FULL, ORIG, STRATEGIES, Side, on_both_sides, state_of, train
 from tests.parity.test_state_dict import plain
 from tests.parity.zoo import CASES, Case, Layer, squared_error, vectors
 from tests.support import assert_close, assert_equal
@@ -149,7 +149,7 @@ def test_states_are_those_of_an_unwrapped_optimizer(
     return states
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 @pytest.mark.parametrize("rank0_only", [False, True], ids=["all ranks", "rank 0"])
 @pytest.mark.parametrize("offload", [False, True], ids=["on device", "offloaded"])
 def test_full_states_are_on_the_ranks_that_asked(
@@ -166,7 +166,7 @@ def test_full_states_are_on_the_ranks_that_asked(
     return values(states)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_states_before_the_first_step_are_empty(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     model = side.wrap_case(EVEN, layout, use_orig_params=use_orig_params)
@@ -203,7 +203,7 @@ WRAPPINGS: dict[str, Any] = {
 }
 
 
-@on_both_sides(layouts=SHARDED[:1])
+@on_both_sides(layouts=FULL)
 @KINDS
 @pytest.mark.parametrize("to", WRAPPINGS)
 def test_a_saved_optimizer_goes_on_in_another_wrapping(
@@ -241,7 +241,7 @@ def test_full_states_go_into_plain_optimizers_and_back(side: Side, layout: Layou
     return goes_on_alike(side, (model, optimizer), second)
 
 
-@on_both_sides(num_ranks=4, layouts=SHARDED[:1])
+@on_both_sides(num_ranks=4, layouts=FULL)
 def test_a_saved_optimizer_goes_on_on_half_the_ranks(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model, optimizer = trained_pair(side, layout, use_orig_params)
     states = save(side, model, optimizer)
@@ -286,7 +286,7 @@ def test_the_older_functions_save_on_rank_zero_and_load_everywhere(
     return [found, goes_on_alike(side, (model, optimizer), (other, second))]
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_the_older_sharded_functions_make_a_round_trip(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model, optimizer = trained_pair(side, layout, use_orig_params)
     with side.state_dict_as(model, "SHARDED"):
@@ -298,7 +298,7 @@ def test_the_older_sharded_functions_make_a_round_trip(side: Side, layout: Layou
     return [values(states), goes_on_alike(side, (model, optimizer), (other, second))]
 
 
-@on_both_sides(layouts=STRATEGIES[:1], kinds=(False,))
+@on_both_sides(layouts=FULL, kinds=(False,))
 @pytest.mark.parametrize("wraps", [True, False], ids=["wrapped", "plain"])
 def test_keys_change_between_names_and_ids(side: Side, layout: Layout, use_orig_params: bool, wraps: bool) -> Any:
     api, FSDP = side.api, side.FSDP
@@ -347,7 +347,7 @@ def case_of(make: Callable[[], nn.Module]) -> Case:
     return Case(build=make, batch=vectors, loss_of=squared_error, units=(Layer,))
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_a_shared_parameter_has_one_state_under_its_first_name(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -362,7 +362,7 @@ def test_a_shared_parameter_has_one_state_under_its_first_name(
     return [values(states), goes_on_alike(side, first, second, case)]
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_parameters_that_no_unit_manages_are_saved_and_loaded(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -375,11 +375,11 @@ def test_parameters_that_no_unit_manages_are_saved_and_loaded(
         return model, adam(model)
 
     first, second = wrapped(), wrapped()
-    same = batch_of(case, 0, 0)  # every rank's: nobody reduces the gradient of what is not wrapped
+    same = batch_of(case, 0, 0)  # every rank's: nobody reduces gradients outside wrappers
     case.loss_of(first[0], same).backward()
     first[1].step()
     states = save(side, *first, kind)
-    # Before it is loaded: what torch loads shares its counters of steps.
+    # Before the load: torch makes both optimizers share their counters of steps.
     found = values(states)
     load(side, *second, states, kind)
     with side.state_dict_as(first[0], "FULL"):
@@ -392,7 +392,7 @@ def test_parameters_that_no_unit_manages_are_saved_and_loaded(
     return [found, state_of(second[0])]
 
 
-@on_both_sides(layouts=SHARDED, kinds=ORIG)
+@on_both_sides(layouts=FULL, kinds=ORIG)
 @KINDS
 def test_frozen_parameters_have_no_state(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     def frozen() -> nn.Module:
@@ -423,7 +423,7 @@ def groups_of(model: nn.Module) -> torch.optim.Optimizer:
     )
 
 
-@on_both_sides(layouts=SHARDED, kinds=ORIG)
+@on_both_sides(layouts=FULL, kinds=ORIG)
 @KINDS
 def test_groups_keep_their_members_and_settings(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     model = side.wrap_case(EVEN, layout, use_orig_params=use_orig_params)
@@ -455,7 +455,7 @@ class Skipping(nn.Module):
         return self.second(x)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_a_first_unit_without_gradient_leaves_the_others_states(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -470,7 +470,7 @@ def test_a_first_unit_without_gradient_leaves_the_others_states(
     return [values(states), goes_on_alike(side, first, second, case)]
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_states_that_are_no_tensors_are_kept(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     first = trained_pair(side, layout, use_orig_params)
     for state in first[1].state.values():
@@ -486,7 +486,7 @@ def test_states_that_are_no_tensors_are_kept(side: Side, layout: Layout, use_ori
     return values(states)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_a_state_dict_may_be_passed_by_hand(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     model, optimizer = trained_pair(side, layout, use_orig_params)
@@ -498,7 +498,7 @@ def test_a_state_dict_may_be_passed_by_hand(side: Side, layout: Layout, use_orig
     return values(by_hand)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_states_without_groups_are_saved_and_loaded_without(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model, optimizer = trained_pair(side, layout, use_orig_params)
     own = copy.deepcopy(optimizer.state_dict())
@@ -526,7 +526,7 @@ class OwnPart(nn.Module):
         return self.dense(getattr(self, f"own{dist.get_rank()}")(x))
 
 
-@on_both_sides(layouts=SHARDED, kinds=ORIG)
+@on_both_sides(layouts=FULL, kinds=ORIG)
 def test_modules_that_only_one_rank_has_go_with_wrapped_ones(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     models = [OwnPart(side, layout, use_orig_params) for _ in range(2)]
     optimizers = [adam(model) for model in models]
@@ -542,7 +542,7 @@ def test_modules_that_only_one_rank_has_go_with_wrapped_ones(side: Side, layout:
     return values(states)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_a_state_dict_may_be_loaded_directly(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     first = trained_pair(side, layout, use_orig_params)
@@ -554,7 +554,7 @@ def test_a_state_dict_may_be_loaded_directly(side: Side, layout: Layout, use_ori
     return goes_on_alike(side, first, second)
 
 
-@on_both_sides(layouts=SHARDED[:1])
+@on_both_sides(layouts=FULL)
 def test_keys_of_an_unknown_or_of_both_types_are_refused(side: Side, layout: Layout, use_orig_params: bool) -> None:
     model, optimizer = trained_pair(side, layout, use_orig_params)
     states = save(side, model, optimizer)
@@ -565,7 +565,7 @@ def test_keys_of_an_unknown_or_of_both_types_are_refused(side: Side, layout: Lay
         side.FSDP.rekey_optim_state_dict(mixed, side.api.OptimStateKeyType.PARAM_ID, build(EVEN))
 
 
-@on_both_sides(layouts=SHARDED[:1], kinds=(False,))
+@on_both_sides(layouts=FULL, kinds=(False,))
 def test_optim_input_warns_that_it_is_old(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model, optimizer = trained_pair(side, layout, use_orig_params)
     with pytest.warns(FutureWarning, match="optim_input"):

@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
-from tests.parity.sides import BLOCKS, ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
+from tests.parity.sides import BLOCKS, FULL, ORIG, STRATEGIES, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close, assert_equal
 
@@ -42,7 +42,7 @@ WHOLE_KINDS = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 
 
 def plain(value: Any) -> Any:
-    """What of a value of a state dict both sides have: shape and the pieces of this rank."""
+    """The part of a state dict's value that both sides have: shape and the pieces of this rank."""
     if isinstance(value, ShardedTensor):
         parts = [
             [list(part.metadata.shard_offsets), list(part.metadata.shard_sizes), part.tensor.detach().clone()]
@@ -103,7 +103,7 @@ def test_full_state_dicts_are_on_the_ranks_that_asked(
     with side.state_dict_as(model, "FULL", config):
         state = {key: plain(value) for key, value in model.state_dict().items()}
     if layout.strategy.startswith("NO") and rank0_only:
-        return None  # torch gives all ranks what is not sharded
+        return None  # torch gives unsharded entries to all ranks
     if rank0_only and dist.get_rank() != 0:
         assert state == {}
     else:
@@ -111,7 +111,7 @@ def test_full_state_dicts_are_on_the_ranks_that_asked(
     return state
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_a_full_state_dict_is_a_copy(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)
     state = model.state_dict()
@@ -165,7 +165,7 @@ def test_full_state_dicts_go_into_plain_models_and_back(side: Side, layout: Layo
     return state_of(model)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 @pytest.mark.parametrize("when", ["after forward", "between forward and backward"])
 def test_a_load_after_a_forward_is_seen_by_the_next(
@@ -184,7 +184,7 @@ def test_a_load_after_a_forward_is_seen_by_the_next(
     return [NESTED.loss_of(model, batch).detach(), state_of(model)]
 
 
-@on_both_sides(layouts=SHARDED, kinds=ORIG)
+@on_both_sides(layouts=FULL, kinds=ORIG)
 @WHOLE_KINDS
 def test_a_mesh_makes_distributed_tensors(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -216,7 +216,7 @@ class Shared(nn.Module):
         return self.three(self.two(self.one(x)))
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_shared_parameters_and_modules_have_all_their_names(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     torch.manual_seed(1)
     first = side.wrap(Shared(), layout, use_orig_params=use_orig_params)
@@ -234,7 +234,7 @@ def test_shared_parameters_and_modules_have_all_their_names(side: Side, layout: 
     return state_of(second)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 @pytest.mark.parametrize("nesting", ["inside", "outside", "both"])
 def test_activation_checkpoints_in_and_around_units_change_no_key(
@@ -262,7 +262,7 @@ def test_activation_checkpoints_in_and_around_units_change_no_key(
     return state_of(second)
 
 
-@on_both_sides(layouts=SHARDED, kinds=ORIG)
+@on_both_sides(layouts=FULL, kinds=ORIG)
 @WHOLE_KINDS
 @pytest.mark.parametrize("which", ["source", "target", "both"])
 def test_activation_checkpoints_applied_after_wrapping_change_no_key(
@@ -284,7 +284,7 @@ def test_activation_checkpoints_applied_after_wrapping_change_no_key(
     return state_of(second)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @KINDS
 def test_models_in_half_precision_save_and_load_while_gradients_exist(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -321,7 +321,7 @@ class Holder(nn.Module):
         return self.own(self.tree(x))
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_a_plain_parent_s_state_dict_has_the_plain_names(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -341,7 +341,7 @@ def test_a_plain_parent_s_state_dict_has_the_plain_names(
     return {key: plain(value) for key, value in state.items()}
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_an_inner_unit_s_state_dict_has_its_own_names(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -354,7 +354,7 @@ def test_an_inner_unit_s_state_dict_has_its_own_names(
     return {key: plain(value) for key, value in state.items()}
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @pytest.mark.parametrize("what", ["unit", "root", "both"])
 def test_ignored_modules_are_saved_whole(side: Side, layout: Layout, use_orig_params: bool, what: str) -> Any:
     def wrapped() -> nn.Module:
@@ -372,7 +372,7 @@ def test_ignored_modules_are_saved_whole(side: Side, layout: Layout, use_orig_pa
     return state_of(second)
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_a_prefix_goes_before_every_key_and_ignored_tensors_are_no_copies(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -391,7 +391,7 @@ def test_a_prefix_goes_before_every_key_and_ignored_tensors_are_no_copies(
     return {key: plain(value) for key, value in state.items()}
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_a_module_that_was_attached_after_wrapping_is_saved_and_loaded(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -412,7 +412,7 @@ def test_a_module_that_was_attached_after_wrapping_is_saved_and_loaded(
     return {key: plain(value) for key, value in state.items()}
 
 
-@on_both_sides(layouts=SHARDED, tolerance={"rtol": 1e-2, "atol": 1e-2})
+@on_both_sides(layouts=FULL, tolerance={"rtol": 1e-2, "atol": 1e-2})
 @WHOLE_KINDS
 def test_mixed_precision_saves_and_loads_in_full_precision(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
@@ -431,7 +431,7 @@ def test_mixed_precision_saves_and_loads_in_full_precision(
     return {key: plain(value) for key, value in state.items()}
 
 
-@on_both_sides(num_ranks=4, layouts=SHARDED)
+@on_both_sides(num_ranks=4, layouts=FULL)
 @KINDS
 def test_ranks_that_hold_nothing_save_and_load(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     if kind == "LOCAL" and use_orig_params:
@@ -454,7 +454,7 @@ def test_ranks_that_hold_nothing_save_and_load(side: Side, layout: Layout, use_o
 # -- keys ----------------------------------------------------------------------------------------------------------
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_missing_and_unexpected_keys_have_the_plain_names(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)
     state = model.state_dict()
@@ -469,7 +469,7 @@ def test_missing_and_unexpected_keys_have_the_plain_names(side: Side, layout: La
     return None
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_strict_off_loads_what_is_there(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)
     state = model.state_dict()
@@ -482,7 +482,7 @@ def test_strict_off_loads_what_is_there(side: Side, layout: Layout, use_orig_par
 # -- types ---------------------------------------------------------------------------------------------------------
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 def test_types_are_set_nested_and_read_back(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     api = side.api
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)
@@ -511,7 +511,7 @@ def test_types_are_set_nested_and_read_back(side: Side, layout: Layout, use_orig
     return seen
 
 
-@on_both_sides(layouts=SHARDED[:1])
+@on_both_sides(layouts=FULL)
 def test_a_config_of_another_type_is_refused(side: Side, layout: Layout, use_orig_params: bool) -> None:
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)
     api = side.api
@@ -526,7 +526,7 @@ def test_a_config_of_another_type_is_refused(side: Side, layout: Layout, use_ori
                 pass
 
 
-@on_both_sides(layouts=SHARDED)
+@on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_state_dicts_survive_a_file(side: Side, layout: Layout, use_orig_params: bool, kind: str) -> Any:
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)

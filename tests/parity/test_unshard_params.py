@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import TOLERANCE, Layout, batch_of, build
+from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.parity.sides import BLOCKS, ORIG, SHARDED, STRATEGIES, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import assert_close, assert_equal
@@ -56,7 +56,7 @@ def test_parameters_and_buffers_inside_are_the_plain_model_s(
     return found
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("changer", ["all ranks", "each rank its own"])
 def test_written_changes_are_kept_with_writeback_alone(
@@ -78,7 +78,7 @@ def test_written_changes_are_kept_with_writeback_alone(
     return after
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 @pytest.mark.parametrize("writeback", [True, False])
 def test_a_parameter_of_one_element_belongs_to_the_first_rank(
     side: Side, layout: Layout, use_orig_params: bool, writeback: bool
@@ -195,7 +195,7 @@ def mean_gradients(steps: int) -> list[torch.Tensor]:
     return [param.grad for param in plain.parameters()]
 
 
-@on_both_sides(layouts=STRATEGIES, kinds=ORIG)
+@on_both_sides(layouts=PLAIN, kinds=ORIG)
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("rank0_only", [False, True], ids=["all ranks", "rank 0"])
 def test_gradients_inside_are_whole_and_can_be_written(
@@ -221,7 +221,7 @@ def test_gradients_inside_are_whole_and_can_be_written(
     return [inside, after]
 
 
-@on_both_sides(layouts=STRATEGIES, kinds=ORIG)
+@on_both_sides(layouts=PLAIN, kinds=ORIG)
 def test_absent_gradients_are_none_inside(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(UNEVEN, layout, use_orig_params=use_orig_params)
     with side.FSDP.summon_full_params(model, with_grads=True):
@@ -246,7 +246,7 @@ def test_gradients_survive_a_summon_without_them(side: Side, layout: Layout, use
     return state_of(model)
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 @pytest.mark.parametrize("writeback", [True, False])
 @pytest.mark.parametrize("with_grads", [True, False], ids=["with gradients", "without"])
 def test_a_summon_between_forward_and_backward_changes_no_gradient(

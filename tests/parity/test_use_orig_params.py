@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
+from tests.parity.harness import PLAIN, TOLERANCE, Layout, adamw, batch_of, build
 from tests.parity.sides import (
     BLOCKS,
     ORIG,
@@ -174,7 +174,7 @@ def test_names_and_shapes_inside_forward_are_the_plain_model_s(
     return watcher.seen
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 def test_names_and_slices_outside_forward_are_the_same(side: Side, layout: Layout, use_orig_params: bool) -> Any:
     model = side.wrap_case(BLOCKS, layout, use_orig_params=use_orig_params)
 
@@ -274,7 +274,7 @@ def test_a_new_parameter_of_a_wrong_size_is_refused_in_the_next_forward(
 # -- no_sync -------------------------------------------------------------------------------------------------------
 
 
-@on_both_sides(layouts=STRATEGIES)
+@on_both_sides(layouts=PLAIN)
 def test_gradients_accumulate_in_no_sync_as_in_one_step_over_all_batches(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:

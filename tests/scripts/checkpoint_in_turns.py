@@ -1,7 +1,7 @@
 """Checkpoints as language-model trainers write them that read FSDP1's flat parameters. For torchrun.
 
 Full: rank 0 saves whole tensors; each rank copies its slices into the flat parameters, and loads the optimizer's
-state when it is its turn. Local: each rank saves its flat parameters with what describes them, loads them as they
+state when it is its turn. Local: each rank saves its flat parameters with their description, loads them as they
 are, or puts the files of all ranks together without a process group.
 """
 

@@ -134,7 +134,7 @@ def load_whole(folder, model, optimizer, how):
     elif how == "shard":
         local = FSDP.shard_full_optim_state_dict(torch.load(folder / "states.pt"), model, optim=optimizer)
     else:
-        # What was saved by ids, as by a plain model's optimizer.
+        # States by ids, as from a plain model's optimizer.
         states = torch.load(folder / "states.pt")
         by_id = FSDP.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_ID, Model())
         by_name = FSDP.rekey_optim_state_dict(by_id, OptimStateKeyType.PARAM_NAME, Model())
