@@ -202,7 +202,7 @@ class OrigViews(Views):
         with unguarded():
             for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):
                 # A parameter of which this rank has nothing gets no gradient: norms and optimizers pass it by.
-                if not was_used or (piece.is_empty and not self._is_whole):
+                if not was_used or (piece.is_empty and slot.numel > 0):
                     continue
                 local = shard_grad[piece.in_shard.to_slice()]
                 if self._is_whole:
@@ -216,7 +216,8 @@ class OrigViews(Views):
     def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
         there = [index for index, has_landed in enumerate(landed) if has_landed]
         # Where this rank has nothing of any, an empty gradient shows whether the caller has cleared them.
-        shown = [index for index in there if self._is_whole or not self.pieces[index].is_empty] or there
+        shown = [index for index in there if not self.pieces[index].is_empty or self.layout.slots[index].numel == 0]
+        shown = shown or there
         return [
             PartialGrad(
                 self.sharded[index],

@@ -182,7 +182,10 @@ def names_of(model: nn.Module) -> ParamNames:
 
 def is_elsewhere(param: nn.Parameter, handle: FlatParamHandle) -> bool:
     """Whether other ranks hold all elements of a visible parameter: it gets no gradient here, so no state either."""
-    return param.numel() == 0 and handle.layout.world_size > 1
+    if param.numel() > 0:
+        return False
+    index = next(index for index, visible in enumerate(handle.views.visible_params()) if visible is param)
+    return handle.layout.slots[index].numel > 0
 
 
 def is_scalar(value: Any) -> bool:
