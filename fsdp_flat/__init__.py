@@ -26,7 +26,7 @@ from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.names import clean_named_modules, clean_named_parameters, clean_tensor_name
+from fsdp_flat.names import clean_named_modules, clean_named_parameters, clean_tensor_name, whole_shape
 from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
 
@@ -73,4 +73,5 @@ __all__ = [
     "uninstall",
     "unshard_for",
     "unwrap",
+    "whole_shape",
 ]

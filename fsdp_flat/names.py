@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import FlatParameter, FlattenedBy
 from fsdp_flat.layout import clean_fqn
 
-__all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name"]
+__all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name", "whole_shape"]
 
 
 def clean_tensor_name(tensor_name: str) -> str:
@@ -64,3 +67,20 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         found[clean_fqn(name)] = module
     yield from found.items()
+
+
+def whole_shape(param: torch.Tensor) -> torch.Size:
+    """The shape of the whole parameter of which ``param`` is this rank's part; of any other tensor its own.
+
+    ``[p for p in model.parameters() if len(whole_shape(p)) >= 2]`` finds the weights to decay, where ``p.dim()`` is 1.
+
+    Raises:
+        OptionError: a flat parameter, which holds several (``use_orig_params=False``).
+    """
+    if isinstance(param, FlatParameter):
+        raise OptionError(
+            "A flat parameter holds several parameters and has no shape of theirs. Pass use_orig_params=True to have "
+            "groups of original parameters."
+        )
+    owner = getattr(param, "_fsdp_flattened", None)
+    return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else param.shape

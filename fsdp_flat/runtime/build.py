@@ -239,10 +239,10 @@ def _some(names: list[str]) -> str:
 def owners_of_ties(
     root: nn.Module, unit_modules: Sequence[nn.Module], is_ignored: Callable[[nn.Parameter], bool]
 ) -> dict[nn.Parameter, nn.Module]:
-    """For every parameter whose places fall into several future units: the module whose unit is to take it.
+    """For every parameter whose places fall into several future units, or into one that never runs: its unit's module.
 
-    That is the innermost future unit that contains all places, or the root. The tie is kept, because the
-    outer unit is gathered whenever an inner one runs.
+    That is the innermost future unit with a forward that contains all places, or the root. The tie is kept, because
+    the outer unit is gathered whenever an inner one runs.
     """
     chosen = set(unit_modules)
     chains: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
@@ -266,10 +266,15 @@ def owners_of_ties(
                     places[param].append(chain)
     owners: dict[nn.Parameter, nn.Module] = {}
     for param, found in places.items():
-        if len({chain[-1] for chain in found}) > 1:
+        if len({chain[-1] for chain in found}) > 1 or not _runs(found[0][-1]):
             common = [levels[0] for levels in zip(*found, strict=False) if len(set(levels)) == 1]
-            owners[param] = common[-1]
+            owners[param] = next((module for module in reversed(common) if _runs(module)), common[0])
     return owners
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether ``module`` has a forward, as containers (``nn.ModuleList``, ``nn.ParameterList``) have not."""
+    return type(module).forward is not nn.Module.forward
 
 
 def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:

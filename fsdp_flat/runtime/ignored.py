@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
+from fsdp_flat.flat import FlattenedBy, named_sites
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.unit import unit_of
 
@@ -28,6 +29,7 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
     Raises:
         OptionError: both are given, kinds are mixed, or a wrapped module is among them.
         OptionTypeError: not an iterable.
+        TiedParameterError: an ignored module shares a parameter with one that was wrapped before.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise OptionError(
@@ -58,6 +60,7 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
                 "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=4
             )
     subtree = {child for module in modules for child in _outside_units(module)}
+    _check_ties(root, subtree)
     inherited = [unit.ignored for unit in _nested(root)]
     return Ignored(
         frozenset(subtree.union(*[entry.modules for entry in inherited])),
@@ -67,6 +70,19 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
             )
         ),
     )
+
+
+def _check_ties(root: nn.Module, ignored: set[nn.Module]) -> None:
+    if not ignored:
+        return
+    for site, param in named_sites(root):
+        owner = getattr(param, "_fsdp_flattened", None)
+        if site.module in ignored and isinstance(owner, FlattenedBy):
+            raise TiedParameterError(
+                f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
+                "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
+                "wrapped too (ignored_states=[parameter]), or do not ignore the module."
+            )
 
 
 def _nested(root: nn.Module) -> list[Any]:

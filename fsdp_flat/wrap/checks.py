@@ -26,6 +26,7 @@ __all__ = [
     "warn_full_precision",
     "warn_no_forward",
     "warn_no_match",
+    "warn_unmatched",
 ]
 
 _MAX_LISTED = 8
@@ -208,6 +209,18 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
     if num_with_params > 1:
         what = "matches only ignored modules" if classes else "names no class"
         _warn(f"auto_wrap_policy {what} of {kind}, so all the rest of the model becomes one unit.")
+
+
+def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
+    """Warn if some of the classes that a policy names match nothing, though others do."""
+    modules = list(root.modules())
+    unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in modules)]
+    if unmatched:
+        nearest = "\n".join(f"  {_full_name(cls)}: {_nearest(cls, root)}" for cls in sorted(unmatched, key=_full_name))
+        _warn(
+            f"auto_wrap_policy names classes of which {type(root).__name__} has no module, so they give no units:\n"
+            f"{nearest}\nPass the very classes that the model is made of."
+        )
 
 
 def warn_no_forward(module: nn.Module, name: str) -> None:

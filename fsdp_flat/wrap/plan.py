@@ -23,6 +23,7 @@ from fsdp_flat.wrap.checks import (
     named_classes,
     warn_full_precision,
     warn_no_match,
+    warn_unmatched,
 )
 from fsdp_flat.wrap.policies import PolicyObject, _or_policy, _wrap_module_cls_individually
 from fsdp_flat.wrap.recursion import Walk
@@ -121,6 +122,8 @@ def plan_units(
     warn_full_precision(root, full_precision)
     if classes is not None and all(isinstance(unit.module, exempt) for unit in units):
         warn_no_match(root, classes, ignored_params)
+    elif classes is not None:
+        warn_unmatched(root, classes)
     return WrapPlan(units, full_precision)
 
 

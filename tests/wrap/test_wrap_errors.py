@@ -290,8 +290,10 @@ def test_a_class_of_the_same_name_from_another_module_is_named_in_full() -> None
 
 
 @pytest.mark.parametrize("kind", CLASS_POLICIES)
-def test_one_class_of_several_that_matches_is_enough(kind: str) -> None:
-    assert len(plan(Transformer(), CLASS_POLICIES[kind]({TransformerBlok, Block})).units) == 3
+def test_of_several_classes_the_one_that_matches_nothing_is_named(kind: str) -> None:
+    with pytest.warns(UserWarning, match=r"Transformer has no module(.|\n)*TransformerBlok: nearest"):
+        chosen = plan(Transformer(), CLASS_POLICIES[kind]({TransformerBlok, Block}))
+    assert len(chosen.units) == 3
 
 
 def test_a_policy_that_matches_only_the_root_does_not_warn() -> None:

@@ -298,4 +298,4 @@ def test_two_threads_may_wrap_at_the_same_time() -> None:
 def test_an_ordinary_plan_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert len(plan(Transformer(), ModuleWrapPolicy({Block, nn.GRU})).units) == 3
+        assert len(plan(Transformer(), ModuleWrapPolicy({Block})).units) == 3

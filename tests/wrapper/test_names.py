@@ -54,6 +54,7 @@ PUBLIC = {
     "uninstall",
     "unshard_for",
     "unwrap",
+    "whole_shape",
 }
 # In the order of fsdp1_surface.json (torch 2.13), which is the order by position.
 ARGUMENTS = {
