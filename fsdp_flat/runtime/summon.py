@@ -129,6 +129,8 @@ def summon_full_params(
                 # A first use like any other: from here on the wrapper is a root.
                 schedule_of(child, unit)
             check_idle(unit, "summon_full_params")
+            if with_grads:
+                _check_reduced(unit)
             units.append(unit)
     for unit in units if writeback else ():
         # What is still gathered from an earlier forward stays, for its backward, but is not for the next forward.
@@ -180,6 +182,17 @@ def _check_shapes(unit: Unit, handle: FlatParamHandle) -> None:
                 f"Inside summon_full_params {slot.fqn!r} of unit {unit.name!r} became a tensor of shape {shape}; "
                 f"expected {slot.shape}. Nothing of this unit was written back."
             )
+
+
+def _check_reduced(unit: Unit) -> None:
+    """Raises where ``.grad`` shows slices of gradients that are each rank's own: they do not make up a whole one."""
+    if unit.gathers and any(handle.num_landed for handle in unit.handles):
+        raise PhaseError(
+            f"summon_full_params(with_grads=True) was called where gradients of unit {unit.name!r} are not reduced "
+            f"yet (rank {unit.options.groups.shard.rank} of its shard group): each rank has a slice of its own "
+            "gradient, of a backward inside no_sync. Call it after a backward outside of no_sync, or use "
+            'no_sync(mode="sharded").'
+        )
 
 
 def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:

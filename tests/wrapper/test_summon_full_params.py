@@ -294,6 +294,22 @@ def test_with_grads_without_gradients_shows_none(use_orig_params: bool) -> None:
 
 @BOTH
 @on_ranks(2)
+def test_with_grads_raises_where_gradients_are_not_reduced_yet(use_orig_params: bool, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    with model.no_sync():
+        square_loss(model, batch(rank)).backward()
+    with pytest.raises(PhaseError, match="gradients of unit '.*' are not reduced"):  # noqa: SIM117
+        with FSDP.summon_full_params(model, with_grads=True):
+            pass
+    with FSDP.summon_full_params(model):
+        pass
+    square_loss(model, batch(rank)).backward()
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@BOTH
+@on_ranks(2)
 def test_gradients_survive_a_summon_without_them(use_orig_params: bool, rank: int) -> None:
     ours = shard(seeded(), use_orig_params=use_orig_params)
     theirs = shard_by_peer(seeded(), use_orig_params=use_orig_params)
