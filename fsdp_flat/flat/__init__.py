@@ -1,6 +1,6 @@
 """Floor 1: the tensors of one process. Walking a module, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat._torch import in_backward, look_at_operations, node_will_run, watch_steps
+from fsdp_flat.flat._torch import in_backward, look_at_operations, node_will_run
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedStandIn, unguarded
 from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_if_dtensor, guise_of
@@ -48,5 +48,4 @@ __all__ = [
     "unguarded",
     "untraced",
     "untraced_here",
-    "watch_steps",
 ]

@@ -19,7 +19,6 @@ __all__ = [
     "refuse_steps_on",
     "swap_memory",
     "take_as_plain",
-    "watch_steps",
 ]
 
 # By class that torch knows, its look at operations; what is registered with torch is so for the whole process.
@@ -28,7 +27,6 @@ _refused: set[Any] = set()
 _looks: list[Callable[[torch.optim.Optimizer], None]] = []
 # By identity, optimizers that were looked at and have not loaded a state dict since.
 _looked_at: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
-_watchers: list[Callable[[torch.optim.Optimizer], bool]] = []
 
 # Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
@@ -66,7 +64,7 @@ def take_as_plain(kind: type[torch.Tensor]) -> bool:
         return False
     if kind not in _functions:
         if not _functions:
-            torch_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: _look_away(optimizer))
+            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
             torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
         listed.append(kind)
         others = getattr(_foreach_utils, "_foreach_supported_types", listed)
@@ -124,14 +122,7 @@ def _refuse(optimizer: torch.optim.Optimizer, kind: Any) -> None:
                     kind.refuse(param.grad, type(optimizer).__name__ + ".step")
 
 
-def watch_steps(is_done: Callable[[torch.optim.Optimizer], bool]) -> None:
-    """Have ``is_done`` called with each optimizer that is about to step, until it returns true."""
-    _watchers.append(is_done)
-
-
-def _look_away(optimizer: torch.optim.Optimizer) -> None:
-    if _watchers:
-        _watchers[:] = [is_done for is_done in _watchers if not is_done(optimizer)]
+def _look_away() -> None:
     for kind in _functions:
         kind.__torch_function__ = torch._C._disabled_torch_function_impl
 

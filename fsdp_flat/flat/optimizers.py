@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
 
@@ -17,7 +19,7 @@ _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that an optimizer can work on slices, and that its states are of slices.
+    """Checks that an optimizer can work on slices, that its states are of slices, and that its groups found something.
 
     An optimizer that was made for slices says so: ``optimizer.works_on_slices = True``.
 
@@ -36,6 +38,29 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             for name, state in optimizer.state.get(param, {}).items():
                 if isinstance(state, torch.Tensor) and state.dim() > 0 and state.shape != param.shape:
                     _check_state(optimizer, param, name, state)
+    _check_groups(optimizer)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Warns of an empty group: rules by ``param.dim()`` find nothing where parameters are 1-D parts."""
+    if all(group["params"] for group in optimizer.param_groups):
+        return
+    parts = [shape for group in optimizer.param_groups for param in group["params"] for shape in _shapes_of_part(param)]
+    if len({len(shape) > 1 for shape in parts}) > 1:
+        warnings.warn(
+            f"A parameter group of {type(optimizer).__name__} is empty, and the others hold weights and biases "
+            "alike. Rules by param.dim() or param.shape find nothing on sharded parameters, which are 1-D parts: "
+            "use names, or fsdp_flat.whole_shape(param), which needs use_orig_params=True.",
+            stacklevel=2,
+        )
+
+
+def _shapes_of_part(param: torch.Tensor) -> list[tuple[int, ...]]:
+    """The whole shapes of what ``param`` is a 1-D part of; none for a parameter that has its own shape."""
+    if isinstance(param, FlatParameter):
+        return [tuple(shape) for shape in param._shapes]  # type: ignore[attr-defined]
+    whole = _whole_shape(param)
+    return [] if whole is None or param.dim() > 1 else [whole]
 
 
 def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:

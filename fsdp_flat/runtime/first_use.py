@@ -5,16 +5,12 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from weakref import WeakSet
-
-import torch
 
 from fsdp_flat.errors import OptionError, UsageError
-from fsdp_flat.flat import unguarded, untraced, watch_steps
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unwritten import check_written
 
-__all__ = ["check_gradients", "check_units", "check_values", "log_units", "watch_groups"]
+__all__ = ["check_gradients", "check_units", "check_values", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
 
@@ -78,32 +74,6 @@ def check_gradients(units: Sequence[Unit]) -> None:
             "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
             stacklevel=2,
         )
-
-
-def watch_groups(units: Sequence[Unit]) -> None:
-    """Looks at the groups of the first optimizer that steps on these units' parameters, once.
-
-    Rules by ``param.dim()`` find nothing outside of forward, where parameters are 1-D parts: one group stays empty.
-    """
-    # Whoever waits for a step must not keep the model.
-    handles = WeakSet([handle for unit in units for handle in unit.handles if handle.layout.world_size > 1])
-
-    @untraced
-    def look(optimizer: torch.optim.Optimizer) -> bool:
-        with unguarded():
-            dims = {p: {len(slot.shape) for slot in slots} for h in handles for p, slots in h.views.held()}
-            found = [dims.get(param, set()) for group in optimizer.param_groups for param in group["params"]]
-        kinds = {dim > 1 for some in found for dim in some}
-        if len(kinds) > 1 and not all(group["params"] for group in optimizer.param_groups):
-            warnings.warn(
-                f"A parameter group of {type(optimizer).__name__} is empty, and the others hold weights and biases "
-                "alike. Rules by param.dim() or param.shape find nothing on sharded parameters, which are 1-D parts: "
-                "use names, or fsdp_flat.whole_shape(param), which needs use_orig_params=True.",
-                stacklevel=2,
-            )
-        return any(found) or not handles
-
-    watch_steps(look)
 
 
 def log_units(units: Sequence[Unit]) -> None:

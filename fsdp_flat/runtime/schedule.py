@@ -29,7 +29,7 @@ from fsdp_flat.runtime.agreement import Words, agree
 from fsdp_flat.runtime.backward import Backward
 from fsdp_flat.runtime.context import CommContext
 from fsdp_flat.runtime.exchange import BackwardExchange
-from fsdp_flat.runtime.first_use import check_gradients, check_units, check_values, log_units, watch_groups
+from fsdp_flat.runtime.first_use import check_gradients, check_units, check_values, log_units
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 
@@ -418,7 +418,6 @@ class Schedule(CommContext):
             if not self._checked_first_backward:
                 self._checked_first_backward = True
                 check_gradients(self.units)
-                watch_groups(self.units)
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.show_partial(self.streams.copy_to)
