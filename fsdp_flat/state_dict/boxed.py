@@ -59,6 +59,9 @@ class BoxedTensor(torch.Tensor):
         if func in (_aten.clone.default, _aten._to_copy.default, _aten.empty_like.default):
             kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
             return args[0]._with(lambda part: func(part, **kwargs))
+        if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # ``dcp.async_save`` copies a tensor so: an empty one, then its attributes.
+            return args[0]._with(lambda part: func(part, part.shape, **(kwargs or {})))
         if func is _aten.copy_.default and isinstance(args[1], BoxedTensor) and args[0].boxes == args[1].boxes:
             for part, source in zip(args[0].parts, args[1].parts, strict=True):
                 part.copy_(source)
