@@ -317,6 +317,7 @@ class PartialGrad:
         return self._param.grad is self._grad and self._grad._version != self._version
 
     def withdraw(self) -> None:
-        """Take back what was shown."""
+        """Take back what was shown; where it was filled with zeros, zeros stay, as in plain torch."""
         if self._param.grad is self._grad:
-            set_grad(self._param, self._before)
+            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
+            set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)

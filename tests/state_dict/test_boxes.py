@@ -227,7 +227,11 @@ def test_tied_and_scalar_and_empty_parameters_have_boxes_that_go_round(tmp_path:
 
 @on_ranks(2)
 def test_an_asynchronous_save_of_boxes_holds_what_was_there_at_the_call(tmp_path: Path, rank: int) -> None:
-    boxes = StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True), ShardedOptimStateDictConfig(boxes=True)
+    boxes = (
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(boxes=True),
+        ShardedOptimStateDictConfig(boxes=True),
+    )
     model = shard(seeded(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     train(model, optimizer, rank, range(2))

@@ -163,6 +163,20 @@ def test_gradients_cleared_inside_no_sync_are_gone(
 
 @KINDS
 @on_ranks(2)
+def test_gradients_filled_with_zeros_inside_no_sync_stay_zeros(use_orig_params: bool, rank: int) -> None:
+    pair = Pair.of(Stack(), use_orig_params=use_orig_params)
+    with pair.model.no_sync():
+        square_loss(pair.model, batch(rank)).backward()
+        pair.model.zero_grad(set_to_none=False)
+    for param in pair.model.parameters():
+        if param.numel():
+            assert param.grad is not None
+            assert not param.grad.any()
+    pair.train()
+
+
+@KINDS
+@on_ranks(2)
 def test_a_step_after_everything_was_cleared_inside_no_sync_changes_nothing(use_orig_params: bool, rank: int) -> None:
     pair = Pair.of(Stack(), use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.1)
