@@ -136,6 +136,8 @@ class SemiPrivateMethods(SemiPrivateNames):
             for number, handle in enumerate(unit.handles):
                 handle.adopt_changes()
                 handle.views.remove()
+                for site in [site for entry in handle.views.params for site in entry.sites]:
+                    site.module._parameters[site.name] = None
                 unit.module._parameters[_flat_name(number)] = handle.flat_param
         try:
             yield

@@ -8,7 +8,7 @@ from fsdp_flat.comm.agreement import (
     gather_bytes,
     scatter_bytes,
 )
-from fsdp_flat.comm.causes import tell_failure, withdraw_failure
+from fsdp_flat.comm.causes import tell_failure
 from fsdp_flat.comm.collective_log import CollectiveLog
 from fsdp_flat.comm.collectives import Collectives, Pending, begin_all_reduce, collectives_for
 from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
@@ -52,5 +52,4 @@ __all__ = [
     "streams_for",
     "tell_failure",
     "unrecorded",
-    "withdraw_failure",
 ]

@@ -20,10 +20,14 @@ from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.groups import Axis, moves_by_gloo
 from fsdp_flat.errors import PeerFailureError
 
-__all__ = ["WatchedWork", "cause_of", "tell_failure", "withdraw_failure"]
+__all__ = ["WatchedWork", "cause_of", "tell_failure"]
 
 _logger = logging.getLogger("fsdp_flat")
 PATIENCE_S = 10.0
+# By name of a group, how often this process has stopped in it, and where its reason is still to be read. They belong to
+# the process's place in a group, which outlives models.
+_num_failures: dict[str, int] = {}
+_left: set[str] = set()
 # Ranks whose connections broke come here one after the other.
 HEARING_S = 3.0
 _GLANCE_S = 0.1
@@ -42,13 +46,17 @@ def tell_failure(axis: Axis, text: str) -> None:
     # A store that is gone, as its host has ended, hinders nobody from raising what there is to raise.
     with suppress(Exception):
         if axis.group is not None and moves_by_gloo(axis.group, torch.device("cpu")):
-            group_store(axis.group).set(_key(axis.rank), text[:_TEXT_LENGTH])
+            name = axis.group.group_name
+            number = _num_failures[name] = _num_failures.get(name, 0) + 1
+            _left.add(name)
+            group_store(axis.group).set(_key(axis.rank), f"{number} {text[:_TEXT_LENGTH]}")
 
 
 def withdraw_failure(axis: Axis) -> None:
-    """Take back what :func:`tell_failure` left: this rank goes on."""
-    with suppress(Exception):
-        if axis.group is not None and moves_by_gloo(axis.group, torch.device("cpu")):
+    """Take back what :func:`tell_failure` left, if anything: this rank goes on."""
+    if _left and axis.group is not None and axis.group.group_name in _left:
+        _left.discard(axis.group.group_name)
+        with suppress(Exception):
             group_store(axis.group).delete_key(_key(axis.rank))
 
 
@@ -62,7 +70,7 @@ def cause_of(axis: Axis, doing: str, error: Exception) -> PeerFailureError:
     """
     own = f"was in {doing}"
     tell_failure(axis, own)
-    told = _hear(axis)
+    told = {rank: text for rank, (_, text) in _hear(axis).items()}
     silent = [rank for rank in range(axis.size) if rank != axis.rank and rank not in told]
     lines = [f"rank {rank} {text}" for rank, text in told.items()]
     if silent:
@@ -74,8 +82,8 @@ def cause_of(axis: Axis, doing: str, error: Exception) -> PeerFailureError:
     )
 
 
-def _hear(axis: Axis) -> dict[int, str]:
-    """By rank, what others have told, after a moment in which they may."""
+def _hear(axis: Axis) -> dict[int, tuple[int, str]]:
+    """By rank, what others have told, after a moment in which they may; with the number of their failure."""
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     until = time.monotonic() + HEARING_S
     told = _told(axis, others)
@@ -85,15 +93,16 @@ def _hear(axis: Axis) -> dict[int, str]:
     return told
 
 
-def _told(axis: Axis, ranks: list[int]) -> dict[int, str]:
-    """By rank, what they have told so far."""
-    told: dict[int, str] = {}
+def _told(axis: Axis, ranks: list[int]) -> dict[int, tuple[int, str]]:
+    """By rank, what they have told so far, with the number of their failure."""
+    told: dict[int, tuple[int, str]] = {}
     with suppress(Exception):
         assert axis.group is not None
         store = group_store(axis.group)
         for rank in ranks:
             if store.check([_key(rank)]):
-                told[rank] = store.get(_key(rank)).decode(errors="replace")
+                number, _, text = store.get(_key(rank)).decode(errors="replace").partition(" ")
+                told[rank] = int(number), text
     return told
 
 
@@ -114,6 +123,7 @@ class WatchedWork:
     __slots__ = ("_axis", "_doing", "_sources", "_work")
 
     def __init__(self, work: dist.Work, axis: Axis, doing: Callable[[], str], sources: list[int]) -> None:
+        withdraw_failure(axis)
         self._work = work
         self._axis = axis
         self._doing = doing
@@ -132,7 +142,7 @@ class WatchedWork:
         try:
             has_said = False
             while not self._is_over_soon():
-                if _told(self._axis, self._sources):
+                if self._has_lost_a_rank():
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {PATIENCE_S:.0f} s")
                 if not has_said:
                     has_said = True
@@ -146,6 +156,12 @@ class WatchedWork:
                     )
         except RuntimeError as error:
             raise cause_of(self._axis, self._doing(), error) from error
+
+    def _has_lost_a_rank(self) -> bool:
+        """Whether a rank that is waited for has stopped where this one has not: it will not come."""
+        assert self._axis.group is not None
+        own = _num_failures.get(self._axis.group.group_name, 0)
+        return any(number > own for number, _ in _told(self._axis, self._sources).values())
 
     def _is_over_soon(self) -> bool:
         try:

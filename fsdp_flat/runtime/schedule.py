@@ -21,7 +21,7 @@ from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import UnitGroups, profiled, tell_failure, withdraw_failure
+from fsdp_flat.comm import UnitGroups, profiled, tell_failure
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import FlatParamHandle, in_backward, look_at_operations, untraced
 from fsdp_flat.layout import clean_fqn
@@ -77,7 +77,6 @@ class Schedule(CommContext):
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
-        self._has_failed = False
         self._checked_first_forward = False
         self._checked_first_backward = False
         self._looked_for_compiled = False
@@ -234,16 +233,11 @@ class Schedule(CommContext):
 
     def recover(self) -> None:
         """Drops a step whose backward raised, if there is one: its end was queued with autograd and never came."""
-        if self._has_failed:
-            self._has_failed = False
-            for axis in self.root.options.groups.axes:
-                withdraw_failure(axis)
         if self.backward is not None and (in_backward() == -1 or self._callback is None or self._callback() is None):
             self.abort()
 
     def fail(self, error: BaseException) -> None:
         """Ends a step in which a forward raised, and leaves the reason for ranks that wait for this one."""
-        self._has_failed = True
         for axis in self.root.options.groups.axes:
             tell_failure(axis, f"raised {type(error).__name__}: {error}")
         self.abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from torch import nn
 from fsdp_flat.comm import exchange_ints
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.runtime.agreement import true_on_any_rank
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of
 
@@ -129,9 +130,9 @@ def summon_full_params(
                 # A first use like any other: from here on the wrapper is a root.
                 schedule_of(child, unit)
             check_idle(unit, "summon_full_params")
-            if with_grads:
-                _check_reduced(unit)
             units.append(unit)
+    if with_grads:
+        _check_reduced(units)
     for unit in units if writeback else ():
         # What is still gathered from an earlier forward stays, for its backward, but is not for the next forward.
         unit.is_outdated = unit.is_unsharded
@@ -184,15 +185,21 @@ def _check_shapes(unit: Unit, handle: FlatParamHandle) -> None:
             )
 
 
-def _check_reduced(unit: Unit) -> None:
-    """Raises where ``.grad`` shows slices of gradients that are each rank's own: they do not make up a whole one."""
-    if unit.gathers and any(handle.num_landed for handle in unit.handles):
-        raise PhaseError(
-            f"summon_full_params(with_grads=True) was called where gradients of unit {unit.name!r} are not reduced "
-            f"yet (rank {unit.options.groups.shard.rank} of its shard group): each rank has a slice of its own "
-            "gradient, of a backward inside no_sync. Call it after a backward outside of no_sync, or use "
-            'no_sync(mode="sharded").'
-        )
+def _check_reduced(units: Sequence[Unit]) -> None:
+    """Raises where ``.grad`` shows slices of gradients that are each rank's own: they do not make up a whole one.
+
+    Every rank must call this. Ranks may have used other units, so all of them raise if one has such gradients.
+    """
+    for groups, device in dict.fromkeys((unit.options.groups, unit.options.device) for unit in units if unit.gathers):
+        own = [unit for unit in units if unit.options.groups is groups and any(h.num_landed for h in unit.handles)]
+        if true_on_any_rank(bool(own), groups, device):
+            told = f"of unit {own[0].name!r}" if own else "on another rank"
+            raise PhaseError(
+                f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
+                f"rank {groups.shard.rank} of the shard group): each rank has a slice of its own gradient, of a "
+                "backward inside no_sync. Call it after a backward outside of no_sync, or use "
+                'no_sync(mode="sharded").'
+            )
 
 
 def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import UsageError
 from tests.step.pairs import CLOSE, KINDS, WIDTH, Block, Pair, Stack, batch, square_loss, whole_grads
 from tests.support import assert_close, on_ranks
 
@@ -138,18 +139,31 @@ def test_a_leaf_among_the_outputs_of_a_unit_does_not_bring_back_the_step_before(
     assert not pair.model.block.module.scale._backward_hooks
 
 
-@on_ranks(2)
-def test_a_part_of_the_gradients_cleared_inside_no_sync_is_gone(rank: int) -> None:
-    pair = Pair.of(Stack(), use_orig_params=True)
+def clear(pair: Pair, part: str) -> None:
+    """Accumulate once inside ``no_sync``, then drop the gradients with ``part`` in their names."""
     with pair.model.no_sync():
-        square_loss(pair.model, batch(rank)).backward()
+        square_loss(pair.model, batch(dist.get_rank())).backward()
     pair.follow()
     for model in (pair.model, pair.plain):
         for name, param in model.named_parameters():
-            if name.endswith("bias"):
+            if part in name:
                 param.grad = None
+
+
+@on_ranks(2)
+def test_gradients_of_one_unit_cleared_inside_no_sync_are_gone() -> None:
+    pair = Pair.of(Stack(), use_orig_params=True)
+    clear(pair, "blocks.1")
     pair.backward(step=1)
-    pair.check_gradients("gradients after the biases' were cleared")
+    pair.check_gradients("gradients after those of a block were cleared")
+
+
+@on_ranks(2)
+def test_a_part_of_a_units_gradients_cleared_inside_no_sync_is_refused_where_a_rank_cannot_see_the_rest() -> None:
+    pair = Pair.of(Stack(), use_orig_params=True)
+    clear(pair, "bias")
+    with pytest.raises(UsageError, match="Clear all gradients of a unit at once"):
+        pair.backward(step=1)
 
 
 class Recycling(Stack):

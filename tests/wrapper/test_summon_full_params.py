@@ -298,7 +298,7 @@ def test_with_grads_raises_where_gradients_are_not_reduced_yet(use_orig_params: 
     model = shard(seeded(), use_orig_params=use_orig_params)
     with model.no_sync():
         square_loss(model, batch(rank)).backward()
-    with pytest.raises(PhaseError, match="gradients of unit '.*' are not reduced"):  # noqa: SIM117
+    with pytest.raises(PhaseError, match=r"gradients of unit '.*' are not reduced"):  # noqa: SIM117
         with FSDP.summon_full_params(model, with_grads=True):
             pass
     with FSDP.summon_full_params(model):
