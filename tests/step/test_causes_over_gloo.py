@@ -108,3 +108,19 @@ def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(
     finally:
         causes.PATIENCE_S = patience
     dist.barrier()
+
+
+@on_ranks(2, timeout=50)
+def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(rank: int) -> None:
+    model = ready(timeout_s=40)
+    other = by_policy(Stack().double(), process_group=model.process_group, use_orig_params=True)
+    model.module.bad = 0
+    with pytest.raises(ValueError, match="an odd batch"):
+        model(batch(rank))
+    patience, causes.PATIENCE_S = causes.PATIENCE_S, 0.5
+    try:
+        for pause in (0, 2):
+            time.sleep(pause * (1 - rank))
+            square_loss(other, batch(rank)).backward()
+    finally:
+        causes.PATIENCE_S = patience
