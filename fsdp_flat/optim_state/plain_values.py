@@ -15,7 +15,7 @@ __all__ = ["plain_from_text", "plain_to_text"]
 
 def plain_to_text(value: Any) -> list[Any]:
     """A plain state as JSON, the same on every rank for the same value; pickled where JSON has no such type."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not value.is_complex():
         return [str(value.dtype), value.item()]
     if type(value) in (int, float, str, bool, type(None)):
         return ["", value]

@@ -25,12 +25,24 @@ def differentiable_tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     found: list[torch.Tensor] = []
-    _collect(value, found, {})
+    # Held, lest something made on the way gets the identity of something that is gone.
+    seen: dict[int, Any] = {}
+    ahead = [value]
+    while ahead:
+        item = ahead.pop()
+        if isinstance(item, torch.Tensor):
+            if item.requires_grad:
+                found.append(item)
+        elif not _is_passed_by(item) and id(item) not in seen:
+            seen[id(item)] = item
+            ahead.extend(reversed(list(_children(item))))
     return found
 
 
 _EMPTY_CELL = types.CellType()
-_LEAVES = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device, torch.nn.Module)
+_PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
+# Modules are looked at by themselves; optimizers hold every parameter and nothing that was computed.
+_LEAVES = (*_PLAIN, torch.nn.Module, torch.optim.Optimizer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Iterators whose ``__reduce__`` names what they iterate over.
 _ITERABLES: tuple[Any, ...] = ([], (), set(), {}, {}.values(), {}.items())
@@ -42,17 +54,8 @@ _ITERATORS: tuple[type, ...] = (
 )
 
 
-def _collect(value: Any, found: list[torch.Tensor], seen: dict[int, Any]) -> None:
-    if isinstance(value, torch.Tensor):
-        if value.requires_grad:
-            found.append(value)
-        return
-    if isinstance(value, _LEAVES) or id(value) in seen or (callable(value) and not isinstance(value, _FUNCTIONS)):
-        return
-    # Held, lest something made on the way gets the identity of something that is gone.
-    seen[id(value)] = value
-    for child in list(_children(value)):
-        _collect(child, found, seen)
+def _is_passed_by(value: Any) -> bool:
+    return isinstance(value, _LEAVES) or (callable(value) and not isinstance(value, _FUNCTIONS))
 
 
 def _children(value: Any) -> Iterable[Any]:
