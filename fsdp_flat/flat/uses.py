@@ -68,7 +68,20 @@ _ELEMENTWISE = frozenset(
     | {"true_divide", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "real", "imag"}
     | {"conj", "resolve_conj", "resolve_neg", "trunc_normal", "logaddexp", "pos", "and", "or", "xor", "invert"}
     | {"iand", "ior", "ixor", "rand", "ror", "rxor", "mod", "rmod", "floordiv", "rfloordiv", "ifloordiv", "truediv"}
-    | {"rtruediv", "itruediv", "div", "rdiv", "idiv", "lshift", "rshift", "ilshift", "irshift", "rsub", "rpow"}
+    | {
+        "dropout",
+        "rtruediv",
+        "itruediv",
+        "div",
+        "rdiv",
+        "idiv",
+        "lshift",
+        "rshift",
+        "ilshift",
+        "irshift",
+        "rsub",
+        "rpow",
+    }
 )
 _FLATTENING = frozenset(
     {"view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "expand_as", "contiguous", "squeeze"}
@@ -80,18 +93,8 @@ _FREE = frozenset(
     | {"is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size", "is_set_to", "is_nonzero", "is_coalesced"}
     | {"is_conj", "is_neg", "is_distributed", "is_tensor", "result_type", "can_cast", "has_names", "dense_dim"}
     | {"__len__", "__repr__", "__format__", "__hash__", "__dir__", "__bool__", "__int__", "__float__", "__complex__"}
-    | {
-        "item",
-        "tolist",
-        "numpy",
-        "__array__",
-        "__dlpack__",
-        "__dlpack_device__",
-        "histc",
-        "histogram",
-        "unique",
-        "dist",
-    }
+    | {"item", "tolist", "numpy", "__array__", "__dlpack__", "__dlpack_device__", "histc", "histogram", "unique"}
+    | {"dist", "dot", "vdot"}
     | {"equal", "allclose", "aminmax", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"}
     # Copies, moves, sets it.
     | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
