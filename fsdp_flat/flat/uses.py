@@ -94,7 +94,7 @@ _FREE = frozenset(
     | {"is_conj", "is_neg", "is_distributed", "is_tensor", "result_type", "can_cast", "has_names", "dense_dim"}
     | {"__len__", "__repr__", "__format__", "__hash__", "__dir__", "__bool__", "__int__", "__float__", "__complex__"}
     | {"item", "tolist", "numpy", "__array__", "__dlpack__", "__dlpack_device__", "histc", "histogram", "unique"}
-    | {"dist", "dot", "vdot"}
+    | {"dist"}
     | {"equal", "allclose", "aminmax", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"}
     # Copies, moves, sets it.
     | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
