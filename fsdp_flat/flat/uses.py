@@ -68,20 +68,7 @@ _ELEMENTWISE = frozenset(
     | {"true_divide", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "real", "imag"}
     | {"conj", "resolve_conj", "resolve_neg", "trunc_normal", "logaddexp", "pos", "and", "or", "xor", "invert"}
     | {"iand", "ior", "ixor", "rand", "ror", "rxor", "mod", "rmod", "floordiv", "rfloordiv", "ifloordiv", "truediv"}
-    | {
-        "dropout",
-        "rtruediv",
-        "itruediv",
-        "div",
-        "rdiv",
-        "idiv",
-        "lshift",
-        "rshift",
-        "ilshift",
-        "irshift",
-        "rsub",
-        "rpow",
-    }
+    | {"rtruediv", "itruediv", "div", "rdiv", "idiv", "lshift", "rshift", "ilshift", "irshift", "rsub", "rpow"}
 )
 _FLATTENING = frozenset(
     {"view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "expand_as", "contiguous", "squeeze"}
