@@ -226,32 +226,6 @@ def test_tied_and_scalar_and_empty_parameters_have_boxes_that_go_round(tmp_path:
 
 
 @on_ranks(2)
-def test_an_asynchronous_save_of_boxes_holds_what_was_there_at_the_call(tmp_path: Path, rank: int) -> None:
-    boxes = (
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(boxes=True),
-        ShardedOptimStateDictConfig(boxes=True),
-    )
-    model = shard(seeded(), use_orig_params=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train(model, optimizer, rank, range(2))
-    saved = whole_state(model)
-    with warnings.catch_warnings(), FSDP.state_dict_type(model, *boxes):
-        warnings.simplefilter("ignore")  # torch's own, of its way to copy
-        state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
-        future = dcp.async_save(state, checkpoint_id=tmp_path / "step")
-    train(model, optimizer, rank, range(2))
-    future.result()  # type: ignore[union-attr]
-
-    fresh = shard(seeded(seed=4), use_orig_params=True)
-    with FSDP.state_dict_type(fresh, *boxes):
-        state = {"model": fresh.state_dict()}
-        dcp.load(state, checkpoint_id=tmp_path / "step")
-        fresh.load_state_dict(state["model"])
-    assert_equal(whole_state(fresh), saved)
-
-
-@on_ranks(2)
 def test_arithmetic_on_boxes_says_what_they_are_for() -> None:
     model = shard(seeded(), by_blocks=False)
     value = boxed(model)["blocks.0.up.weight"]
