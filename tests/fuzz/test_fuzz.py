@@ -168,6 +168,8 @@ def test_a_planted_defect_is_found(
     case = small_case(*actions, compares_by=compares_by)
     if plant == "changed buffer":
         case = replace(case, model=Node(kind="root", id=0, children=(Node(kind="counter", id=1),)))
+    if plant == "lost reductions" and compares_by == "summon":
+        kind = "are not reduced yet"  # the library refuses to show such gradients, ahead of the comparison
     failure = fuzzer(2, plant=plant).run(case)
     assert failure is not None
     assert kind in failure.kind, failure.text
