@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import FlatParameter, FlattenedBy
+from fsdp_flat.flat import FlatParameter, unsharded_shape
 from fsdp_flat.layout import clean_fqn
 
 __all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name", "whole_shape"]
@@ -82,5 +82,5 @@ def whole_shape(param: torch.Tensor) -> torch.Size:
             "A flat parameter holds several parameters and has no shape of theirs. Pass use_orig_params=True to have "
             "groups of original parameters."
         )
-    owner = getattr(param, "_fsdp_flattened", None)
-    return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else param.shape
+    shape = unsharded_shape(param)
+    return param.shape if shape is None else shape

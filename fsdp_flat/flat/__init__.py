@@ -16,6 +16,7 @@ from fsdp_flat.flat.walk import (
     inside_wrappers,
     modules_of,
     named_sites,
+    unsharded_shape,
 )
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "named_sites",
     "node_will_run",
     "unguarded",
+    "unsharded_shape",
     "untraced",
     "untraced_here",
 ]

@@ -15,7 +15,7 @@ from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.storage import PartialGrad
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FLAT_PARAM, FlatLayout, ParamSlot
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
 __all__ = ["FlatViews"]
 
@@ -131,9 +131,6 @@ class FlatViews(Views):
 
     def visible_params(self) -> list[nn.Parameter]:
         return [self.flat_param]
-
-    def held(self) -> list[tuple[nn.Parameter, Sequence[ParamSlot]]]:
-        return [(self.flat_param, self.layout.slots)]
 
     def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
         with unguarded():

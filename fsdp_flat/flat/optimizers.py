@@ -9,7 +9,7 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.flat_param import FlatParameter
-from fsdp_flat.flat.walk import FlattenedBy
+from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
 __all__ = ["check_optimizer"]
 
@@ -59,12 +59,12 @@ def _shapes_of_part(param: torch.Tensor) -> list[tuple[int, ...]]:
     """The whole shapes of what ``param`` is a 1-D part of; none for a parameter that has its own shape."""
     if isinstance(param, FlatParameter):
         return [tuple(shape) for shape in param._shapes]  # type: ignore[attr-defined]
-    whole = _whole_shape(param)
-    return [] if whole is None or param.dim() > 1 else [whole]
+    whole = unsharded_shape(param)
+    return [] if whole is None or param.dim() > 1 else [tuple(whole)]
 
 
 def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
-    if tuple(param.shape) == _whole_shape(param):
+    if param.shape == unsharded_shape(param):
         return
     kind = type(optimizer).__name__
     raise UsageError(
@@ -76,19 +76,13 @@ def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
 
 
 def _check_state(optimizer: torch.optim.Optimizer, param: torch.Tensor, name: str, state: torch.Tensor) -> None:
-    if tuple(state.shape) == _whole_shape(param) or isinstance(optimizer, _ELEMENTWISE):
+    if state.shape == unsharded_shape(param) or isinstance(optimizer, _ELEMENTWISE):
         raise UsageError(
             f"{type(optimizer).__name__} has a state {name!r} of shape {tuple(state.shape)} for {_described(param)}: "
             "it is from before wrapping, or was loaded as it is from an optimizer of the unwrapped model. Build the "
             "optimizer after wrapping, and load states by FSDP.optim_state_dict_to_load(model, optimizer, state_dict), "
             "keyed by names (FSDP.rekey_optim_state_dict)."
         )
-
-
-def _whole_shape(param: torch.Tensor) -> tuple[int, ...] | None:
-    """The shape that a parameter has where it is gathered; None for a flat parameter, which is always flat."""
-    owner = getattr(param, "_fsdp_flattened", None)
-    return tuple(owner.shape) if isinstance(owner, FlattenedBy) else None
 
 
 def _described(param: torch.Tensor) -> str:

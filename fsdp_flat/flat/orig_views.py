@@ -16,7 +16,7 @@ from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.storage import PartialGrad, set_grad
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FlatLayout, ParamSlot
+from fsdp_flat.layout import FlatLayout
 
 __all__ = ["OrigViews"]
 
@@ -176,9 +176,6 @@ class OrigViews(Views):
 
     def visible_params(self) -> list[nn.Parameter]:
         return list(self.sharded)
-
-    def held(self) -> list[tuple[nn.Parameter, Sequence[ParamSlot]]]:
-        return [(sharded, (slot,)) for sharded, slot in zip(self.sharded, self.layout.slots, strict=True)]
 
     @_unguarded
     def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:

@@ -26,7 +26,7 @@ from fsdp_flat.flat.guards import ModuleGuard
 from fsdp_flat.flat.guise import PLAIN, Guise
 from fsdp_flat.flat.storage import PartialGrad, set_grad
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FLAT_PARAM, FlatLayout, ParamSlot, SlotShard
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
 
 __all__ = ["Views", "accumulate_grad", "run_grad_hooks"]
 
@@ -201,10 +201,6 @@ class Views:
 
     def visible_params(self) -> list[nn.Parameter]:
         """The parameters that an optimizer of this handle holds."""
-        raise NotImplementedError
-
-    def held(self) -> list[tuple[nn.Parameter, Sequence[ParamSlot]]]:
-        """:meth:`visible_params`, each with the original parameters that it is a part of."""
         raise NotImplementedError
 
     def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:

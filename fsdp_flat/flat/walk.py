@@ -13,7 +13,16 @@ from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, clean_fqn, join_fqn
 
-__all__ = ["ManagedParam", "Site", "collect_params", "held_locally", "inside_wrappers", "modules_of", "named_sites"]
+__all__ = [
+    "ManagedParam",
+    "Site",
+    "collect_params",
+    "held_locally",
+    "inside_wrappers",
+    "modules_of",
+    "named_sites",
+    "unsharded_shape",
+]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,3 +166,9 @@ class FlattenedBy:
     def describe(self) -> str:
         """Name, shape and unit, for error texts."""
         return f"{self.fqn!r} {tuple(self.shape)} of unit {self.unit_name!r}"
+
+
+def unsharded_shape(param: torch.Tensor) -> torch.Size | None:
+    """Return the shape that a unit's parameter has where it is unsharded; None for any other tensor."""
+    owner = getattr(param, "_fsdp_flattened", None)
+    return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else None

@@ -191,7 +191,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     Every rank must call this. Ranks may have used other units, so all of them raise if one has such gradients.
     """
     for groups, device in dict.fromkeys((unit.options.groups, unit.options.device) for unit in units if unit.gathers):
-        own = [unit for unit in units if unit.options.groups is groups and any(h.num_landed for h in unit.handles)]
+        own = [unit for unit in units if unit.options.groups == groups and any(h.num_landed for h in unit.handles)]
         if true_on_any_rank(bool(own), groups, device):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
