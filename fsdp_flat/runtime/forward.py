@@ -244,10 +244,9 @@ class _Forward:
             iteration = record.iteration
             reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
             # Outputs may need gradients on some ranks only; what every rank does next may depend on the unit alone.
-            # A backward that comes to none of the outermost unit's outputs comes to no rank.
-            expects_backward = returns or (
-                unit.is_trainable and torch.is_grad_enabled() and not (self._outermost and not open_ended)
-            )
+            # The outermost forward of a method under no_grad is entered with gradients, and its units run without.
+            in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)
+            expects_backward = returns or (unit.is_trainable and in_grad)
             keep = expects_backward and (open_ended or iteration is None or not reshards)
             # A re-entrant checkpoint runs its units without gradients, so the iteration says whether a backward may
             # come.

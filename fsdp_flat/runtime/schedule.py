@@ -159,6 +159,13 @@ class Schedule(CommContext):
         """The running iteration, if a forward is running."""
         return self._iteration
 
+    @property
+    def ran_units_without_gradients(self) -> bool:
+        """Whether units ran below the running outermost one, and all of them with gradients disabled."""
+        assert self._iteration is not None
+        _, *nested = self._iteration.events
+        return bool(nested) and not any(event.in_grad for event in nested)
+
     def begin_forward(self, unit: Unit) -> ForwardRecord:
         """Records the begin of a unit's forward outside of a backward of this tree."""
         if self._iteration is None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch
-from tests.step.pairs import BLOCKS, KINDS, MEMORY, WIDTH, Block, Pair, by_hand, by_policy, placed, wrapped
+from tests.step.pairs import BLOCKS, KINDS, MEMORY, ROWS, WIDTH, Block, Pair, by_hand, by_policy, placed, wrapped
 from tests.support import on_ranks
 
 # For each block the ranks whose loss does not depend on it; -1 is the last rank.
@@ -189,3 +189,34 @@ def test_a_unit_inside_another_that_one_rank_skips_equals_the_replica(
     options = placed(layout, shared_memory=shared_memory)
     pair = Pair.of(Outer(), wrap=wrap, use_orig_params=use_orig_params, **options)
     pair.train(lambda model, x, rank: model(x, rank != skipping).pow(2).mean(), num_steps=3)
+
+
+class Detached(nn.Module):
+    """One part, whose output a rank may have without its history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor, detached: bool) -> torch.Tensor:
+        y = self.block(self.layer(x))
+        return y.detach() if detached else y
+
+
+@MEMORY
+@KINDS
+@on_ranks(2, timeout=20)
+def test_another_forward_follows_one_whose_outputs_need_gradients_on_some_ranks_only(
+    use_orig_params: bool, shared_memory: bool
+) -> None:
+    options = placed("FULL_SHARD", shared_memory=shared_memory)
+    pair = Pair.of(Detached(), use_orig_params=use_orig_params, **options)
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    for step in range(3):
+        for detaching in (1, 0):
+            pair.model(x, detached=dist.get_rank() == detaching)
+        pair.backward(lambda model, x, rank: model(x, False).pow(2).mean(), step)
+        pair.check_gradients(f"gradients of step {step}")
+        pair.step(lr=0.02)
+    pair.check_parameters()
