@@ -113,9 +113,14 @@ def flattened(outputs: Any) -> list[torch.Tensor]:
     return [outputs["out"], *outputs["sides"]]
 
 
+def used(outputs: list[torch.Tensor], uses: list[int]) -> list[int]:
+    """Return the indices of the outputs that a loss depends on."""
+    return [index for index in uses if index < len(outputs)] or [0]
+
+
 def loss_of(outputs: list[torch.Tensor], uses: list[int]) -> torch.Tensor:
     """Compute a bounded loss of some of the outputs."""
-    chosen = [index for index in uses if index < len(outputs)] or [0]
+    chosen = used(outputs, uses)
     return sum((index + 1) * torch.tanh(0.3 * outputs[index]).square().mean() for index in chosen)  # type: ignore
 
 
@@ -287,7 +292,7 @@ class Session(State):
         """Compute every rank's loss on the replica; return a function for this rank's own on the wrapped model.
 
         Raises:
-            NotLegal: a rank's loss would need no gradient.
+            NotLegal: a rank's loss would need no gradient, or reach no forward that other ranks' losses reach.
         """
         expected = [
             sum((loss_of(one.expected[rank], uses[rank]) for one in chosen), start=torch.zeros(()))
@@ -295,6 +300,13 @@ class Session(State):
         ]
         if not all(loss.requires_grad for loss in expected):
             raise NotLegal("a loss without a gradient")
+        # README, "Limits": every rank runs backward through the same forwards, and an input handed back is in none.
+        reached = [
+            [any(not one.expected[rank][i].is_leaf for i in used(one.expected[rank], uses[rank])) for one in chosen]
+            for rank in range(self.num_ranks)
+        ]
+        if any(flags != reached[0] for flags in reached):
+            raise NotLegal("a loss of an input alone on some ranks")
         return expected, lambda: sum((loss_of(one.outputs, uses[self.rank]) for one in chosen), start=torch.zeros(()))
 
     def backward(self, chosen: list[Pending], uses: list[list[int]], *, retain: bool, synced: bool) -> None:
