@@ -10,7 +10,7 @@ import hashlib
 from array import array
 from typing import Protocol
 
-from fsdp_flat.comm.groups import UnitGroups
+from fsdp_flat.comm.rank_groups import ShardingGroups
 
 __all__ = ["CollectiveLog", "LoggedUnit"]
 
@@ -31,14 +31,14 @@ class CollectiveLog:
     """Collectives issued since ranks last compared, by the groups that they run over."""
 
     def __init__(self) -> None:
-        self._issued: dict[UnitGroups, list[tuple[str, LoggedUnit]]] = {}
-        self._folded: dict[UnitGroups, tuple[int, bytes]] = {}
+        self._issued: dict[ShardingGroups, list[tuple[str, LoggedUnit]]] = {}
+        self._folded: dict[ShardingGroups, tuple[int, bytes]] = {}
 
-    def of(self, groups: UnitGroups) -> list[tuple[str, LoggedUnit]]:
+    def of(self, groups: ShardingGroups) -> list[tuple[str, LoggedUnit]]:
         """The list to which ``(operation, unit)`` is appended where a collective over ``groups`` is issued."""
         return self._issued.setdefault(groups, [])
 
-    def digest(self, groups: UnitGroups) -> bytes:
+    def digest(self, groups: ShardingGroups) -> bytes:
         """Stands for everything issued over ``groups``: 8 bytes, equal on ranks that issued the same."""
         issued = self.of(groups)
         count, folded = self._folded.get(groups, (0, b""))
@@ -46,7 +46,7 @@ class CollectiveLog:
         content = folded + (count + len(issued)).to_bytes(8, "big") + entries.tobytes()
         return hashlib.blake2b(content, digest_size=DIGEST_NBYTES).digest()
 
-    def lines(self, groups: UnitGroups) -> list[str]:
+    def lines(self, groups: ShardingGroups) -> list[str]:
         """The collectives issued over ``groups``, one line each, for people."""
         count, _ = self._folded.get(groups, (0, b""))
         earlier = [f"{count} earlier collectives"] if count else []

@@ -1,4 +1,4 @@
-"""Gathers and reductions that a caller puts in place of the library's own."""
+"""All-gathers and reduce-scatters that a caller puts in place of the library's own."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending, own_slice
-from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.flat_collectives import Collectives, EmptyLike, Pending, own_slice
+from fsdp_flat.comm.rank_groups import RankGroup
 
 __all__ = ["AllGather", "CustomCollectives", "ReduceScatter", "Work"]
 
@@ -75,16 +75,20 @@ class CustomCollectives:
     """A caller's gather, reduction or both, and the library's own for the other.
 
     Args:
-        axis: the shard axis, of more than one rank.
-        own: the library's collectives for the axis.
+        group: the shard group, of more than one rank.
+        own: the library's collectives for the group.
         all_gather: in place of the gather; None keeps the library's.
         reduce_scatter: in place of the reduction; None keeps the library's.
     """
 
     def __init__(
-        self, axis: Axis, own: Collectives, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None
+        self,
+        rank_group: RankGroup,
+        own: Collectives,
+        all_gather: AllGather | None,
+        reduce_scatter: ReduceScatter | None,
     ) -> None:
-        self._axis = axis
+        self._axis = rank_group
         self._own = own
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter

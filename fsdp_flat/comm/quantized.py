@@ -1,4 +1,4 @@
-"""Gathers and reductions in 8-bit integers: a quarter of fp32's bytes, for networks that are slower than a pass.
+"""All-gathers and reduce-scatters in 8-bit integers: a quarter of fp32's bytes, for networks that are slower than a pass.
 
 A tensor is cut into blocks; each travels as the integers ``round(x * 127 / largest)`` and one fp32 number, the
 largest magnitude of the block. An element is off by at most ``largest / 254`` for each rank whose value is

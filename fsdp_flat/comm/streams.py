@@ -54,7 +54,7 @@ class Streams:
         """Orders compute issued from now on after the reduce-scatters issued so far."""
 
     def buffers_freed(self) -> None:
-        """Notes that gathered buffers are freed: compute issued so far was their last use."""
+        """Notes that unsharded buffers are freed: compute issued so far was their last use."""
 
     def shards_written(self) -> None:
         """Notes that compute issued so far may have written shards, which later all-gathers read."""

@@ -14,41 +14,41 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.groups import Axis, moves_by_gloo
-from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
-from fsdp_flat.comm.neighbours import mailbox_of
-from fsdp_flat.layout import Moves
+from fsdp_flat.comm.host_transports import transport_of
+from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport, wait_for
+from fsdp_flat.layout import TransferPlan
 
-__all__ = ["Lanes", "Transfers"]
+__all__ = ["P2PChannels", "Transfers"]
 
 # Where a message costs more than a copy depends on the network; both sides only have to draw the line alike.
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so not everything is under way at once.
 _MOST_UNDER_WAY_NBYTES = 1 << 26
-# Of shared memory: long runs go in pieces, of which so many are unread that the sides need not keep step.
+# Of shared memory: long runs go in local shards, of which so many are unread that the sides need not keep step.
 _PIECE_NBYTES = 1 << 22
 _MOST_UNREAD_NBYTES = 1 << 24
 
 
 class Transfers:
-    """Point-to-point transfers along one axis.
+    """Point-to-point transfers along one group.
 
-    Every rank of the axis has to add the same tensors in the same order; between two ranks, runs arrive in the order
+    Every rank of the group has to add the same tensors in the same order; between two ranks, runs arrive in the order
     in which they were added.
 
     Args:
-        axis: the ranks.
+        group: the ranks.
         device: the device of compute, over which the group communicates. Tensors elsewhere make a stop there.
-        room: what is on its way along other axes at the same time; None if nothing is.
+        room: what is on its way along other groups at the same time; None if nothing is.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, room: MailRoom | None = None) -> None:
-        self._carrier = _carrier_for(axis, device, MailRoom() if room is None else room)
+    def __init__(self, rank_group: RankGroup, device: torch.device, room: TransportQueue | None = None) -> None:
+        self._channel = _channel_for(rank_group, device, TransportQueue() if room is None else room)
         self._after: list[Callable[[], object]] = []
         self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def add(self, moves: Moves, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    def add(self, moves: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         """Begin to move one tensor.
 
         Args:
@@ -78,21 +78,21 @@ class Transfers:
             self._after.append(partial(_unpack, packed, runs))
         for (rank, _), runs in self._short_sends.items():
             self._send(torch.cat(runs), [rank])
-        self._carrier.wait()
+        self._channel.wait()
         for finish in self._after:
             finish()
         self._after = []
         self._short_sends, self._short_receives = {}, {}
 
     def _send(self, run: torch.Tensor, to: Sequence[int]) -> None:
-        self._carrier.send(run.to(self._carrier.device), to)
+        self._channel.send(run.to(self._channel.device), to)
 
     def _receive(self, run: torch.Tensor, source: int) -> None:
         target = run
-        if run.device.type != self._carrier.device.type:
-            run = torch.empty_like(run, device=self._carrier.device)
+        if run.device.type != self._channel.device.type:
+            run = torch.empty_like(run, device=self._channel.device)
             self._after.append(lambda: target.copy_(run))
-        self._carrier.receive(run, source)
+        self._channel.receive(run, source)
 
 
 def _is_packed(
@@ -106,8 +106,8 @@ def _is_packed(
     return True
 
 
-class _Carrier(Protocol):
-    """What runs travel by, from rank to rank of an axis.
+class _P2PChannel(Protocol):
+    """What runs travel by, from rank to rank of a group.
 
     Attributes:
         device: where it takes and puts them.
@@ -128,7 +128,7 @@ class _Carrier(Protocol):
         ...
 
 
-class _ByGroup:
+class _GroupChannel:
     """By the group's messages, begun at once (gloo) or all together, as other backends want it.
 
     One rank alone has no group, and nothing to move.
@@ -166,30 +166,30 @@ class _ByGroup:
         self._begun, self._batch, self._alive = [], [], []
 
 
-class MailRoom:
-    """What is on its way through shared memory, along all axes that transfers go along at once.
+class TransportQueue:
+    """What is on its way through shared memory, along all groups that transfers go along at once.
 
-    Waiting for one axis reads what has come along any, or ranks that wait for different axes would wait in a circle.
+    Waiting for one group reads what has come along any, or ranks that wait for different groups would wait in a circle.
     """
 
     def __init__(self) -> None:
         # By where they come from, in the order in which they are sent.
-        self._letters: dict[tuple[Mailbox, int], deque[tuple[Letter, torch.Tensor]]] = {}
-        self._mailboxes: set[Mailbox] = set()
+        self._letters: dict[tuple[SharedMemoryTransport, int], deque[tuple[Message, torch.Tensor]]] = {}
+        self._mailboxes: set[SharedMemoryTransport] = set()
 
-    def send(self, mailbox: Mailbox, piece: torch.Tensor, to: Sequence[int]) -> None:
-        """Send a piece, when so much of what was sent before is read that little memory is in use."""
+    def send(self, transport: SharedMemoryTransport, piece: torch.Tensor, to: Sequence[int]) -> None:
+        """Send a local shard, when so much of what was sent before is read that little memory is in use."""
         # A rank that only sends would else fill its memory with what nobody has had time to read.
-        self._mailboxes.add(mailbox)
+        self._mailboxes.add(transport)
         most = max(0, _MOST_UNREAD_NBYTES - piece.nbytes)
         if self._unread_nbytes() > most:
             self._read_until(lambda: self._unread_nbytes() <= most)
-        mailbox.send("transfer", [(piece, to)])
+        transport.send("transfer", [(piece, to)])
 
-    def expect(self, mailbox: Mailbox, piece: torch.Tensor, source: int) -> None:
-        """Have a piece received."""
-        letters = self._letters.setdefault((mailbox, source), deque())
-        letters.append((mailbox.expect("transfer", source, piece.nbytes), piece))
+    def expect(self, transport: SharedMemoryTransport, piece: torch.Tensor, source: int) -> None:
+        """Have a local shard received."""
+        letters = self._letters.setdefault((transport, source), deque())
+        letters.append((transport.expect("transfer", source, piece.nbytes), piece))
 
     def finish(self) -> None:
         """Return when everything has come, and everything that was sent is read."""
@@ -198,31 +198,31 @@ class MailRoom:
     def _read_until(self, is_over: Callable[[], bool]) -> None:
         self._read()
         while not is_over():
-            readers = {(mailbox, rank) for mailbox in self._mailboxes for rank in mailbox.unread("transfer")}
+            readers = {(transport, rank) for transport in self._mailboxes for rank in transport.unread("transfer")}
             wait_for(readers.union(self._letters), "transfer")
             self._read()
 
     def _unread_nbytes(self) -> int:
-        return sum(sum(mailbox.unread("transfer").values()) for mailbox in self._mailboxes)
+        return sum(sum(transport.unread("transfer").values()) for transport in self._mailboxes)
 
     def _read(self) -> None:
         """Read what has come."""
         for place, letters in list(self._letters.items()):
             while letters and letters[0][0].is_completed():
-                letter, target = letters.popleft()
-                target.copy_(letter.content(target.dtype))
-                letter.close()
+                message, target = letters.popleft()
+                target.copy_(message.content(target.dtype))
+                message.close()
             if not letters:
                 del self._letters[place]
 
 
-class _ByMail:
-    """By memory that the ranks share, of which a few pieces are in use at once."""
+class _SharedMemoryChannel:
+    """By memory that the ranks share, of which a few local shards are in use at once."""
 
     device = torch.device("cpu")
 
-    def __init__(self, mailbox: Mailbox, room: MailRoom) -> None:
-        self._mailbox = mailbox
+    def __init__(self, transport: SharedMemoryTransport, room: TransportQueue) -> None:
+        self._mailbox = transport
         self._room = room
 
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
@@ -242,31 +242,35 @@ def _pieces(run: torch.Tensor) -> Sequence[torch.Tensor]:
     return run.split(_PIECE_NBYTES // run.itemsize) if run.nbytes > _PIECE_NBYTES else (run,)
 
 
-def _carrier_for(axis: Axis, device: torch.device, room: MailRoom) -> _Carrier:
-    group = axis.group
+def _channel_for(rank_group: RankGroup, device: torch.device, room: TransportQueue) -> _P2PChannel:
+    group = rank_group.group
     if group is None or not moves_by_gloo(group, device):
-        return _ByGroup(group, device, at_once=False)
+        return _GroupChannel(group, device, at_once=False)
     # gloo sends CPU tensors only.
-    mailbox = mailbox_of(axis) if axis.size > 1 else None
-    return _ByGroup(group, torch.device("cpu"), at_once=True) if mailbox is None else _ByMail(mailbox, room)
+    transport = transport_of(rank_group) if rank_group.size > 1 else None
+    return (
+        _GroupChannel(group, torch.device("cpu"), at_once=True)
+        if transport is None
+        else _SharedMemoryChannel(transport, room)
+    )
 
 
-class Lanes:
-    """Transfers along several axes, under way together as far as memory goes.
+class P2PChannels:
+    """Transfers along several groups, under way together as far as memory goes.
 
-    Every rank of the axes has to add the same tensors in the same order.
+    Every rank of the groups has to add the same tensors in the same order.
     """
 
     def __init__(self) -> None:
-        self._by_axis: dict[Axis, Transfers] = {}
-        self._room = MailRoom()
+        self._by_rank_group: dict[RankGroup, Transfers] = {}
+        self._room = TransportQueue()
         self._nbytes_under_way = 0
 
     def add(
         self,
-        axis: Axis,
+        rank_group: RankGroup,
         device: torch.device,
-        moves: Moves,
+        moves: TransferPlan,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         *,
@@ -275,7 +279,7 @@ class Lanes:
         """Begin to move one tensor, or some before it first where many are on their way.
 
         Args:
-            axis: the ranks.
+            group: the ranks.
             device: the device of compute.
             moves, source, target: as :meth:`Transfers.add` takes them.
             nbytes: bytes of the whole tensor, the same on every rank.
@@ -283,13 +287,13 @@ class Lanes:
         if self._nbytes_under_way + nbytes > _MOST_UNDER_WAY_NBYTES:
             self.wait()
         self._nbytes_under_way += nbytes
-        if axis not in self._by_axis:
-            self._by_axis[axis] = Transfers(axis, device, self._room)
-        self._by_axis[axis].add(moves, source, target)
+        if rank_group not in self._by_rank_group:
+            self._by_rank_group[rank_group] = Transfers(rank_group, device, self._room)
+        self._by_rank_group[rank_group].add(moves, source, target)
 
     def wait(self) -> None:
         """Return when everything that was added has arrived."""
-        for transfers in self._by_axis.values():
+        for transfers in self._by_rank_group.values():
             transfers.wait()
         self._nbytes_under_way = 0
 

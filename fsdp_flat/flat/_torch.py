@@ -1,4 +1,4 @@
-"""Private names of torch that the flat floor needs, each with its reason."""
+"""Private names of torch that the flat layer needs, each with its reason."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 __all__ = [
+    "check_before_first_step",
+    "enable_torch_function",
     "in_backward",
     "is_in_a_graph",
-    "look_at_operations",
-    "look_before_first_steps",
     "node_will_run",
     "refuse_steps_on",
     "swap_memory",
@@ -45,9 +45,9 @@ def node_will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def is_in_a_graph(leaf: torch.Tensor) -> bool:
-    """Whether somebody holds an autograd graph that gives ``leaf`` a gradient: its accumulator holds the leaf too."""
-    return bool(leaf._use_count() > 1)  # type: ignore[attr-defined]
+def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
+    """Whether a caller holds an autograd graph that gives ``unsharded_param`` a gradient: its accumulator holds the leaf too."""
+    return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def take_as_plain(kind: type[torch.Tensor]) -> bool:
@@ -59,22 +59,22 @@ def take_as_plain(kind: type[torch.Tensor]) -> bool:
     Returns:
         False if this torch has no such list, so that optimizers would become slow.
     """
-    listed = getattr(torch_optimizer, "_foreach_supported_types", None)
-    if listed is None:
+    list_steps = getattr(torch_optimizer, "_foreach_supported_types", None)
+    if list_steps is None:
         return False
     if kind not in _functions:
         if not _functions:
-            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
-            torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
-        listed.append(kind)
-        others = getattr(_foreach_utils, "_foreach_supported_types", listed)
-        if others is not listed:
+            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _torch_function_disabled())
+            torch_optimizer.register_optimizer_step_post_hook(lambda *_: enable_torch_function())
+        list_steps.append(kind)
+        others = getattr(_foreach_utils, "_foreach_supported_types", list_steps)
+        if others is not list_steps:
             others.append(kind)
         _functions[kind] = kind.__dict__["__torch_function__"]
     return True
 
 
-def look_before_first_steps(look: Callable[[torch.optim.Optimizer], None]) -> None:
+def check_before_first_step(look: Callable[[torch.optim.Optimizer], None]) -> None:
     """Calls ``look`` before the next step of each optimizer, and before the first one after a load of its state.
 
     The hook that torch offers for this is for all optimizers of the process.
@@ -122,12 +122,12 @@ def _refuse(optimizer: torch.optim.Optimizer, kind: Any) -> None:
                     kind.refuse(param.grad, type(optimizer).__name__ + ".step")
 
 
-def _look_away() -> None:
+def _torch_function_disabled() -> None:
     for kind in _functions:
         kind.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def look_at_operations() -> None:
+def enable_torch_function() -> None:
     """Have the classes of :func:`take_as_plain` look at operations again.
 
     A step that raised has not told that it is over, so every forward says this too.

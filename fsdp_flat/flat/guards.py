@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import _torch
+from fsdp_flat.flat.operations import OperationKind, operation_kind
 from fsdp_flat.flat.sharded_grad import ShardedGrad
-from fsdp_flat.flat.uses import Use, use_of
 
-__all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedStandIn", "unguarded"]
+__all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedPlaceholder", "unguarded"]
 
 _WAYS_OUT = (
     "Call the wrapped model (its forward gathers the parameters); for another method use "
@@ -63,7 +63,7 @@ class ModuleGuard:
         module._forward_pre_hooks.pop(self.key, None)  # type: ignore[call-overload]
 
 
-class ShardedStandIn(torch.Tensor):
+class ShardedPlaceholder(torch.Tensor):
     """What stands where an original parameter was while it is sharded (``use_orig_params=False``).
 
     It has the parameter's shape and dtype and no data; every operation on it raises.
@@ -72,11 +72,11 @@ class ShardedStandIn(torch.Tensor):
     _explain: Callable[[], str]
 
     @classmethod
-    def of(cls, leaf: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedStandIn:
-        """The stand-in for ``leaf``."""
-        stand_in = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").as_subclass(cls)
+    def of(cls, unsharded_param: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedPlaceholder:
+        """The placeholder for ``unsharded_param``."""
+        stand_in = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
         stand_in._explain = lambda: (
-            f"Parameter {fqn!r} {tuple(leaf.shape)} of unit {unit_name()!r} was used while it is sharded: this rank "
+            f"Parameter {fqn!r} {tuple(unsharded_param.shape)} of unit {unit_name()!r} was used while it is sharded: this rank "
             f"holds a slice of the unit's flat parameter. {_WAYS_OUT}"
         )
         return stand_in
@@ -91,10 +91,10 @@ class ShardedStandIn(torch.Tensor):
                     result = result.as_subclass(cls)
                     result._explain = args[0]._explain
                 return result
-        found = _first(ShardedStandIn, args, kwargs)
+        found = _first(ShardedPlaceholder, args, kwargs)
         raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_WAYS_OUT}")
 
-    def __deepcopy__(self, _memo: Any) -> ShardedStandIn:
+    def __deepcopy__(self, _memo: Any) -> ShardedPlaceholder:
         return self
 
 
@@ -137,19 +137,19 @@ class ShardedParameter(nn.Parameter):
             name = getattr(func.__self__, "__name__", "")
             if name == "grad":
                 return _grad_of(args[0], func)
-            use = Use.SHAPED if name in _TRANSPOSED else Use.FREE
+            use = OperationKind.SHAPED if name in _TRANSPOSED else OperationKind.FREE
         elif name == "__set__":
             return _set(func, args)
         else:
-            use = use_of(name, args, kwargs)
-        if use is Use.SHAPED:
+            use = operation_kind(name, args, kwargs)
+        if use is OperationKind.SHAPED:
             param = _first(ShardedParameter, args, kwargs)
             raise UsageError(_explain(param, name) + (_NO_FULLY_SHARD if name in _SPLITS else ""))
         others = tuple(kind for kind in types if kind is not ShardedParameter)
         if others:
             # Another class of tensors has the say, as it would beside a plain Parameter.
             return others[0].__torch_function__(func, others, args, kwargs)
-        if use is Use.FREE:
+        if use is OperationKind.FREE:
             with unguarded():
                 return func(*args, **kwargs)
         return _run(func, name, use, args, kwargs)
@@ -210,14 +210,14 @@ def _explain_grad(param: torch.Tensor) -> str:
         return f"This rank holds {param.numel()} elements of the gradient of {what}"
 
 
-def _run(func: Any, name: str, use: Use, args: Any, kwargs: Any) -> Any:
+def _run(func: Any, name: str, use: OperationKind, args: Any, kwargs: Any) -> Any:
     """Runs an operation that is to give a result of the slice's shape, and raises where it does not."""
     with unguarded():
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
             tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-            if use is Use.ELEMENTWISE and _broadcast(tensors):
+            if use is OperationKind.ELEMENTWISE and _broadcast(tensors):
                 raise
             raise UsageError(_explain(_first(ShardedParameter, args, kwargs), name)) from error
         param = _first(ShardedParameter, args, kwargs)

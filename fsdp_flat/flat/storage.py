@@ -13,7 +13,15 @@ from fsdp_flat.flat._torch import refuse_steps_on, swap_memory
 from fsdp_flat.flat.sharded_grad import LocalNorm
 from fsdp_flat.layout import FlatLayout
 
-__all__ = ["AliasBuffer", "FlatBuffer", "GradientWindow", "MemoryPool", "PartialGrad", "UnreducedGrad", "set_grad"]
+__all__ = [
+    "AliasBuffer",
+    "FlatBuffer",
+    "FlatGradBuffer",
+    "MemoryPool",
+    "UnreducedGrad",
+    "UnreducedLocalGrad",
+    "set_grad",
+]
 
 _MOST_IDLE = 2
 
@@ -121,7 +129,7 @@ class AliasBuffer(FlatBuffer):
         pass
 
 
-class GradientWindow:
+class FlatGradBuffer:
     """Where gradients wait as they come, and the flat buffer that they are laid into at once when it is closed.
 
     Closing comes after the parameters were freed, so that the buffer can have their memory. What comes after
@@ -134,20 +142,22 @@ class GradientWindow:
 
     Attributes:
         landed: one byte a parameter: 1 where a gradient came.
-        num_landed: how many came.
-        is_shown: somebody outside was given views of the buffer, so its memory is theirs too.
+        num_grads_ready: how many came.
+        is_shown: a caller outside was given views of the buffer, so its memory is theirs too.
     """
 
-    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "is_shown", "landed", "num_landed")
+    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "grads_ready", "is_shown", "num_grads_ready")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
         flat = self._buffer.tensor
-        self._places = [flat[slot.interval.to_slice()].view(slot.shape) for slot in layout.slots]
+        self._places = [
+            flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos
+        ]
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
-        self.landed = bytearray(len(layout.slots))
-        self.num_landed = 0
+        self.grads_ready = bytearray(len(layout.param_infos))
+        self.num_grads_ready = 0
         self.is_shown = False
         self._buffer.free(MemoryPool())
 
@@ -160,13 +170,13 @@ class GradientWindow:
         """Bytes of what waits and of the buffer."""
         return self._buffer.nbytes + sum(grad.nbytes for grad in self._waiting.values())
 
-    def land(self, index: int, grad: torch.Tensor) -> None:
-        """Take the gradient of slot ``index`` (the parameter's shape, any float dtype)."""
+    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Take the gradient of parameter ``index`` (the parameter's shape, any float dtype)."""
         if grad.is_sparse:
             grad = grad.to_dense()
-        if not self.landed[index]:
-            self.landed[index] = 1
-            self.num_landed += 1
+        if not self.grads_ready[index]:
+            self.grads_ready[index] = 1
+            self.num_grads_ready += 1
             self._waiting[index] = grad
         elif index in self._waiting:
             self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
@@ -174,10 +184,10 @@ class GradientWindow:
             self._places[index].add_(grad)
 
     def forget(self, index: int) -> None:
-        """Drops the gradient of slot ``index``, as if none had come."""
-        if self.landed[index]:
-            self.landed[index] = 0
-            self.num_landed -= 1
+        """Drops the gradient of parameter ``index``, as if none had come."""
+        if self.grads_ready[index]:
+            self.grads_ready[index] = 0
+            self.num_grads_ready -= 1
             if self._waiting.pop(index, None) is None and self._buffer.nbytes:
                 self._places[index].zero_()
 
@@ -187,7 +197,7 @@ class GradientWindow:
             self._buffer.alloc(pool)
             for padding in self._paddings:
                 padding.zero_()
-            for place, there in zip(self._places, self.landed, strict=True):
+            for place, there in zip(self._places, self.grads_ready, strict=True):
                 if not there:
                     place.zero_()
         if self._waiting:
@@ -198,8 +208,8 @@ class GradientWindow:
     def release(self, pool: MemoryPool) -> None:
         """Be empty again and give the memory back; nobody may hold a view of it."""
         self._buffer.free(pool)
-        self.landed = bytearray(len(self._places))
-        self.num_landed = 0
+        self.grads_ready = bytearray(len(self._places))
+        self.num_grads_ready = 0
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
@@ -274,28 +284,28 @@ def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
     return next(item for item in flat if isinstance(item, UnreducedGrad))
 
 
-class PartialGrad:
+class UnreducedLocalGrad:
     """The ``.grad`` of a parameter as it was set, or was left, between two backwards inside ``no_sync``.
 
     Args:
         param: the parameter that the optimizer holds.
-        piece: this rank's part of the waiting gradient, in the parameter's shape.
+        local shard: this rank's part of the waiting gradient, in the parameter's shape.
         describe: returns the parameter's name for errors.
 
     Attributes:
-        slots: slots of the layout that the parameter stands for.
+        parameters: parameters of the layout that the parameter stands for.
     """
 
-    __slots__ = ("_before", "_grad", "_param", "_version", "slots")
+    __slots__ = ("_before", "_grad", "_param", "_version", "param_infos")
 
     def __init__(
-        self, param: nn.Parameter, piece: torch.Tensor, describe: Callable[[], str], slots: Sequence[int]
+        self, param: nn.Parameter, local_shard: torch.Tensor, describe: Callable[[], str], param_infos: Sequence[int]
     ) -> None:
-        self.slots = slots
+        self.param_infos = param_infos
         self._param = param
         self._before = param.grad
         # A gradient that is there is reduced, but a step must wait for what was added to it and is not.
-        shown = piece.to(param.dtype) if self._before is None else self._before
+        shown = local_shard.to(param.dtype) if self._before is None else self._before
         set_grad(param, UnreducedGrad.of(shown, describe))
         assert param.grad is not None
         self._grad = param.grad
@@ -303,20 +313,20 @@ class PartialGrad:
 
     @property
     def is_cleared(self) -> bool:
-        """Whether somebody has set the gradient to None, or to zero, since."""
+        """Whether a caller has set the gradient to None, or to zero, since."""
         grad = self._param.grad
         return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written into the gradient since."""
+        """Whether a caller has written into the gradient since."""
         return self._before is None and self._changed_in_place
 
     @property
     def _changed_in_place(self) -> bool:
         return self._param.grad is self._grad and self._grad._version != self._version
 
-    def withdraw(self) -> None:
+    def take_back(self) -> None:
         """Take back what was shown; where it was filled with zeros, zeros stay, as in plain torch."""
         if self._param.grad is self._grad:
             zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared

@@ -7,7 +7,7 @@ There are two kinds, chosen once when the handle is built:
 * ``FlatViews`` (``use_orig_params=False``): the originals leave ``module._parameters``; the optimizer
   sees the flat parameter alone.
 
-In compute, both show ``leaves``: one Parameter per original, a view of the gathered buffer.
+In compute, both show ``unsharded_params``: one Parameter per original, a view of the unsharded buffer.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.guards import ModuleGuard
-from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.storage import PartialGrad, set_grad
+from fsdp_flat.flat.storage import UnreducedLocalGrad, set_grad
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
 __all__ = ["Views", "accumulate_grad", "run_grad_hooks"]
 
@@ -36,9 +36,9 @@ class Views:
 
     Args:
         params: the managed parameters, in the layout's order.
-        leaves: one Parameter per managed parameter, a view of the gathered buffer.
+        leaves: one Parameter per managed parameter, a view of the unsharded buffer.
         layout: the handle's layout.
-        rank: this rank on the shard axis.
+        rank: this rank on the shard group.
         flat_param: the flat parameter.
         module: the unit's module, where a visible flat parameter is registered.
         unit_name: name of the unit, for error texts.
@@ -50,7 +50,7 @@ class Views:
     def __init__(
         self,
         params: Sequence[ManagedParam],
-        leaves: Sequence[nn.Parameter],
+        unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
         rank: int,
         flat_param: nn.Parameter,
@@ -59,21 +59,23 @@ class Views:
     ) -> None:
         self.unit_name = unit_name
         self.params = tuple(params)
-        self.leaves = tuple(leaves)
+        self.unsharded_params = tuple(unsharded_params)
         self.layout = layout
         self.rank = rank
         self.flat_param = flat_param
         self.module = module
-        self.pieces: tuple[SlotShard, ...] = tuple(layout.piece(i, rank) for i in range(len(layout.slots)))
+        self.local_shards: tuple[LocalShard, ...] = tuple(
+            layout.local_shard(i, rank) for i in range(len(layout.param_infos))
+        )
         self.hooks = [entry.param._backward_hooks for entry in params]
         # What the modules held is let go of, so that whoever still holds it can be found.
         self._originals = {index: entry.replaced for index, entry in enumerate(params) if entry.replaced is not None}
         self._num_rewrites = 0
         self._guards: dict[nn.Module, ModuleGuard] = {}
         if layout.world_size > 1:
-            for entry, slot in zip(params, layout.slots, strict=True):
+            for entry, param_info in zip(params, layout.param_infos, strict=True):
                 for site in entry.sites:
-                    guard = ModuleGuard(id(self), lambda: self.unit_name, slot.fqn, slot.shape)
+                    guard = ModuleGuard(id(self), lambda: self.unit_name, param_info.fqn, param_info.shape)
                     self._guards.setdefault(site.module, guard)
         self._guard_hooks: list[tuple[Any, str, ModuleGuard]] = [
             (module._forward_pre_hooks, guard.key, guard) for module, guard in self._guards.items()
@@ -99,46 +101,48 @@ class Views:
 
     def describe(self, index: int) -> str:
         """A parameter and its unit, for error texts."""
-        return f"{self.layout.slots[index].fqn!r} of unit {self.unit_name!r}"
+        return f"{self.layout.param_infos[index].fqn!r} of unit {self.unit_name!r}"
 
-    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
+    def use_unsharded_params(self, unsharded_params: Sequence[nn.Parameter]) -> None:
         """Show other leaves from now on (another compute dtype)."""
-        self.leaves = tuple(leaves)
+        self.unsharded_params = tuple(unsharded_params)
         self._storages = [
-            leaf.untyped_storage()._cdata if entry.guise is PLAIN else 0
-            for leaf, entry in zip(self.leaves, self.params, strict=True)
+            unsharded_param.untyped_storage()._cdata if entry.adapter is PLAIN else 0
+            for unsharded_param, entry in zip(self.unsharded_params, self.params, strict=True)
         ]
 
-    def show_full(self) -> None:
+    def use_unsharded_views(self) -> None:
         """Point the modules at the gathered parameters."""
         raise NotImplementedError
 
-    def show_shard(self) -> None:
+    def use_sharded_views(self) -> None:
         """Point the modules at what this rank holds."""
         raise NotImplementedError
 
-    def show_whole(self, whole: torch.Tensor) -> None:
+    def use_full_views(self, whole: torch.Tensor) -> None:
         """Point the modules at whole Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
-        self.show_tensors([whole[slot.interval.to_slice()].view(slot.shape) for slot in self.layout.slots])
+        self.show_tensors(
+            [whole[param_info.interval.to_slice()].view(param_info.shape) for param_info in self.layout.param_infos]
+        )
 
     def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Point the modules at whole Parameters, each made of one of ``tensors``; undone by :meth:`hide_whole`."""
+        """Point the modules at whole Parameters, each made of one of ``tensors``; undone by :meth:`remove_full_views`."""
         raise NotImplementedError
 
     def show_names(self) -> None:
-        """Register something under every original name; undone by :meth:`hide_whole`."""
+        """Register something under every original name; undone by :meth:`remove_full_views`."""
 
-    def hide_whole(self) -> None:
-        """Undo :meth:`show_whole`; does nothing if nothing is shown."""
+    def remove_full_views(self) -> None:
+        """Undo :meth:`use_full_views`; does nothing if nothing is shown."""
         raise NotImplementedError
 
     def shown(self, index: int) -> torch.Tensor:
         """What this process holds of parameter ``index`` at its first place while whole parameters are shown."""
-        return self.params[index].guise.local(self._at(index))
+        return self.params[index].adapter.to_local(self._at(index))
 
     def set_shown_grad(self, index: int, grad: torch.Tensor) -> None:
         """Give that parameter a gradient, of which this process holds ``grad``."""
-        self._at(index).grad = self.params[index].guise.shown(grad)
+        self._at(index).grad = self.params[index].adapter.from_local(grad)
 
     def _at(self, index: int) -> nn.Parameter:
         site = self.params[index].sites[0]
@@ -154,12 +158,12 @@ class Views:
         """For each original parameter whether this rank's shard of it has a gradient."""
         raise NotImplementedError
 
-    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
         """While whole parameters are shown: give them whole gradients, where any rank has one (``there``)."""
         raise NotImplementedError
 
-    def hide_whole_grads(self, own: torch.Tensor) -> None:
-        """Undo :meth:`show_whole_grads`; ``own`` (1-D, ``shard_numel``) becomes this rank's gradient."""
+    def take_full_grads(self, own: torch.Tensor) -> None:
+        """Undo :meth:`show_full_grads`; ``own`` (1-D, ``shard_numel``) becomes this rank's gradient."""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -167,7 +171,7 @@ class Views:
         raise NotImplementedError
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
+    def detached(self) -> Iterator[None]:
         """Inside the block the modules hold None where they hold tensors of this handle, and no guards: to copy them.
 
         What they hold now, sharded or gathered, comes back at the end.
@@ -191,7 +195,7 @@ class Views:
             for module, guard in guarded:
                 guard.put(module)
 
-    def dissolve(self, whole: torch.Tensor) -> None:
+    def unflatten(self, whole: torch.Tensor) -> None:
         """Give the modules ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``), for good."""
         raise NotImplementedError
 
@@ -203,7 +207,7 @@ class Views:
         """The parameters that an optimizer of this handle holds."""
         raise NotImplementedError
 
-    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
+    def grads(self) -> list[tuple[TensorAdapter, torch.Tensor | None]]:
         """This rank's gradients as the optimizer has them, by what they are further split over."""
         raise NotImplementedError
 
@@ -235,13 +239,13 @@ class Views:
 
     def _is_shown(self, index: int, current: Any) -> bool:
         """Whether ``current``, which a module holds, is the leaf of a parameter as it was made."""
-        leaf = self.leaves[index]
-        if current is not leaf or self.params[index].guise is not PLAIN:
-            return current is leaf
-        return leaf.untyped_storage()._cdata == self._storages[index]
+        unsharded_param = self.unsharded_params[index]
+        if current is not unsharded_param or self.params[index].adapter is not PLAIN:
+            return current is unsharded_param
+        return unsharded_param.untyped_storage()._cdata == self._storages[index]
 
     def _check_not_dtensor(self, index: int, current: Any) -> None:
-        if isinstance(current, DTensor) and self.params[index].guise is PLAIN:
+        if isinstance(current, DTensor) and self.params[index].adapter is PLAIN:
             self._raise_replaced(f"Parameter {self.describe(index)}")
 
     def _raise_replaced(self, what: str) -> NoReturn:
@@ -259,7 +263,7 @@ class Views:
             "summon_full_params."
         )
 
-    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
+    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
         """Show this rank's part of a waiting gradient (1-D, ``shard_numel``) where one has landed."""
         raise NotImplementedError
 
@@ -267,7 +271,7 @@ class Views:
         """Names of original parameters that some optimizer still holds, although wrapping replaced them."""
         alive = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
         self._originals = {}
-        return [self.layout.slots[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
+        return [self.layout.param_infos[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
 
     def rewritten(self) -> None:
         """Note that the shard got new values past every version counter: a load, a write-back, ``.data =``."""

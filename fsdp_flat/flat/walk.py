@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import TiedParameterError
-from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter, adapter_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, clean_fqn, join_fqn
 
 __all__ = [
@@ -41,13 +41,13 @@ class ManagedParam:
     Attributes:
         param: a plain Parameter, once the unit has taken it.
         sites: the places.
-        guise: what the places show when the parameter is there.
+        adapter: what the places show when the parameter is there.
         replaced: the user's own Parameter if ``param`` stands in for it.
     """
 
     param: nn.Parameter
     sites: tuple[Site, ...]
-    guise: Guise = PLAIN
+    adapter: TensorAdapter = PLAIN
     replaced: Callable[[], nn.Parameter | None] | None = None
 
     @property
@@ -139,17 +139,17 @@ def collect_params(
 def held_locally(entry: ManagedParam) -> ManagedParam:
     """``entry`` as a plain Parameter: itself, or in place of a DTensor one of the local tensor, put in the modules."""
     shown = entry.param
-    guise = guise_of(shown, entry.fqn)
-    if guise is PLAIN:
+    adapter = adapter_of(shown, entry.fqn)
+    if adapter is PLAIN:
         return entry
     with torch.no_grad():
-        param = nn.Parameter(guise.local(shown.detach()), requires_grad=shown.requires_grad)
+        param = nn.Parameter(adapter.to_local(shown.detach()), requires_grad=shown.requires_grad)
     param.__dict__.update({key: value for key, value in shown.__dict__.items() if key != "_is_param"})
     param._backward_hooks = shown._backward_hooks
     param._post_accumulate_grad_hooks = shown._post_accumulate_grad_hooks
     for site in entry.sites:
         site.module._parameters[site.name] = param
-    return replace(entry, param=param, guise=guise, replaced=TensorWeakRef(shown))
+    return replace(entry, param=param, adapter=adapter, replaced=TensorWeakRef(shown))
 
 
 @dataclass(frozen=True, slots=True)

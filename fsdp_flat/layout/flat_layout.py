@@ -1,4 +1,4 @@
-"""The flat layout: where each parameter lies in the flat buffer, and which rank holds which piece of it.
+"""The flat layout: where each parameter lies in the flat buffer, and which rank holds which local shard of it.
 
 A layout is a value, computed from names, shapes and a world size alone, so every rank can compute that of every other.
 It equals the layout of torch FSDP1 element for element; ``tests/layout`` holds it against the peer's metadata.
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
-from fsdp_flat.layout.spread import Cut
+from fsdp_flat.layout.partition import EvenPartition
 
-__all__ = ["FlatLayout", "ParamSlot", "SlotShard", "alignment_numel"]
+__all__ = ["FlatLayout", "LocalShard", "ParamInfo", "alignment_numel"]
 
 _ALIGNMENT_NBYTES = 16
 
@@ -39,12 +39,12 @@ def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamSlot:
+class ParamInfo:
     """Where one parameter lies in the flat buffer.
 
     Args:
         fqn: the parameter's name.
-        shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty slot.
+        shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty parameter.
         offset: index of its first element in the flat buffer.
 
     Attributes:
@@ -72,12 +72,12 @@ class ParamSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotShard:
-    """The piece of one slot that lies in one rank's shard.
+class LocalShard:
+    """The local shard of one parameter that lies in one rank's shard.
 
     Args:
-        index: the slot's index in the layout.
-        in_param: the piece's elements within the flattened parameter.
+        index: the parameter's index in the layout.
+        in_param: the local shard's elements within the flattened parameter.
         in_shard: the same elements within the rank's shard.
 
     Raises:
@@ -90,21 +90,21 @@ class SlotShard:
 
     def __post_init__(self) -> None:
         if self.index < 0:
-            raise OptionError(f"a SlotShard's index is at least 0, got {self.index}")
+            raise OptionError(f"a LocalShard's index is at least 0, got {self.index}")
         if self.in_param.numel != self.in_shard.numel:
             raise OptionError(
-                f"the piece of slot {self.index} must be as long in the parameter as in the shard, "
+                f"the local shard of parameter {self.index} must be as long in the parameter as in the shard, "
                 f"got {self.in_param} and {self.in_shard}"
             )
 
     @property
     def numel(self) -> int:
-        """The number of elements of the piece."""
+        """The number of elements of the local shard."""
         return self.in_param.numel
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank holds nothing of the slot."""
+        """Whether the rank holds nothing of the parameter."""
         return self.in_param.is_empty
 
 
@@ -113,7 +113,7 @@ class FlatLayout:
     """The flat buffer of several parameters, cut into one shard of equal length per rank.
 
     Args:
-        slots: the parameters, in the order in which they lie in the buffer, without overlap.
+        parameters: the parameters, in the order in which they lie in the buffer, without overlap.
         numel: elements of the whole buffer with all padding, a multiple of ``world_size``.
         world_size: number of ranks among which the buffer is sharded; 1 for NO_SHARD.
         unpadded_numel: elements of what FSDP1 calls the unpadded unsharded flat parameter
@@ -121,42 +121,44 @@ class FlatLayout:
             between them, and the tail padding too with ``use_orig_params=True``.
 
     Raises:
-        OptionError: if there are no slots, if two have one name or overlap, or if the numbers do not fit.
+        OptionError: if there are no parameters, if two have one name or overlap, or if the numbers do not fit.
     """
 
-    slots: tuple[ParamSlot, ...]
+    param_infos: tuple[ParamInfo, ...]
     numel: int
     world_size: int
     unpadded_numel: int
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _stops: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _shards: dict[int, tuple[SlotShard, ...]] = field(init=False, repr=False, compare=False)
+    _shards: dict[int, tuple[LocalShard, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise OptionError(f"a flat layout needs a world size of at least 1, got {self.world_size}")
-        if not self.slots:
+        if not self.param_infos:
             raise OptionError("a flat layout needs at least one parameter, got none")
         index: dict[str, int] = {}
         end = 0
-        for i, slot in enumerate(self.slots):
-            if slot.fqn in index:
-                raise OptionError(f"a flat layout needs different names, got {slot.fqn!r} at {index[slot.fqn]} and {i}")
-            if slot.offset < end:
-                raise OptionError(f"{slot.fqn!r} starts at {slot.offset}, inside of what ends at {end}")
-            index[slot.fqn] = i
-            end = slot.interval.stop
+        for i, param_info in enumerate(self.param_infos):
+            if param_info.fqn in index:
+                raise OptionError(
+                    f"a flat layout needs different names, got {param_info.fqn!r} at {index[param_info.fqn]} and {i}"
+                )
+            if param_info.offset < end:
+                raise OptionError(f"{param_info.fqn!r} starts at {param_info.offset}, inside of what ends at {end}")
+            index[param_info.fqn] = i
+            end = param_info.interval.stop
         if not end <= self.unpadded_numel <= self.numel:
             raise OptionError(
-                f"a flat layout needs end of the last slot <= unpadded_numel <= numel, "
+                f"a flat layout needs end of the last parameter <= unpadded_numel <= numel, "
                 f"got {end}, {self.unpadded_numel}, {self.numel}"
             )
         if self.numel % self.world_size:
             raise OptionError(f"{self.numel} elements cannot be cut into {self.world_size} equal shards")
         object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_starts", tuple(slot.interval.start for slot in self.slots))
-        object.__setattr__(self, "_stops", tuple(slot.interval.stop for slot in self.slots))
+        object.__setattr__(self, "_starts", tuple(param_info.interval.start for param_info in self.param_infos))
+        object.__setattr__(self, "_stops", tuple(param_info.interval.stop for param_info in self.param_infos))
         object.__setattr__(self, "_shards", {})
 
     @classmethod
@@ -192,14 +194,14 @@ class FlatLayout:
         for name, value in (("world_size", world_size), ("align_numel", align_numel), ("tail_multiple", tail_multiple)):
             if value < 1:
                 raise OptionError(f"FlatLayout.build: {name} is at least 1, got {value}")
-        slots: list[ParamSlot] = []
+        param_infos: list[ParamInfo] = []
         end = 0
         for fqn, shape in params:
-            slot = ParamSlot(fqn, tuple(shape), _round_up(end, align_numel))
-            slots.append(slot)
-            end = slot.interval.stop
+            param_info = ParamInfo(fqn, tuple(shape), _round_up(end, align_numel))
+            param_infos.append(param_info)
+            end = param_info.interval.stop
         unpadded_numel = _round_up(end, tail_multiple)
-        return cls(tuple(slots), _round_up(unpadded_numel, world_size), world_size, unpadded_numel)
+        return cls(tuple(param_infos), _round_up(unpadded_numel, world_size), world_size, unpadded_numel)
 
     @property
     def shard_numel(self) -> int:
@@ -209,10 +211,10 @@ class FlatLayout:
     @property
     def fqns(self) -> tuple[str, ...]:
         """The parameters' names, in the buffer's order."""
-        return tuple(slot.fqn for slot in self.slots)
+        return tuple(param_info.fqn for param_info in self.param_infos)
 
     def index_of(self, fqn: str) -> int:
-        """Return the index of the slot named ``fqn``.
+        """Return the index of the parameter named ``fqn``.
 
         Raises:
             OptionError: if there is none.
@@ -232,35 +234,35 @@ class FlatLayout:
             raise OptionError(f"rank must be in 0..{self.world_size - 1}, got {rank}, for the {self.describe()}")
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def piece(self, index: int, rank: int) -> SlotShard:
-        """Return the piece of slot ``index`` that ``rank`` holds, which may be empty.
+    def local_shard(self, index: int, rank: int) -> LocalShard:
+        """Return the local shard of parameter ``index`` that ``rank`` holds, which may be empty.
 
         The ``in_param`` of ranks 0, 1, ... follow on one another and make up the parameter; an empty one lies at the
         parameter's end that is nearest to the rank's shard.
 
         Raises:
-            OptionError: if there is no such slot or rank.
+            OptionError: if there is no such parameter or rank.
         """
         shard = self.shard(rank)
-        slot = self._slot(index)
-        in_buffer = slot.interval
-        return SlotShard(
+        param_info = self._slot(index)
+        in_buffer = param_info.interval
+        return LocalShard(
             index,
             in_buffer.intersect(shard).shift(-in_buffer.start),
             shard.intersect(in_buffer).shift(-shard.start),
         )
 
-    def pieces(self, index: int) -> Cut:
-        """Return the pieces of slot ``index`` that the ranks hold, as elements of the flattened parameter.
+    def partition(self, index: int) -> EvenPartition:
+        """Return the local shards of parameter ``index`` that the ranks hold, as elements of the flattened parameter.
 
         Raises:
-            OptionError: if there is no such slot.
+            OptionError: if there is no such parameter.
         """
-        slot = self._slot(index)
-        return Cut(slot.numel, self.shard_numel, slot.offset, self.world_size)
+        param_info = self._slot(index)
+        return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
 
-    def shard_slots(self, rank: int) -> tuple[SlotShard, ...]:
-        """Return the non-empty pieces that ``rank`` holds, in the shard's order; computed once per rank.
+    def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
+        """Return the non-empty local shards that ``rank`` holds, in the shard's order; computed once per rank.
 
         Raises:
             OptionError: if there is no such rank.
@@ -270,8 +272,8 @@ class FlatLayout:
             shard = self.shard(rank)
             first = bisect_right(self._stops, shard.start)
             last = bisect_left(self._starts, shard.stop)
-            pieces = (self.piece(index, rank) for index in range(first, last))
-            found = self._shards[rank] = tuple(piece for piece in pieces if not piece.is_empty)
+            local_shards = (self.local_shard(index, rank) for index in range(first, last))
+            found = self._shards[rank] = tuple(local_shard for local_shard in local_shards if not local_shard.is_empty)
         return found
 
     def paddings(self) -> tuple[Interval, ...]:
@@ -282,19 +284,21 @@ class FlatLayout:
 
     def describe(self) -> str:
         """Return one short line for error texts."""
-        names = repr(self.slots[0].fqn)
-        if len(self.slots) > 1:
-            names += f" to {self.slots[-1].fqn!r}"
+        names = repr(self.param_infos[0].fqn)
+        if len(self.param_infos) > 1:
+            names += f" to {self.param_infos[-1].fqn!r}"
         return (
-            f"flat layout of {len(self.slots)} parameter(s), {names}: {self.numel} elements "
-            f"({self.numel - sum(slot.numel for slot in self.slots)} of padding), "
+            f"flat layout of {len(self.param_infos)} parameter(s), {names}: {self.numel} elements "
+            f"({self.numel - sum(param_info.numel for param_info in self.param_infos)} of padding), "
             f"{self.world_size} rank(s) of {self.shard_numel}"
         )
 
-    def _slot(self, index: int) -> ParamSlot:
-        if not 0 <= index < len(self.slots):
-            raise OptionError(f"slot index must be in 0..{len(self.slots) - 1}, got {index}, for the {self.describe()}")
-        return self.slots[index]
+    def _slot(self, index: int) -> ParamInfo:
+        if not 0 <= index < len(self.param_infos):
+            raise OptionError(
+                f"parameter index must be in 0..{len(self.param_infos) - 1}, got {index}, for the {self.describe()}"
+            )
+        return self.param_infos[index]
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -7,7 +7,7 @@ sides, says at once when a rank has ended, and carries the file descriptor of me
 Nothing has a name in the file system, so nothing is left behind however a rank ends.
 
 Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers: memory that
-somebody has not read yet is not used again, other memory is taken.
+a caller has not read yet is not used again, other memory is taken.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
-__all__ = ["Letter", "Mailbox", "close_all", "wait_for"]
+__all__ = ["Message", "SharedMemoryTransport", "close_all", "wait_for"]
 
 # Messages of one segment begin at multiples of this, so that any dtype may lie there.
 _ALIGN_NBYTES = 64
@@ -44,15 +44,15 @@ PATIENCE_S = 10.0
 _logger = logging.getLogger("fsdp_flat")
 
 _POST, _READ = 0, 1
-_NOTE = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
+_HEADER = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
 
 
-class Letter:
+class Message:
     """A message that a rank expects. It is a ``Work``, which is over when the message is there.
 
     Args:
-        mailbox: where it arrives.
-        source: rank of the axis that sends it.
+        transport: where it arrives.
+        source: rank of the group that sends it.
         nbytes: its length.
         purpose: what it is for, in a word.
         unit: number of the unit whose it is, 0 for none.
@@ -60,8 +60,8 @@ class Letter:
 
     __slots__ = ("__weakref__", "_mailbox", "_place", "_unit", "nbytes", "purpose", "source")
 
-    def __init__(self, mailbox: Mailbox, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
-        self._mailbox = mailbox
+    def __init__(self, transport: SharedMemoryTransport, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
+        self._mailbox = transport
         self._unit = unit
         self._place: tuple[int, int] | None = None
         self.source = source
@@ -71,7 +71,7 @@ class Letter:
     def is_completed(self) -> bool:
         """Whether the message has come."""
         if self._place is None:
-            self._mailbox.look(self.source)
+            self._mailbox.receive_ready(self.source)
         return self._place is not None
 
     def wait(self) -> None:
@@ -98,7 +98,7 @@ class Letter:
         if self._place is not None:
             segment, start = self._place
             self._place = None
-            self._mailbox.tell(self.source, _READ, segment, start, self.nbytes, _number(self.purpose))
+            self._mailbox.send_header(self.source, _READ, segment, start, self.nbytes, _number(self.purpose))
 
     __del__ = close
 
@@ -110,7 +110,7 @@ class _Segment:
         fd: the file descriptor, by which others map it.
         memory: all of it (1-D, uint8).
         known_to: ranks that have mapped it.
-        num_unread: messages in it that somebody has still to read, once for each reader.
+        num_unread: messages in it that a caller has still to read, once for each reader.
         last_send: number of the send that used it last.
         is_empty: it has no pages, since it was idle for long.
     """
@@ -144,18 +144,18 @@ class _Segment:
         return start
 
     def release(self) -> None:
-        """Give the pages back to the system; they come back, as zeros, when somebody writes."""
+        """Give the pages back to the system; they come back, as zeros, when a caller writes."""
         # A kernel that cannot do it has shared memory all the same.
         with suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE)
             self.is_empty = True
 
 
-class Mailbox:
-    """This rank's end of the connections of one axis, for one thread. Made by ``mailbox_of``.
+class SharedMemoryTransport:
+    """This rank's end of the connections of one group, for one thread. Made by ``transport_of``.
 
     Args:
-        axis: the ranks.
+        group: the ranks.
         peers: a connected, non-blocking socket to every other rank.
         timeout_s: seconds after which a rank that sends nothing is given up.
 
@@ -165,9 +165,9 @@ class Mailbox:
         names: what errors call units, by number.
     """
 
-    def __init__(self, axis: Axis, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
+    def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.sent_nbytes = 0
-        self._rank = axis.rank
+        self._rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
         self._num_sends = 0
@@ -188,7 +188,7 @@ class Mailbox:
         _open.add(self)
 
     def leave(self) -> None:
-        """Close every connection, as if this process had nothing to do with it; its letters tell nobody any more."""
+        """Close every connection, as if this process had nothing to do with it; its messages tell nobody any more."""
         self._peers = {}
         self._close()
 
@@ -216,7 +216,7 @@ class Mailbox:
         """
         self._check()
         for rank in self._peers:
-            self.look(rank)
+            self.receive_ready(rank)
         self._num_sends += 1
         for tensor, ranks in messages:
             nbytes = tensor.nbytes
@@ -260,9 +260,9 @@ class Mailbox:
         self._unread[_number(purpose)][rank] += nbytes
         fds = () if rank in segment.known_to else (segment.fd,)
         segment.known_to.add(rank)
-        self.tell(rank, _POST, segment.index, start, nbytes, _number(purpose), unit, fds)
+        self.send_header(rank, _POST, segment.index, start, nbytes, _number(purpose), unit, fds)
 
-    def tell(
+    def send_header(
         self,
         rank: int,
         kind: int,
@@ -276,7 +276,7 @@ class Mailbox:
         """Send a note."""
         if rank not in self._peers:
             return
-        note = _NOTE.pack(kind, segment, start, nbytes, purpose, unit)
+        note = _HEADER.pack(kind, segment, start, nbytes, purpose, unit)
         while True:
             try:
                 if fds:
@@ -291,41 +291,41 @@ class Mailbox:
             except ConnectionError as error:
                 # Who has ended need not know what was read of theirs.
                 if kind == _POST:
-                    raise self.ended(rank) from error
+                    raise self.ended_error(rank) from error
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Letter:
+    def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Message:
         """The next message of ``source`` that nobody expects yet."""
         self._check()
-        letter = Letter(self, source, nbytes, purpose, unit)
-        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose), unit)
+        message = Message(self, source, nbytes, purpose, unit)
+        expected = _Expected(weakref.ref(message), nbytes, _number(purpose), unit)
         early = self._early[source]
         if early:
             self._deliver(expected, source, *early.popleft())
         else:
             self._expected[source].append(expected)
-        return letter
+        return message
 
     def _deliver(
         self, expected: _Expected, source: int, segment: int, start: int, nbytes: int, purpose: int, unit: int
     ) -> None:
         if (nbytes, purpose, unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group came to {self.called(purpose, unit)} ({nbytes} bytes) where rank "
-                f"{self._rank} came to {self.called(expected.purpose, expected.unit)} ({expected.nbytes} bytes): they "
+                f"Rank {source} of the group came to {self.describe_collective(purpose, unit)} ({nbytes} bytes) where rank "
+                f"{self._rank} came to {self.describe_collective(expected.purpose, expected.unit)} ({expected.nbytes} bytes): they "
                 "do not run the same units in the same order. Check that every rank builds the same model and takes "
                 "the same branches, and that an exception on one rank alone was not caught."
             )
             return
-        letter = expected.letter()
-        if letter is None:
-            self.tell(source, _READ, segment, start, nbytes, purpose)  # nobody waits for it any more
+        message = expected.message()
+        if message is None:
+            self.send_header(source, _READ, segment, start, nbytes, purpose)  # nobody waits for it any more
         else:
-            letter.arrive(segment, start)
+            message.arrive(segment, start)
 
-    def called(self, purpose: int, unit: int) -> str:
+    def describe_collective(self, purpose: int, unit: int) -> str:
         """What errors call a collective, by the numbers of its purpose and of its unit, 0 for none."""
         operation = _OPERATIONS[purpose]
         if not unit:
@@ -341,11 +341,11 @@ class Mailbox:
                 "spawn, and let each make its own groups."
             )
 
-    def look(self, source: int) -> None:
+    def receive_ready(self, source: int) -> None:
         """Take in what has come from ``source``, without waiting."""
         while True:
             try:
-                note, fds, flags, _ = socket.recv_fds(self._peers[source], _NOTE.size, 1)
+                note, fds, flags, _ = socket.recv_fds(self._peers[source], _HEADER.size, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
@@ -359,7 +359,7 @@ class Mailbox:
                     f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            kind, segment, start, nbytes, purpose, unit = _NOTE.unpack(note)
+            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(note)
             if kind == _READ:
                 self._segments[segment].num_unread -= 1
                 self._unread[purpose][source] -= nbytes
@@ -375,9 +375,14 @@ class Mailbox:
     def unexpected(self) -> tuple[int, str] | None:
         """A rank that has sent what nobody here expects yet, and in which collective; None if there is none."""
         for rank in self._peers:
-            self.look(rank)
+            self.receive_ready(rank)
         return next(
-            ((rank, self.called(early[0][3], early[0][4])) for rank, early in self._early.items() if early), None
+            (
+                (rank, self.describe_collective(early[0][3], early[0][4]))
+                for rank, early in self._early.items()
+                if early
+            ),
+            None,
         )
 
     def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
@@ -393,10 +398,10 @@ class Mailbox:
         """
         self._check()
         if rank in self._gone:
-            raise self.ended(rank)
+            raise self.ended_error(rank)
         return self._peers[rank]
 
-    def ended(self, rank: int) -> PeerFailureError:
+    def ended_error(self, rank: int) -> PeerFailureError:
         """What to raise where a rank has ended."""
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self._rank} exchanges tensors "
@@ -404,12 +409,12 @@ class Mailbox:
             f"ended well, it made fewer steps than rank {self._rank}."
         )
 
-    def say_that_it_waits(self, ranks: Sequence[int], doing: str) -> None:
+    def log_wait(self, ranks: Sequence[int], doing: str) -> None:
         """Logs which ranks it has waited for, and in which collective."""
         text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
         _logger.warning(text, self._rank, PATIENCE_S, sorted(ranks), doing)
 
-    def late(self, ranks: Sequence[int], doing: str) -> PeerFailureError:
+    def timeout_error(self, ranks: Sequence[int], doing: str) -> PeerFailureError:
         """What to raise where ranks send nothing for the group's timeout."""
         return PeerFailureError(
             f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in "
@@ -419,12 +424,12 @@ class Mailbox:
 
 
 def wait_for(
-    sources: Collection[tuple[Mailbox, int]], purpose: str, *, unit: int = 0, room_at: int | None = None
+    sources: Collection[tuple[SharedMemoryTransport, int]], purpose: str, *, unit: int = 0, room_at: int | None = None
 ) -> None:
     """Wait until something comes from one of several ranks, and take it in.
 
     Args:
-        sources: ranks, and the mailboxes that they send to.
+        sources: ranks, and the transports that they send to.
         purpose: what is waited for, in a word.
         unit: number of the unit whose it is, 0 for none.
         room_at: room for a note to this one of the ranks ends the waiting too.
@@ -434,27 +439,27 @@ def wait_for(
         RankMismatchError: one of them sent something else than was expected.
     """
     poll = select.poll()
-    for mailbox, rank in sources:
-        poll.register(mailbox.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
-    timeout_s = min(mailbox.timeout_s for mailbox, _ in sources)
+    for transport, rank in sources:
+        poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
+    timeout_s = min(transport.timeout_s for transport, _ in sources)
     patience_s = min(PATIENCE_S, timeout_s)
     if not poll.poll(patience_s * 1000):
         first, _ = next(iter(sources))
-        ranks = [rank for mailbox, rank in sources if mailbox is first]
-        doing = first.called(_number(purpose), unit)
+        ranks = [rank for transport, rank in sources if transport is first]
+        doing = first.describe_collective(_number(purpose), unit)
         if patience_s < timeout_s:
-            first.say_that_it_waits(ranks, doing)
+            first.log_wait(ranks, doing)
         if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
-            raise first.late(ranks, doing)
-    for mailbox, rank in sources:
-        mailbox.look(rank)
+            raise first.timeout_error(ranks, doing)
+    for transport, rank in sources:
+        transport.receive_ready(rank)
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
     """A message that was expected, also where nobody waits for it any more."""
 
-    letter: weakref.ref[Letter]
+    message: weakref.ref[Message]
     nbytes: int
     purpose: int
     unit: int
@@ -481,13 +486,13 @@ def close_all(sockets: Iterable[socket.socket], files: Iterable[int] = ()) -> No
         os.close(fd)
 
 
-_open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+_open: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 def _forked() -> None:
     """In a child: let go of the parent's connections, by which its peers see that it has ended."""
-    for mailbox in list(_open):
-        mailbox.leave()
+    for transport in list(_open):
+        transport.leave()
 
 
 os.register_at_fork(after_in_child=_forked)

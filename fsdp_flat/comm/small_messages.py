@@ -10,7 +10,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.groups import is_simulated
+from fsdp_flat.comm.rank_groups import is_simulated
 
 __all__ = [
     "control_device",

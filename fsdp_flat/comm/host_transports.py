@@ -1,4 +1,4 @@
-"""Which groups have all their ranks on one host: they are connected once, by a mailbox each."""
+"""Which groups have all their ranks on one host: they are connected once, by a transport each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
-from fsdp_flat.comm.groups import Axis
-from fsdp_flat.comm.mailbox import Mailbox, close_all
+from fsdp_flat.comm.rank_groups import RankGroup
+from fsdp_flat.comm.shared_memory import SharedMemoryTransport, close_all
+from fsdp_flat.comm.small_messages import exchange_bytes, exchange_ints
 
-__all__ = ["known_mailbox", "mailbox_of", "sent_nbytes", "shared_nbytes"]
+__all__ = ["known_transport", "sent_nbytes", "shared_nbytes", "transport_of"]
 
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
@@ -28,60 +28,60 @@ _HELLO = struct.Struct("<q")  # rank
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
 _SETUP_S = 10.0
 
-# As torch keeps its groups: whichever unit of a group comes first, there is one mailbox.
-_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, Mailbox | None] = weakref.WeakKeyDictionary()
+# As torch keeps its groups: whichever unit of a group comes first, there is one transport.
+_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | None] = weakref.WeakKeyDictionary()
 
 
-def mailbox_of(axis: Axis) -> Mailbox | None:
-    """The mailbox of an axis of more than one rank; None where its ranks cannot share memory.
+def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
+    """The transport of a group of more than one rank; None where its ranks cannot share memory.
 
     They can if they are at most 16 and run on one Linux kernel as one user, in one network namespace, unless the
     environment variable ``FSDP_FLAT_SHARED_MEMORY`` is 0 for any of them. The first call for a group is a collective:
     every rank of it must make it at the same point.
     """
-    assert axis.group is not None
-    if axis.group not in _mailboxes:
-        _mailboxes[axis.group] = _connect(axis, axis.group)
-        way = "gloo" if _mailboxes[axis.group] is None else "shared memory"
-        _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", axis.rank, axis.size, way)
-    return _mailboxes[axis.group]
+    assert rank_group.group is not None
+    if rank_group.group not in _mailboxes:
+        _mailboxes[rank_group.group] = _connect(rank_group, rank_group.group)
+        way = "gloo" if _mailboxes[rank_group.group] is None else "shared memory"
+        _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
+    return _mailboxes[rank_group.group]
 
 
-def known_mailbox(axis: Axis) -> Mailbox | None:
-    """The mailbox of an axis, if its ranks have made one already."""
-    return None if axis.group is None else _mailboxes.get(axis.group)
+def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
+    """The transport of a group, if its ranks have made one already."""
+    return None if rank_group.group is None else _mailboxes.get(rank_group.group)
 
 
 def shared_nbytes() -> int:
-    """Bytes of this process that its mailboxes use or keep for the next messages."""
-    return sum(mailbox.nbytes for mailbox in _mailboxes.values() if mailbox is not None)
+    """Bytes of this process that its transports use or keep for the next messages."""
+    return sum(transport.nbytes for transport in _mailboxes.values() if transport is not None)
 
 
 def sent_nbytes() -> int:
-    """Bytes that this process has sent by its mailboxes, once for each rank they went to."""
-    return sum(mailbox.sent_nbytes for mailbox in _mailboxes.values() if mailbox is not None)
+    """Bytes that this process has sent by its transports, once for each rank they went to."""
+    return sum(transport.sent_nbytes for transport in _mailboxes.values() if transport is not None)
 
 
-def _connect(axis: Axis, group: dist.ProcessGroup) -> Mailbox | None:
+def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
     """Connect all ranks, or none of them."""
     timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
     # A rank that cannot connect lets the others wait, who then have to be in time for the group.
-    listener = _listen(min(_SETUP_S, timeout_s / 4)) if axis.size <= _MOST_RANKS else None
+    listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
     try:
         everyone = exchange_bytes(said, group, _CPU)
         if listener is not None and len({said.split(b" ")[0] for said in everyone}) == 1:
             with suppress(OSError, struct.error):
-                _meet(axis, listener, [said.split(b" ")[1] for said in everyone], peers)
+                _connect_peers(rank_group, listener, [said.split(b" ")[1] for said in everyone], peers)
     finally:
         if listener is not None:
             listener.close()
-    connected = exchange_ints([int(len(peers) == axis.size - 1)], group, _CPU)
+    connected = exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)
     if not all(row[0] for row in connected):
         close_all(peers.values())
         return None
-    return Mailbox(axis, peers, timeout_s)
+    return SharedMemoryTransport(rank_group, peers, timeout_s)
 
 
 def _host() -> bytes:
@@ -110,14 +110,16 @@ def _listen(timeout_s: float) -> socket.socket | None:
     return listener
 
 
-def _meet(axis: Axis, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]) -> None:
+def _connect_peers(
+    rank_group: RankGroup, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]
+) -> None:
     """Put a socket to every other rank into ``peers``: later ranks call earlier ones."""
-    for rank in range(axis.rank):
+    for rank in range(rank_group.rank):
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[rank].settimeout(listener.gettimeout())
         peers[rank].connect(addresses[rank])
-        peers[rank].send(_HELLO.pack(axis.rank))
-    while len(peers) < axis.size - 1:
+        peers[rank].send(_HELLO.pack(rank_group.rank))
+    while len(peers) < rank_group.size - 1:
         peer, _ = listener.accept()
         peer.settimeout(listener.gettimeout())
         _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))

@@ -11,11 +11,11 @@ from typing import Protocol
 
 from fsdp_flat.layout.interval import Interval
 
-__all__ = ["Cut", "Runs", "Spread", "Whole"]
+__all__ = ["EvenPartition", "IrregularPartition", "Partition", "ReplicatedPartition"]
 
 
-class Spread(Protocol):
-    """Which elements of one flattened tensor each rank of an axis has, or is to have."""
+class Partition(Protocol):
+    """Which elements of one flattened tensor each rank of a group has, or is to have."""
 
     def __getitem__(self, rank: int) -> Interval:
         """The elements of one rank."""
@@ -31,8 +31,8 @@ class Spread(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A tensor cut at equal steps, rank after rank: pieces of a flat buffer, or dim-0 chunks.
+class EvenPartition:
+    """A tensor cut at equal steps, rank after rank: local shards of a flat buffer, or dim-0 chunks.
 
     Attributes:
         numel: elements of the tensor.
@@ -59,7 +59,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class ReplicatedPartition:
     """All of a tensor, on one rank or on every one.
 
     Attributes:
@@ -80,7 +80,7 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class IrregularPartition:
     """What follows no rule: one run a rank.
 
     Attributes:

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
-from fsdp_flat.comm.causes import WatchedWork
-from fsdp_flat.comm.groups import Axis, destroyed, moves_by_gloo
-from fsdp_flat.comm.mailbox import Letter, Mailbox
-from fsdp_flat.comm.neighbours import mailbox_of
+from fsdp_flat.comm.failures import WatchedWork
+from fsdp_flat.comm.host_transports import transport_of
+from fsdp_flat.comm.rank_groups import RankGroup, destroyed, moves_by_gloo
+from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport
 
 __all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectives_for", "own_slice"]
 
@@ -83,63 +83,63 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Collectives(Protocol):
-    """How one shard axis gathers and reduces flat tensors."""
+    """How one shard group gathers and reduces flat tensors."""
 
     def name_units(self, names: dict[int, str]) -> None:
         """Takes the names of units by id, for errors."""
         ...
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        """Fill ``full`` (1-D, numel a multiple of the axis size) from every rank's slice; the own one is in place."""
+        """Fill ``full`` (1-D, numel a multiple of the group size) from every rank's slice; the own one is in place."""
         ...
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        """Sum ``full`` over the axis; the result is this rank's slice, a tensor of its own. ``full`` is used up.
+        """Sum ``full`` over the group; the result is this rank's slice, a tensor of its own. ``full`` is used up.
 
         Args:
-            full: 1-D, its numel a multiple of the axis size.
+            full: 1-D, its numel a multiple of the group size.
             empty_like: gives memory for what the pending result names as scratch.
         """
         ...
 
 
-def own_slice(full: torch.Tensor, axis: Axis) -> torch.Tensor:
+def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
     """This rank's slice of ``full``, without making those of thousands of others."""
-    numel = full.numel() // axis.size
-    return full[axis.rank * numel : (axis.rank + 1) * numel]
+    numel = full.numel() // rank_group.size
+    return full[rank_group.rank * numel : (rank_group.rank + 1) * numel]
 
 
 def begin_all_reduce(
-    tensor: torch.Tensor, axis: Axis, *, largest: bool = False, doing: str = "an all-reduce"
+    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, doing: str = "an all-reduce"
 ) -> Pending:
-    """Sum ``tensor`` over ``axis`` in place, or with ``largest`` take the maximum; errors call it ``doing``."""
-    if axis.size == 1:
+    """Sum ``tensor`` over ``rank_group`` in place, or with ``largest`` take the maximum; errors call it ``doing``."""
+    if rank_group.size == 1:
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    work = dist.all_reduce(tensor, op=op, group=axis.group, async_op=True)
+    work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
     if tensor.device.type == "cpu":
-        others = [rank for rank in range(axis.size) if rank != axis.rank]
-        return Pending([WatchedWork(work, axis, lambda: doing, others)], tensor)
+        others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+        return Pending([WatchedWork(work, rank_group, lambda: doing, others)], tensor)
     return Pending([work], tensor)
 
 
-class _Axial:
-    def __init__(self, axis: Axis) -> None:
-        assert axis.group is not None
-        self.axis = axis
-        self.group = axis.group
-        self.rank = axis.rank
-        self.size = axis.size
+class _RankGroupCollectives:
+    def __init__(self, rank_group: RankGroup) -> None:
+        assert rank_group.group is not None
+        self.rank_group = rank_group
+        self.group = rank_group.group
+        self.rank = rank_group.rank
+        self.size = rank_group.size
 
     def name_units(self, names: dict[int, str]) -> None:
         """Does nothing: what is moved carries no ids; ranks compare their logs of collectives instead."""
 
 
-class BackendCollectives(_Axial):
+class BackendCollectives(_RankGroupCollectives):
     """The backend's own all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        work = _torch.all_gather_single(full, own_slice(full, self.axis), group=self.group, async_op=True)
+        work = _torch.all_gather_single(full, own_slice(full, self.rank_group), group=self.group, async_op=True)
         return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
@@ -148,7 +148,7 @@ class BackendCollectives(_Axial):
         return Pending([work], out, alive=(full,))
 
 
-class GlooAcceleratorCollectives(_Axial):
+class GlooAcceleratorCollectives(_RankGroupCollectives):
     """gloo on accelerator tensors, for tests of several ranks on one device."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
@@ -156,24 +156,24 @@ class GlooAcceleratorCollectives(_Axial):
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: own_slice(full, self.axis).clone())
+        return Pending([work], full, lambda: own_slice(full, self.rank_group).clone())
 
 
-class GlooCollectives(_Axial):
+class GlooCollectives(_RankGroupCollectives):
     """gloo on CPU tensors, with the fewest bytes and copies.
 
     Args:
-        axis: the ranks.
+        group: the ranks.
         name: gives the name of the unit whose tensors they are, for errors.
     """
 
-    def __init__(self, axis: Axis, name: Callable[[], str] = str) -> None:
-        super().__init__(axis)
+    def __init__(self, rank_group: RankGroup, name: Callable[[], str] = str) -> None:
+        super().__init__(rank_group)
         self._name = name
-        self._others = [rank for rank in range(axis.size) if rank != axis.rank]
+        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
     def _watched(self, work: Any, operation: str, sources: list[int]) -> WatchedWork:
-        return WatchedWork(work, self.axis, lambda: f"the {operation} of unit {self._name()!r}", sources)
+        return WatchedWork(work, self.rank_group, lambda: f"the {operation} of unit {self._name()!r}", sources)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         # The own broadcast waits for all others.
@@ -200,14 +200,14 @@ class GlooCollectives(_Axial):
         return Pending([work], full, lambda: received.add_(own))
 
 
-class HostCollectives(_Axial):
+class HostCollectives(_RankGroupCollectives):
     """CPU tensors through memory that all ranks share; the same bits as by gloo. ``unit`` is its number."""
 
-    def __init__(self, axis: Axis, mailbox: Mailbox, unit: int) -> None:
-        super().__init__(axis)
-        self._mailbox = mailbox
+    def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
+        super().__init__(rank_group)
+        self._mailbox = transport
         self._unit = unit
-        self._others = [rank for rank in range(axis.size) if rank != axis.rank]
+        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
     def name_units(self, names: dict[int, str]) -> None:
         """See :class:`Collectives`."""
@@ -225,29 +225,29 @@ class HostCollectives(_Axial):
         letters = self._expect("reduction", chunks[self.rank].nbytes)
         return Pending(letters.values(), full, lambda: self._summed(chunks[self.rank], letters), alive=(full,))
 
-    def _expect(self, purpose: str, nbytes: int) -> dict[int, Letter]:
+    def _expect(self, purpose: str, nbytes: int) -> dict[int, Message]:
         return {rank: self._mailbox.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
-    def _summed(self, own: torch.Tensor, letters: dict[int, Letter]) -> torch.Tensor:
-        parts = {rank: letter.content(own.dtype) for rank, letter in letters.items()}
+    def _summed(self, own: torch.Tensor, letters: dict[int, Message]) -> torch.Tensor:
+        parts = {rank: message.content(own.dtype) for rank, message in letters.items()}
         total = _sum([parts.get(rank, own) for rank in range(self.size)])
-        for letter in letters.values():
-            letter.close()
+        for message in letters.values():
+            message.close()
         return total
 
 
-def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[int, Letter]) -> torch.Tensor:
-    for rank, letter in letters.items():
-        chunks[rank].copy_(letter.content(full.dtype))
-        letter.close()
+def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[int, Message]) -> torch.Tensor:
+    for rank, message in letters.items():
+        chunks[rank].copy_(message.content(full.dtype))
+        message.close()
     return full
 
 
-class CpuCollectives(_Axial):
+class CpuCollectives(_RankGroupCollectives):
     """CPU tensors of a gloo group, by shared memory if all ranks have it in common, which the first call finds out."""
 
-    def __init__(self, axis: Axis, unit: int = 0, name: str = "") -> None:
-        super().__init__(axis)
+    def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
+        super().__init__(rank_group)
         self._unit = unit
         self._names = {unit: name}
         self._chosen: Collectives | None = None
@@ -260,9 +260,11 @@ class CpuCollectives(_Axial):
 
     def _choose(self) -> Collectives:
         if self._chosen is None:
-            mailbox = mailbox_of(self.axis)
-            own = None if mailbox is None else HostCollectives(self.axis, mailbox, self._unit)
-            self._chosen = GlooCollectives(self.axis, lambda: self._names.get(self._unit, "")) if own is None else own
+            transport = transport_of(self.rank_group)
+            own = None if transport is None else HostCollectives(self.rank_group, transport, self._unit)
+            self._chosen = (
+                GlooCollectives(self.rank_group, lambda: self._names.get(self._unit, "")) if own is None else own
+            )
             self._chosen.name_units(self._names)
         return self._chosen
 
@@ -286,7 +288,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
+def _begin_broadcasts(axial: _RankGroupCollectives, full: torch.Tensor) -> list[Any]:
     try:
         ranks = dist.get_process_group_ranks(axial.group)
     except KeyError as error:
@@ -297,18 +299,22 @@ def _begin_broadcasts(axial: _Axial, full: torch.Tensor) -> list[Any]:
     ]
 
 
-def collectives_for(axis: Axis, device: torch.device, *, unit: int = 0, name: str = "") -> Collectives | None:
-    """The cheapest gather and reduction for an axis on ``device``; None for one rank alone, which needs none.
+def collectives_for(
+    rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = ""
+) -> Collectives | None:
+    """The cheapest all-gather and reduce-scatter for a group on ``device``; None for one rank alone, which needs none.
 
     Args:
-        axis: the ranks.
+        group: the ranks.
         device: the device of compute.
         unit: number of the unit whose tensors they are, the same on every rank; 0 for none. Where ranks tell each
             other, tensors of another unit are an error.
         name: what that error calls the unit.
     """
-    if axis.group is None or axis.size == 1:
+    if rank_group.group is None or rank_group.size == 1:
         return None
-    if moves_by_gloo(axis.group, device):
-        return CpuCollectives(axis, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(axis)
-    return BackendCollectives(axis)
+    if moves_by_gloo(rank_group.group, device):
+        return (
+            CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(rank_group)
+        )
+    return BackendCollectives(rank_group)

@@ -12,38 +12,38 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["Axis", "UnitGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
+__all__ = ["RankGroup", "ShardingGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """One direction of the rank grid. ``group`` is None where the axis has one rank and needs no group."""
+class RankGroup:
+    """One direction of the rank grid. ``group`` is None where the group has one rank and needs no group."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Axis:
-        """The axis that a process group spans."""
+    def of(cls, group: dist.ProcessGroup) -> RankGroup:
+        """The group that a process group spans."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
-ALONE = Axis(None, 0, 1)
+ALONE = RankGroup(None, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class UnitGroups:
-    """The shard axis and the replicate axis of one unit.
+class ShardingGroups:
+    """The shard group and the replicate group of one unit.
 
     Attributes:
-        shard: parameters are split over this axis (size 1: not at all).
-        replicate: gradients are reduced over this axis too (size 1: not at all).
+        shard: parameters are split over this group (size 1: not at all).
+        replicate: gradients are reduced over this group too (size 1: not at all).
         mesh: the device mesh that the caller gave, if any.
     """
 
-    shard: Axis
-    replicate: Axis
+    shard: RankGroup
+    replicate: RankGroup
     mesh: Any = None
 
     @property
@@ -52,13 +52,13 @@ class UnitGroups:
         return self.shard.size * self.replicate.size
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
-        """Both axes, the shard axis first."""
+    def rank_groups(self) -> tuple[RankGroup, RankGroup]:
+        """Both groups, the shard group first."""
         return (self.shard, self.replicate)
 
     @property
-    def primary(self) -> Axis:
-        """The axis of FSDP1's ``process_group``: the shard axis, or the only one where nothing is sharded."""
+    def primary(self) -> RankGroup:
+        """The group of FSDP1's ``process_group``: the shard group, or the only one where nothing is sharded."""
         return self.shard if self.shard.group is not None else self.replicate
 
     @property
@@ -114,8 +114,8 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def resolve_groups(
     strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
-) -> UnitGroups:
-    """Turn the constructor's ``process_group`` and ``device_mesh`` into the two axes.
+) -> ShardingGroups:
+    """Turn the constructor's ``process_group`` and ``device_mesh`` into the two groups.
 
     Every rank of the default group must call this where it makes groups: a hybrid strategy given
     nothing but an auto-wrap policy.
@@ -160,7 +160,7 @@ def resolve_groups(
                 f"ShardingStrategy.{name} takes process_group=None or a tuple (shard_group, replicate_group) of two "
                 f"process groups; got {process_group!r}."
             )
-        return UnitGroups(Axis.of(process_group[0]), Axis.of(process_group[1]))
+        return ShardingGroups(RankGroup.of(process_group[0]), RankGroup.of(process_group[1]))
     if process_group is None:
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
@@ -168,17 +168,17 @@ def resolve_groups(
             f"process_group must be a torch.distributed.ProcessGroup for ShardingStrategy.{name}; got "
             f"{type(process_group).__name__}. A tuple of two groups belongs to the hybrid strategies."
         )
-    return _one_axis(strategy, process_group)
+    return _single_group(strategy, process_group)
 
 
-def _one_axis(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> UnitGroups:
-    axis = Axis.of(group)
+def _single_group(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> ShardingGroups:
+    rank_group = RankGroup.of(group)
     if strategy.shards:
-        return UnitGroups(axis, ALONE, mesh)
-    return UnitGroups(ALONE, axis, mesh)
+        return ShardingGroups(rank_group, ALONE, mesh)
+    return ShardingGroups(ALONE, rank_group, mesh)
 
 
-def _from_mesh(strategy: Strategy, mesh: Any) -> UnitGroups:
+def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
     ndim = getattr(mesh, "ndim", None)
     if ndim is None or not callable(getattr(mesh, "get_group", None)):
         raise OptionTypeError(f"device_mesh must be a DeviceMesh; got {type(mesh).__name__}.")
@@ -188,12 +188,12 @@ def _from_mesh(strategy: Strategy, mesh: Any) -> UnitGroups:
                 f"ShardingStrategy.{strategy.member.name} needs a 2-D device_mesh (dim 0 replicates, dim 1 shards); "
                 f"got a {ndim}-D mesh. init_device_mesh(device_type, (num_replicas, num_shards)) makes one."
             )
-        return UnitGroups(Axis.of(mesh.get_group(1)), Axis.of(mesh.get_group(0)), mesh)
+        return ShardingGroups(RankGroup.of(mesh.get_group(1)), RankGroup.of(mesh.get_group(0)), mesh)
     # FSDP1 takes dim 0 of a larger mesh here; a script may rely on it.
-    return _one_axis(strategy, mesh.get_group(0), mesh)
+    return _single_group(strategy, mesh.get_group(0), mesh)
 
 
-def _node_groups(device: torch.device) -> UnitGroups:
+def _node_groups(device: torch.device) -> ShardingGroups:
     """Shard within a node, replicate across nodes; the node size is what the launcher or the device count says."""
     world = dist.get_world_size()
     local = _ranks_per_node(device, world)
@@ -216,7 +216,7 @@ def _node_groups(device: torch.device) -> UnitGroups:
             replicate = group
     assert shard is not None
     assert replicate is not None
-    return UnitGroups(Axis.of(shard), Axis.of(replicate))
+    return ShardingGroups(RankGroup.of(shard), RankGroup.of(replicate))
 
 
 def _ranks_per_node(device: torch.device, world: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch._dynamo.decorators
 
-__all__ = ["active_compiler", "untraced", "untraced_here"]
+__all__ = ["active_compiler", "dynamo_disabled", "dynamo_disabled_here"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -22,12 +22,12 @@ _REASON = (
 )
 
 
-def untraced(function: _Function) -> _Function:
+def dynamo_disabled(function: _Function) -> _Function:
     """``function`` and everything that it calls run eagerly; a graph breaks where it is called."""
     disabled = torch.compiler.disable(function, reason=_REASON)
 
     # torch's wrapper costs time at every call, also where nothing is compiled, and gradients come one by one.
-    @untraced_here
+    @dynamo_disabled_here
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         if active_compiler() is None:
@@ -37,8 +37,8 @@ def untraced(function: _Function) -> _Function:
     return cast(_Function, run)
 
 
-def untraced_here(function: _Function) -> _Function:
-    """As :func:`untraced`, but what ``function`` calls is compiled again. It returns the same function, marked.
+def dynamo_disabled_here(function: _Function) -> _Function:
+    """As :func:`dynamo_disabled`, but what ``function`` calls is compiled again. It returns the same function, marked.
 
     The public way, ``torch.compiler.disable(recursive=False)``, leaves the function's own frame to be looked at anew
     in every call, which is slow and counts as a recompilation (torch 2.13).

@@ -1,8 +1,8 @@
 """What a parameter is to the model, where a process holds a plain tensor of it.
 
 Everything below the modules (flat layout, shards, buffers, gradients) deals in plain tensors of one process. A
-parameter that tensor parallelism has split already is a DTensor to its module; its guise says how the two turn into
-each other. Plain parameters share one guise, the identity, which no step ever calls.
+parameter that tensor parallelism has split already is a DTensor to its module; its adapter says how the two turn into
+each other. Plain parameters share one adapter, the identity, which no step ever calls.
 """
 
 from __future__ import annotations
@@ -16,38 +16,38 @@ from torch.distributed.tensor.placement_types import Placement
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import Interval, chunk_rows
 
-__all__ = ["PLAIN", "DTensorGuise", "Guise", "check_guise", "guise_if_dtensor", "guise_of"]
+__all__ = ["PLAIN", "DTensorAdapter", "TensorAdapter", "adapter_if_dtensor", "adapter_of", "check_adapter"]
 
 
-class Guise:
+class TensorAdapter:
     """What a parameter is to its module; here the plain tensor that the process holds, so all is the identity."""
 
     __slots__ = ()
 
-    def shown(self, local: torch.Tensor) -> torch.Tensor:
+    def from_local(self, local: torch.Tensor) -> torch.Tensor:
         """What modules are to see, sharing the memory of ``local`` (the process's own tensor, never a shard of it)."""
         return local
 
-    def local(self, shown: torch.Tensor) -> torch.Tensor:
+    def to_local(self, shown: torch.Tensor) -> torch.Tensor:
         """The process's own tensor of what a module holds, or of its gradient.
 
         A gradient may need communication among :attr:`groups` to get the parameter's placement.
         """
         return shown
 
-    def whole(self, shown: torch.Tensor) -> torch.Tensor:
-        """The whole plain tensor of what a module holds. Every rank of the guise's mesh must call this."""
+    def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
+        """The whole plain tensor of what a module holds. Every rank of the adapter's mesh must call this."""
         return shown
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         """The process's own part of a whole tensor, or of one that modules hold; plain ones need no communication."""
         return whole
 
-    def whole_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def full_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Shape of the whole tensor."""
         return local_shape
 
-    def start(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Where the process's own part begins in the whole tensor, by dim."""
         return (0,) * len(local_shape)
 
@@ -58,7 +58,7 @@ class Guise:
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups over which the elements are split, besides the unit's shard axis."""
+        """Groups over which the elements are split, besides the unit's shard group."""
         return ()
 
     @property
@@ -67,10 +67,10 @@ class Guise:
         return ()
 
 
-PLAIN = Guise()
+PLAIN = TensorAdapter()
 
 
-class DTensorGuise(Guise):
+class DTensorAdapter(TensorAdapter):
     """A DTensor, of which this process holds the local tensor.
 
     Args:
@@ -86,23 +86,23 @@ class DTensorGuise(Guise):
         self.mesh = mesh
         self.placements = placements
 
-    def shown(self, local: torch.Tensor) -> torch.Tensor:
+    def from_local(self, local: torch.Tensor) -> torch.Tensor:
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
 
-    def local(self, shown: torch.Tensor) -> torch.Tensor:
+    def to_local(self, shown: torch.Tensor) -> torch.Tensor:
         if not isinstance(shown, DTensor):
             return shown
         if shown.placements != self.placements or shown.device_mesh != self.mesh:
             shown = shown.redistribute(self.mesh, self.placements)
         return shown.to_local()
 
-    def whole(self, shown: torch.Tensor) -> torch.Tensor:
+    def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
         return shown.full_tensor() if isinstance(shown, DTensor) else shown
 
-    def part(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
         if isinstance(whole, DTensor):
-            return self.local(whole)
+            return self.to_local(whole)
         for dim, run in enumerate(self._own()):
             whole = whole.narrow(dim, run.start, run.numel)
         return whole
@@ -118,7 +118,7 @@ class DTensorGuise(Guise):
                 own[placement.dim] = rows.shift(run.start)
         return own
 
-    def start(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(run.start for run in self._own())
 
     @property
@@ -129,7 +129,7 @@ class DTensorGuise(Guise):
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
         return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim))
 
-    def whole_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+    def full_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(self.shape)
 
     @property
@@ -139,8 +139,8 @@ class DTensorGuise(Guise):
         )
 
 
-def guise_of(tensor: torch.Tensor, name: str) -> Guise:
-    """The guise of a parameter as its module holds it.
+def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
+    """The adapter of a parameter as its module holds it.
 
     Raises:
         UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
@@ -158,38 +158,38 @@ def guise_of(tensor: torch.Tensor, name: str) -> Guise:
             f"Parameter {name!r} is a DTensor with placements {data.placements}; expected Shard and Replicate only. "
             "Redistribute it before wrapping, or leave it out with ignored_states."
         )
-    return guise_if_dtensor(tensor)
+    return adapter_if_dtensor(tensor)
 
 
-def guise_if_dtensor(tensor: torch.Tensor) -> Guise:
-    """The guise of any tensor, also of one that cannot be flattened: that of a plain one unless it is a DTensor."""
+def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
+    """The adapter of any tensor, also of one that cannot be flattened: that of a plain one unless it is a DTensor."""
     data = tensor.data
     if not isinstance(data, DTensor):
         return PLAIN
-    return DTensorGuise(data.shape, data.device_mesh, tuple(data.placements))
+    return DTensorAdapter(data.shape, data.device_mesh, tuple(data.placements))
 
 
-def check_guise(guise: Guise, name: str, groups: list[dist.ProcessGroup]) -> None:
+def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGroup]) -> None:
     """Raise if a unit would flatten together what tensor parallelism has put on different ranks.
 
     Args:
-        guise: the guise of a parameter.
+        adapter: the adapter of a parameter.
         name: the parameter's name, for the text.
         groups: the groups over which the unit shards and replicates.
 
     Raises:
         OptionError: the DTensor's mesh and a group share ranks besides this one.
     """
-    if not isinstance(guise, DTensorGuise):
+    if not isinstance(adapter, DTensorAdapter):
         return
     own = dist.get_rank()
-    meshed = set(guise.mesh.mesh.flatten().tolist())
+    meshed = set(adapter.mesh.mesh.flatten().tolist())
     for group in groups:
         ranks = dist.get_process_group_ranks(group)
         if meshed.intersection(ranks) - {own}:
             raise OptionError(
                 f"Parameter {name!r} is a DTensor over ranks {sorted(meshed)} and would be sharded over ranks {ranks} "
-                f"too; the two may share rank {own} only. Make one mesh with an axis for each, "
+                f"too; the two may share rank {own} only. Make one mesh with a group for each, "
                 'mesh = init_device_mesh(device_type, (num_data, num_tensor), mesh_dim_names=("dp", "tp")), pass '
                 'mesh["tp"] to parallelize_module and device_mesh=mesh["dp"] to FullyShardedDataParallel.'
             )

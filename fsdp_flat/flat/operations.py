@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Use", "use_of"]
+__all__ = ["OperationKind", "operation_kind"]
 
 
-class Use(Enum):
+class OperationKind(Enum):
     """How an operation uses a tensor."""
 
     FREE = "looks at it, copies it, or goes over all elements in any order"
@@ -23,28 +23,28 @@ class Use(Enum):
     __hash__ = object.__hash__
 
 
-def use_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use:
+def operation_kind(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperationKind:
     """How the operation called ``name`` (``__name__`` of a function or method of torch) uses its tensors."""
     place = _DIM_ARGUMENT.get(name)
     if place is None:
-        return _use_by_name(name)
+        return _kind_by_name(name)
     dim = args[place] if len(args) > place else next((kwargs[key] for key in _DIM_NAMES if key in kwargs), None)
     if isinstance(dim, torch.Tensor):
-        return Use.ELEMENTWISE  # torch.max(parameter, other)
-    return Use.FREE if dim is None or dim is True or dim is False or dim == () else Use.SHAPED
+        return OperationKind.ELEMENTWISE  # torch.max(parameter, other)
+    return OperationKind.FREE if dim is None or dim is True or dim is False or dim == () else OperationKind.SHAPED
 
 
 @functools.cache
-def _use_by_name(name: str) -> Use:
+def _kind_by_name(name: str) -> OperationKind:
     # Functions that torch keeps to itself are those of optimizers (``_foreach_add_``, ``_fused_adamw_``).
     if name in _FREE or name.startswith("new_") or (name.startswith("_") and not name.startswith("__")):
-        return Use.FREE
+        return OperationKind.FREE
     if name in _FLATTENING:
-        return Use.FLATTENING
+        return OperationKind.FLATTENING
     base = name.strip("_")
     if base in _ELEMENTWISE or _is_pointwise(name) or _is_pointwise(base):
-        return Use.ELEMENTWISE
-    return Use.SHAPED
+        return OperationKind.ELEMENTWISE
+    return OperationKind.SHAPED
 
 
 def _is_pointwise(name: str) -> bool:

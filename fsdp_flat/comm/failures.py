@@ -17,88 +17,88 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm._torch import group_store
-from fsdp_flat.comm.groups import Axis, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.errors import PeerFailureError
 
-__all__ = ["WatchedWork", "cause_of", "tell_failure"]
+__all__ = ["WatchedWork", "failure_error", "report_failure"]
 
 _logger = logging.getLogger("fsdp_flat")
 PATIENCE_S = 10.0
 # By name of a group, how often this process has stopped in it, and where its reason is still to be read. They belong to
 # the process's place in a group, which outlives models.
 _num_failures: dict[str, int] = {}
-_left: set[str] = set()
+_reported: set[str] = set()
 # Ranks whose connections broke come here one after the other.
-HEARING_S = 3.0
-_GLANCE_S = 0.1
+REPORT_TIMEOUT_S = 3.0
+_POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
 
 
-def tell_failure(axis: Axis, text: str) -> None:
-    """Leave the reason why this rank has stopped for the others of the axis; they read it if a collective fails.
+def report_failure(rank_group: RankGroup, text: str) -> None:
+    """Leave the reason why this rank has stopped for the others of the group; they read it if a collective fails.
 
     Does nothing where no CPU tensors move by gloo.
 
     Args:
-        axis: the ranks.
+        group: the ranks.
         text: what has happened, to go after "rank 1".
     """
     # A store that is gone, as its host has ended, hinders nobody from raising what there is to raise.
     with suppress(Exception):
-        if axis.group is not None and moves_by_gloo(axis.group, torch.device("cpu")):
-            name = axis.group.group_name
+        if rank_group.group is not None and moves_by_gloo(rank_group.group, torch.device("cpu")):
+            name = rank_group.group.group_name
             number = _num_failures[name] = _num_failures.get(name, 0) + 1
-            _left.add(name)
-            group_store(axis.group).set(_key(axis.rank), f"{number} {text[:_TEXT_LENGTH]}")
+            _reported.add(name)
+            group_store(rank_group.group).set(_key(rank_group.rank), f"{number} {text[:_TEXT_LENGTH]}")
 
 
-def withdraw_failure(axis: Axis) -> None:
-    """Take back what :func:`tell_failure` left, if anything: this rank goes on."""
-    if _left and axis.group is not None and axis.group.group_name in _left:
-        _left.discard(axis.group.group_name)
+def clear_failure(rank_group: RankGroup) -> None:
+    """Take back what :func:`report_failure` left, if anything: this rank goes on."""
+    if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
+        _reported.discard(rank_group.group.group_name)
         with suppress(Exception):
-            group_store(axis.group).delete_key(_key(axis.rank))
+            group_store(rank_group.group).delete_key(_key(rank_group.rank))
 
 
-def cause_of(axis: Axis, doing: str, error: Exception) -> PeerFailureError:
+def failure_error(rank_group: RankGroup, doing: str, error: Exception) -> PeerFailureError:
     """What to raise where a collective has failed, with what the other ranks have told.
 
     Args:
-        axis: the ranks.
+        group: the ranks.
         doing: the collective, with its unit.
         error: gloo's own error.
     """
     own = f"was in {doing}"
-    tell_failure(axis, own)
-    told = {rank: text for rank, (_, text) in _hear(axis).items()}
-    silent = [rank for rank in range(axis.size) if rank != axis.rank and rank not in told]
+    report_failure(rank_group, own)
+    told = {rank: text for rank, (_, text) in _await_reports(rank_group).items()}
+    silent = [rank for rank in range(rank_group.size) if rank != rank_group.rank and rank not in told]
     lines = [f"rank {rank} {text}" for rank, text in told.items()]
     if silent:
         lines.append(f"rank(s) {silent} said nothing: they have ended, hang, or have not come to this collective")
     first = str(error).partition("\n")[0]
     return PeerFailureError(
-        f"Rank {axis.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every rank "
+        f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every rank "
         "must run the same units in the same order, equally often; where another rank has an error, that came first."
     )
 
 
-def _hear(axis: Axis) -> dict[int, tuple[int, str]]:
+def _await_reports(rank_group: RankGroup) -> dict[int, tuple[int, str]]:
     """By rank, what others have told, after a moment in which they may; with the number of their failure."""
-    others = [rank for rank in range(axis.size) if rank != axis.rank]
-    until = time.monotonic() + HEARING_S
-    told = _told(axis, others)
+    others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+    until = time.monotonic() + REPORT_TIMEOUT_S
+    told = _read_reports(rank_group, others)
     while len(told) < len(others) and time.monotonic() < until:
-        time.sleep(_GLANCE_S)
-        told = _told(axis, others)
+        time.sleep(_POLL_INTERVAL_S)
+        told = _read_reports(rank_group, others)
     return told
 
 
-def _told(axis: Axis, ranks: list[int]) -> dict[int, tuple[int, str]]:
+def _read_reports(rank_group: RankGroup, ranks: list[int]) -> dict[int, tuple[int, str]]:
     """By rank, what they have told so far, with the number of their failure."""
     told: dict[int, tuple[int, str]] = {}
     with suppress(Exception):
-        assert axis.group is not None
-        store = group_store(axis.group)
+        assert rank_group.group is not None
+        store = group_store(rank_group.group)
         for rank in ranks:
             if store.check([_key(rank)]):
                 number, _, text = store.get(_key(rank)).decode(errors="replace").partition(" ")
@@ -115,17 +115,17 @@ class WatchedWork:
 
     Args:
         work: the work.
-        axis: the ranks.
+        group: the ranks.
         doing: gives the collective, with its unit.
-        sources: ranks of the axis that it waits for.
+        sources: ranks of the group that it waits for.
     """
 
     __slots__ = ("_axis", "_doing", "_sources", "_work")
 
-    def __init__(self, work: dist.Work, axis: Axis, doing: Callable[[], str], sources: list[int]) -> None:
-        withdraw_failure(axis)
+    def __init__(self, work: dist.Work, rank_group: RankGroup, doing: Callable[[], str], sources: list[int]) -> None:
+        clear_failure(rank_group)
         self._work = work
-        self._axis = axis
+        self._axis = rank_group
         self._doing = doing
         self._sources = sources
 
@@ -155,13 +155,13 @@ class WatchedWork:
                         self._doing(),
                     )
         except RuntimeError as error:
-            raise cause_of(self._axis, self._doing(), error) from error
+            raise failure_error(self._axis, self._doing(), error) from error
 
     def _has_lost_a_rank(self) -> bool:
         """Whether a rank that is waited for has stopped where this one has not: it will not come."""
         assert self._axis.group is not None
         own = _num_failures.get(self._axis.group.group_name, 0)
-        return any(number > own for number, _ in _told(self._axis, self._sources).values())
+        return any(number > own for number, _ in _read_reports(self._axis, self._sources).values())
 
     def _is_over_soon(self) -> bool:
         try:
