@@ -1,6 +1,6 @@
-"""Layer 0: which element of which parameter lies where in a flat buffer, and on which rank.
+"""Layer 0: maps parameter elements to flat-buffer offsets and to ranks.
 
-Integers and strings only; nothing here imports torch. Unless a name says otherwise, every number counts elements.
+Handles integers and strings only and does not import torch. Unless a name says otherwise, sizes are in elements.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The flat layout: where each parameter lies in the flat buffer, and which rank holds which local shard of it.
+"""Describes the flat layout: the offset of each parameter in the flat buffer, and its local shard on each rank.
 
-A layout is a value, computed from names, shapes and a world size alone, so every rank can compute that of every other.
-It equals the layout of torch FSDP1 element for element; ``tests/layout`` holds it against the peer's metadata.
+A layout is a value computed from names, shapes and a world size alone, so every rank can compute every other rank's.
+It equals the layout of torch FSDP1 element for element; ``tests/layout`` compares it with torch's metadata.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _ALIGNMENT_NBYTES = 16
 
 
 def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
-    """Return the multiple, in elements, at which parameters start: ``max(1, 16 // itemsize)``, or 1 for no alignment.
+    """Return the alignment of parameters in elements: ``max(1, 16 // itemsize)``, or 1 for no alignment.
 
     FSDP1 aligns parameters to 16 bytes of the dtype used in forward and backward when ``use_orig_params=True``, and
-    not at all otherwise.
+    does not align them otherwise.
 
     Args:
         itemsize: bytes per element of the forward and backward dtype.
-        use_orig_params: the option of that name.
+        use_orig_params: the constructor option.
 
     Raises:
         OptionError: if ``itemsize`` is below 1.
@@ -40,10 +40,10 @@ def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
-    """Where one parameter lies in the flat buffer.
+    """Locates one parameter in the flat buffer.
 
     Args:
-        fqn: the parameter's name.
+        fqn: the parameter's FQN.
         shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty parameter.
         offset: index of its first element in the flat buffer.
 
@@ -52,7 +52,7 @@ class ParamInfo:
         numel: its number of elements.
 
     Raises:
-        OptionError: if a dim or the offset is negative or no int.
+        OptionError: if a dim or the offset is negative or not an int.
     """
 
     fqn: str
@@ -73,7 +73,7 @@ class ParamInfo:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """The local shard of one parameter that lies in one rank's shard.
+    """Locates one rank's local shard of one parameter.
 
     Args:
         index: the parameter's index in the layout.
@@ -99,29 +99,29 @@ class LocalShard:
 
     @property
     def numel(self) -> int:
-        """The number of elements of the local shard."""
+        """Number of elements of the local shard."""
         return self.in_param.numel
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank holds nothing of the parameter."""
+        """Return whether the rank holds no element of the parameter."""
         return self.in_param.is_empty
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The flat buffer of several parameters, cut into one shard of equal length per rank.
+    """Describes the flat buffer of several parameters, split into one shard of equal length per rank.
 
     Args:
-        parameters: the parameters, in the order in which they lie in the buffer, without overlap.
-        numel: elements of the whole buffer with all padding, a multiple of ``world_size``.
-        world_size: number of ranks among which the buffer is sharded; 1 for NO_SHARD.
-        unpadded_numel: elements of what FSDP1 calls the unpadded unsharded flat parameter
-            (``_unpadded_unsharded_size``), which is what a flat checkpoint holds: the parameters, the padding
-            between them, and the tail padding too with ``use_orig_params=True``.
+        param_infos: the parameters, in buffer order, without overlap.
+        numel: elements of the full buffer with all padding, a multiple of ``world_size``.
+        world_size: number of ranks over which the buffer is sharded; 1 for NO_SHARD.
+        unpadded_numel: elements of FSDP1's unpadded unsharded flat parameter (``_unpadded_unsharded_size``), the
+            content of a flat checkpoint: the parameters, the padding between them, and with
+            ``use_orig_params=True`` the tail padding too.
 
     Raises:
-        OptionError: if there are no parameters, if two have one name or overlap, or if the numbers do not fit.
+        OptionError: if there are no parameters, if two have the same name or overlap, or if the sizes do not fit.
     """
 
     param_infos: tuple[ParamInfo, ...]
@@ -172,22 +172,22 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay out ``params`` one after another, as torch FSDP1 does.
 
-        Each parameter starts at the next multiple of ``align_numel``, counted from the buffer's start; this holds for
-        a parameter without elements too. The flat parameter ends at the next multiple of ``tail_multiple``: that is
-        ``unpadded_numel``. What is then missing to a multiple of ``world_size`` is added, so that a shard has
-        ``ceil(unpadded_numel / world_size)`` elements, which is ``torch.chunk``'s rule; the last ranks may hold
-        nothing but padding. (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
+        Each parameter, also an empty one, starts at the next multiple of ``align_numel``, counted from the buffer's
+        start. The flat parameter ends at the next multiple of ``tail_multiple``, which gives ``unpadded_numel``. It is
+        then padded to a multiple of ``world_size``, so that a shard has ``ceil(unpadded_numel / world_size)``
+        elements, as in ``torch.chunk``; the last ranks may hold nothing but padding.
+        (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
 
         Args:
             params: name and shape of each parameter, each once.
-            world_size: number of ranks of the sharding group; 1 for NO_SHARD.
+            world_size: size of the shard group; 1 for NO_SHARD.
             align_numel: in elements, see :func:`alignment_numel`.
             tail_multiple: in elements; by default ``world_size`` where ``align_numel > 1`` and 1 otherwise. NO_SHARD
                 with ``use_orig_params=True`` needs it: FSDP1 pads there to the size of the process group although
                 nothing is sharded, which is ``world_size=1, tail_multiple=<size of the process group>``.
 
         Raises:
-            OptionError: for no parameters, doubled names, or numbers below 1.
+            OptionError: if there are no parameters, if names repeat, or if a size is below 1.
         """
         if tail_multiple is None:
             tail_multiple = world_size if align_numel > 1 else 1
@@ -205,19 +205,19 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included; the same on every rank."""
+        """Number of elements of one rank's shard, padding included; equal on every rank."""
         return self.numel // self.world_size
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """The parameters' names, in the buffer's order."""
+        """FQNs of the parameters, in buffer order."""
         return tuple(param_info.fqn for param_info in self.param_infos)
 
     def index_of(self, fqn: str) -> int:
-        """Return the index of the parameter named ``fqn``.
+        """Return the index of the parameter ``fqn``.
 
         Raises:
-            OptionError: if there is none.
+            OptionError: if there is no such parameter.
         """
         try:
             return self._index[fqn]
@@ -237,7 +237,7 @@ class FlatLayout:
     def local_shard(self, index: int, rank: int) -> LocalShard:
         """Return the local shard of parameter ``index`` that ``rank`` holds, which may be empty.
 
-        The ``in_param`` of ranks 0, 1, ... follow on one another and make up the parameter; an empty one lies at the
+        The ``in_param`` intervals of ranks 0, 1, ... are adjacent and cover the parameter; an empty one lies at the
         parameter's end that is nearest to the rank's shard.
 
         Raises:
@@ -253,7 +253,7 @@ class FlatLayout:
         )
 
     def partition(self, index: int) -> EvenPartition:
-        """Return the local shards of parameter ``index`` that the ranks hold, as elements of the flattened parameter.
+        """Return the partition of the flattened parameter ``index`` over the ranks.
 
         Raises:
             OptionError: if there is no such parameter.
@@ -262,7 +262,7 @@ class FlatLayout:
         return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
 
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
-        """Return the non-empty local shards that ``rank`` holds, in the shard's order; computed once per rank.
+        """Return the non-empty local shards that ``rank`` holds, in shard order; cached per rank.
 
         Raises:
             OptionError: if there is no such rank.
@@ -277,7 +277,7 @@ class FlatLayout:
         return found
 
     def paddings(self) -> tuple[Interval, ...]:
-        """Return the parts of the flat buffer that hold no parameter, in order: gaps of alignment, and the tail."""
+        """Return the padding intervals of the flat buffer, in order: alignment gaps and the tail."""
         stops = (0, *self._stops)
         starts = (*self._starts, self.numel)
         return tuple(Interval(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)

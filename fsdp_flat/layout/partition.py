@@ -1,6 +1,7 @@
-"""Who has which elements of a tensor, as a rule rather than a list of ranks.
+"""Maps ranks to the elements of a flattened tensor that they hold.
 
-A checkpoint of a thousand ranks asks it for every parameter, and only few ranks have to do with any one of them.
+Most partitions are rules rather than lists of ranks: in a checkpoint over a thousand ranks, each parameter involves
+only a few of them.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ __all__ = ["EvenPartition", "IrregularPartition", "Partition", "ReplicatedPartit
 
 
 class Partition(Protocol):
-    """Which elements of one flattened tensor each rank of a group has, or is to have."""
+    """Maps each rank of a group to its elements of one flattened tensor."""
 
     def __getitem__(self, rank: int) -> Interval:
-        """The elements of one rank."""
+        """Return the elements of ``rank``."""
         ...
 
     def ranks(self, run: Interval) -> Sequence[int]:
-        """Ranks that may have some of these elements, in order; no other has any."""
+        """Return the ranks that may hold elements of ``run``, in order; no other rank holds any."""
         ...
 
     def __hash__(self) -> int:
-        """A spread is a value: equal ones make equal plans."""
+        """Hash by value: equal partitions make equal plans, which are cached."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class EvenPartition:
-    """A tensor cut at equal steps, rank after rank: local shards of a flat buffer, or dim-0 chunks.
+    """Partitions a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks.
 
     Attributes:
         numel: elements of the tensor.
-        step: elements from one cut to the next.
-        offset: elements of what is cut that lie before the tensor.
+        step: elements from the start of one rank to that of the next.
+        offset: elements before the tensor in the buffer that is partitioned.
         size: number of ranks.
     """
 
@@ -47,7 +48,7 @@ class EvenPartition:
     size: int
 
     def __getitem__(self, rank: int) -> Interval:
-        """The elements of one rank; what is empty lies at the end of the tensor that is nearest."""
+        """Return the elements of ``rank``; an empty interval lies at the nearest end of the tensor."""
         start = rank * self.step - self.offset
         return Interval(min(max(start, 0), self.numel), min(max(start + self.step, 0), self.numel))
 
@@ -60,11 +61,11 @@ class EvenPartition:
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedPartition:
-    """All of a tensor, on one rank or on every one.
+    """Places the full tensor on one rank or on every rank.
 
     Attributes:
         numel: elements of the tensor.
-        rank: the one rank that has it; None if all have.
+        rank: the only rank that holds it; None if all ranks do.
         size: number of ranks.
     """
 
@@ -81,10 +82,10 @@ class ReplicatedPartition:
 
 @dataclass(frozen=True, slots=True)
 class IrregularPartition:
-    """What follows no rule: one run a rank.
+    """Lists an arbitrary interval for each rank.
 
     Attributes:
-        runs: by rank.
+        runs: the intervals, by rank.
     """
 
     runs: tuple[Interval, ...]

@@ -1,9 +1,9 @@
-"""Which elements move between ranks when a parameter that lies in one way is to lie in another.
+"""Plans the transfers between ranks that turn one partition of a tensor into another.
 
 torch's sharded checkpoints hold dim-0 chunks: ``tensor.chunk(world_size)``, so rank ``r`` has the rows from
 ``r * ceil(rows / world_size)``. A chunk of rows is a flat interval of the row-major parameter, and so is a rank's
-local shard of it, so what one rank sends another is an intersection of two intervals. A whole tensor on every rank, or on
-one, is an interval as well: every form of checkpoint is made by :func:`plan_transfer`.
+local shard of it, so each rank sends the intersection of two intervals. A full tensor, on every rank or on one, is an
+interval as well. :func:`plan_transfer` therefore serves every state-dict type.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ __all__ = ["TransferPlan", "chunk_partition", "chunk_rows", "chunk_shape", "plan
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """What one rank sends and receives of one tensor.
+    """Lists the elements of one tensor that one rank sends, receives and keeps.
 
     Attributes:
-        sends: (rank that gets it, elements of what this rank holds), by rank.
-        receives: (rank that has it, elements of what this rank wants), by rank.
-        kept: the same elements within what this rank holds and what it wants; None if it keeps nothing.
+        sends: (destination rank, elements of the source interval of this rank), by rank.
+        receives: (source rank, elements of the target interval of this rank), by rank.
+        kept: the elements that stay on this rank, as slices of its source and of its target interval; None if none do.
     """
 
     sends: tuple[tuple[int, slice], ...]
@@ -35,14 +35,14 @@ class TransferPlan:
 
 @lru_cache(maxsize=1 << 14)
 def plan_transfer(held: Partition, wanted: Partition, rank: int) -> TransferPlan:
-    """How rank ``rank`` takes part in bringing a tensor from where it is to where it is wanted.
+    """Plan the part of ``rank`` in transferring a tensor from one partition to another.
 
-    A training run asks the same of every checkpoint, so answers are kept.
+    Results are cached, because a training run needs the same plans for every checkpoint.
 
     Args:
-        held: the elements of the flattened tensor that each rank has; no element twice.
-        wanted: the elements that each is to have.
-        rank: the rank that asks.
+        held: the source partition of the flattened tensor; no element may be on two ranks.
+        wanted: the target partition.
+        rank: the rank to plan for.
     """
     own, target = held[rank], wanted[rank]
     both = own.intersect(target)
@@ -53,7 +53,7 @@ def plan_transfer(held: Partition, wanted: Partition, rank: int) -> TransferPlan
 
 
 def _shared(run: Interval, partition: Partition, rank: int) -> tuple[tuple[int, slice], ...]:
-    """What other ranks than ``rank`` have of ``run``, as elements of it."""
+    """Return the elements of ``run`` that each rank other than ``rank`` holds, relative to the start of ``run``."""
     if run.is_empty:
         return ()
     parts = ((other, run.intersect(partition[other])) for other in partition.ranks(run) if other != rank)
@@ -61,18 +61,18 @@ def _shared(run: Interval, partition: Partition, rank: int) -> tuple[tuple[int, 
 
 
 def chunk_rows(rows: int, world_size: int, rank: int) -> Interval:
-    """The rows of a rank's chunk of ``rows`` rows, by torch.chunk's rule; empty at the end if none are left."""
+    """Return a rank's rows of ``rows`` rows, by torch.chunk's rule; empty and at the end if none are left."""
     return chunk_partition((rows,), world_size)[rank]
 
 
 def chunk_shape(shape: tuple[int, ...], world_size: int, rank: int) -> tuple[int, ...]:
-    """Shape of a rank's dim-0 chunk; () for a scalar on rank 0."""
+    """Return the shape of a rank's dim-0 chunk; () for a scalar on rank 0."""
     if not shape:
         return (0,) if chunk_rows(1, world_size, rank).is_empty else ()
     return (chunk_rows(shape[0], world_size, rank).numel, *shape[1:])
 
 
 def chunk_partition(shape: tuple[int, ...], world_size: int) -> EvenPartition:
-    """The dim-0 chunks of all ranks as elements of the flattened parameter."""
+    """Return the partition of the flattened parameter into dim-0 chunks."""
     rows, width = (shape[0], math.prod(shape[1:])) if shape else (1, 1)
     return EvenPartition(rows * width, math.ceil(rows / world_size) * width, 0, world_size)
