@@ -1,4 +1,4 @@
-"""Layer 1: process groups, streams and collectives on 1-D tensors."""
+"""Layer 1: provides process groups, streams and collectives on 1-D tensors."""
 
 from fsdp_flat.comm.barrier import barrier
 from fsdp_flat.comm.collective_log import CollectiveLog

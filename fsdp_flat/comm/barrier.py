@@ -1,4 +1,4 @@
-"""Finding out that a collective was called on one rank only, before anything is sent."""
+"""Detects a collective that was called on one rank only, before any data is sent."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ GLANCE_S = 1.0
 
 
 def barrier(what: str, rank_group: RankGroup) -> None:
-    """Wait for the other ranks of a group by way of the group's store, which leaves the group as it is.
+    """Wait for the other ranks of a group through the group's store, without a collective of the group.
 
-    Every rank of the group must call this. Costs each rank three requests to the store.
+    Every rank of the group must call this. Each rank makes three requests to the store.
 
-    Rank 0 does most of what one rank does alone (evaluating, writing files), so others may wait for it for minutes;
-    they only warn. That rank 0 waits and nobody else has come for 20 seconds is taken for a call on rank 0 only. Where
-    ranks share memory, a rank that sends something else in the meantime is found out at once.
+    Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
+    minutes; they only warn. If rank 0 has waited for 20 seconds and no other rank has arrived, the call is taken for
+    one on rank 0 only. If ranks share memory, a rank that sends a different collective in the meantime is detected
+    at once.
 
     Args:
-        what: what is called, for the texts.
-        group: the ranks.
+        what: name of the caller's operation, for error and warning texts.
+        rank_group: the ranks.
 
     Raises:
-        UsageError: this is rank 0 and no other rank has come; another rank does something else; or not all have come
-            within the group's timeout.
+        UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
+            if not all ranks have arrived within the default process-group timeout.
     """
     group = rank_group.group
     if group is None or rank_group.size == 1 or is_simulated(group):
@@ -52,8 +53,8 @@ def barrier(what: str, rank_group: RankGroup) -> None:
         if transport is not None and (found := transport.unexpected()) is not None and meeting.leave():
             other, doing = found
             raise UsageError(
-                f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but goes on "
-                f"with {doing}. It is a collective: every rank of the group must call it, at the same point."
+                f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
+                f"goes on with {doing}. It is a collective: every rank of the group must call it, at the same point."
             )
         waited = time.monotonic() - begun
         if waited < patience:
@@ -71,16 +72,16 @@ def barrier(what: str, rank_group: RankGroup) -> None:
         if not warned and missing:
             warned = True
             warnings.warn(
-                f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; every "
-                "rank must call it.",
+                f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
+                "every rank must call it.",
                 stacklevel=4,
             )
 
 
 class _StoreBarrier:
-    """The n-th meeting of the ranks of a group, where n is how often this rank has come.
+    """Implements the n-th barrier of a group, where n is the number of barriers that this rank has reached.
 
-    Every rank counts its own coming in the store, and the last to come puts up a sign.
+    Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
     """
 
     def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
@@ -93,13 +94,13 @@ class _StoreBarrier:
         if self._store.add(f"fsdp_flat/meeting/{self._index}", 1) < self._axis.size:
             return False
         self._store.set(f"fsdp_flat/complete/{self._index}", "")
-        # Everybody has come here, so everybody has left the meeting before.
+        # All ranks have arrived here, so all have left the previous barrier.
         self._store.delete_key(f"fsdp_flat/meeting/{self._index - 1}")
         self._store.delete_key(f"fsdp_flat/complete/{self._index - 1}")
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Whether all have come within ``seconds``."""
+        """Wait up to ``seconds``, and return whether all ranks have arrived."""
         try:
             self._store.wait([f"fsdp_flat/complete/{self._index}"], timedelta(seconds=seconds))
         except RuntimeError as error:
@@ -109,12 +110,12 @@ class _StoreBarrier:
         return True
 
     def missing(self) -> list[int]:
-        """Ranks that have not come."""
+        """Return the ranks that have not arrived."""
         ranks = range(self._axis.size)
         return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
 
     def leave(self) -> bool:
-        """Go away, as if this rank had not come; False if all have come in the meantime."""
+        """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
         if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._axis.size - 1:
             self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
             return False

@@ -1,7 +1,7 @@
-"""What ranks of a gloo group tell each other by its store once a collective has failed: where each was, and why.
+"""Exchanges failure reports through the store of a gloo group once a collective has failed.
 
-gloo itself says on every rank but one that a connection was closed or that nothing came in time. A group's store goes
-on working when its connections do not.
+On every rank but one, gloo itself reports only a closed connection or a timeout. A group's store keeps working when
+the group's connections fail.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ __all__ = ["WatchedWork", "failure_error", "report_failure"]
 
 _logger = logging.getLogger("fsdp_flat")
 PATIENCE_S = 10.0
-# By name of a group, how often this process has stopped in it, and where its reason is still to be read. They belong to
-# the process's place in a group, which outlives models.
+# By group name: the number of this process's failures in the group, and whether its report is still in the store.
+# Process-wide, because a group outlives models.
 _num_failures: dict[str, int] = {}
 _reported: set[str] = set()
-# Ranks whose connections broke come here one after the other.
+# Ranks notice broken connections one after the other, so reports arrive over some time.
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
 
 
 def report_failure(rank_group: RankGroup, text: str) -> None:
-    """Leave the reason why this rank has stopped for the others of the group; they read it if a collective fails.
+    """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
 
-    Does nothing where no CPU tensors move by gloo.
+    Does nothing unless the group moves CPU tensors by gloo.
 
     Args:
-        group: the ranks.
-        text: what has happened, to go after "rank 1".
+        rank_group: the ranks.
+        text: the reason, worded to follow "rank 1".
     """
-    # A store that is gone, as its host has ended, hinders nobody from raising what there is to raise.
+    # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
         if rank_group.group is not None and moves_by_gloo(rank_group.group, torch.device("cpu")):
             name = rank_group.group.group_name
@@ -53,7 +53,7 @@ def report_failure(rank_group: RankGroup, text: str) -> None:
 
 
 def clear_failure(rank_group: RankGroup) -> None:
-    """Take back what :func:`report_failure` left, if anything: this rank goes on."""
+    """Delete this rank's report from :func:`report_failure`, if any, because it continues."""
     if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
         _reported.discard(rank_group.group.group_name)
         with suppress(Exception):
@@ -61,12 +61,12 @@ def clear_failure(rank_group: RankGroup) -> None:
 
 
 def failure_error(rank_group: RankGroup, doing: str, error: Exception) -> PeerFailureError:
-    """What to raise where a collective has failed, with what the other ranks have told.
+    """Create the error for a failed collective, with the reports of the other ranks.
 
     Args:
-        group: the ranks.
+        rank_group: the ranks.
         doing: the collective, with its unit.
-        error: gloo's own error.
+        error: gloo's error.
     """
     own = f"was in {doing}"
     report_failure(rank_group, own)
@@ -77,13 +77,14 @@ def failure_error(rank_group: RankGroup, doing: str, error: Exception) -> PeerFa
         lines.append(f"rank(s) {silent} said nothing: they have ended, hang, or have not come to this collective")
     first = str(error).partition("\n")[0]
     return PeerFailureError(
-        f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every rank "
-        "must run the same units in the same order, equally often; where another rank has an error, that came first."
+        f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every "
+        "rank must run the same units in the same order, equally often; where another rank has an error, that came "
+        "first."
     )
 
 
 def _await_reports(rank_group: RankGroup) -> dict[int, tuple[int, str]]:
-    """By rank, what others have told, after a moment in which they may; with the number of their failure."""
+    """Wait briefly for the reports of other ranks, and return (failure count, text) by rank."""
     others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
     until = time.monotonic() + REPORT_TIMEOUT_S
     told = _read_reports(rank_group, others)
@@ -94,7 +95,7 @@ def _await_reports(rank_group: RankGroup) -> dict[int, tuple[int, str]]:
 
 
 def _read_reports(rank_group: RankGroup, ranks: list[int]) -> dict[int, tuple[int, str]]:
-    """By rank, what they have told so far, with the number of their failure."""
+    """Return the reports published so far as (failure count, text) by rank."""
     told: dict[int, tuple[int, str]] = {}
     with suppress(Exception):
         assert rank_group.group is not None
@@ -111,12 +112,12 @@ def _key(rank: int) -> str:
 
 
 class WatchedWork:
-    """A ``Work`` of a gloo group that says once what it waits for, and raises the cause where it fails.
+    """Wraps a gloo ``Work``: logs once which ranks it waits for, and raises the cause if it fails.
 
     Args:
         work: the work.
-        group: the ranks.
-        doing: gives the collective, with its unit.
+        rank_group: the ranks.
+        doing: returns the name of the collective, with its unit.
         sources: ranks of the group that it waits for.
     """
 
@@ -130,14 +131,14 @@ class WatchedWork:
         self._sources = sources
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return whether the work has completed."""
         return bool(self._work.is_completed())
 
     def wait(self) -> Any:
-        """Block until it is over.
+        """Block until the work has completed.
 
         Raises:
-            PeerFailureError: it failed: another rank has ended, or nothing came within the group's timeout.
+            PeerFailureError: if it failed: another rank has ended, or sent nothing within the group's timeout.
         """
         try:
             has_said = False
@@ -158,7 +159,7 @@ class WatchedWork:
             raise failure_error(self._axis, self._doing(), error) from error
 
     def _has_lost_a_rank(self) -> bool:
-        """Whether a rank that is waited for has stopped where this one has not: it will not come."""
+        """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
         assert self._axis.group is not None
         own = _num_failures.get(self._axis.group.group_name, 0)
         return any(number > own for number, _ in _read_reports(self._axis, self._sources).values())
@@ -167,7 +168,7 @@ class WatchedWork:
         try:
             self._work.wait(timedelta(seconds=PATIENCE_S))
         except RuntimeError as error:
-            # What a Work says that goes on; the group's own timeout has another text.
+            # The error of a Work that is still running; the group's timeout has a different text.
             if "Operation timed out" in str(error):
                 return False
             raise

@@ -1,4 +1,4 @@
-"""Layer 1: the tensors of one process. Walking a module, flat buffers, views, gradients, the handle."""
+"""Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
 from fsdp_flat.flat._torch import enable_torch_function, in_backward, node_will_run
 from fsdp_flat.flat.dynamo import active_compiler, dynamo_disabled, dynamo_disabled_here

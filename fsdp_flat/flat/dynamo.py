@@ -1,6 +1,6 @@
-"""Where torch.compile stops: our code runs between its graphs and never in one.
+"""Excludes functions from torch.compile: this library runs between compiled graphs and never inside one.
 
-dynamo knows torch's own FSDP by file path. Another package has to mark its functions.
+dynamo recognizes torch's own FSDP by file path. Another package has to mark its functions.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _REASON = (
 
 
 def dynamo_disabled(function: _Function) -> _Function:
-    """``function`` and everything that it calls run eagerly; a graph breaks where it is called."""
+    """Run ``function`` and everything that it calls eagerly; each call is a graph break."""
     disabled = torch.compiler.disable(function, reason=_REASON)
 
-    # torch's wrapper costs time at every call, also where nothing is compiled, and gradients come one by one.
+    # torch's wrapper costs time at every call even if nothing is compiled, and there is one call per gradient.
     @dynamo_disabled_here
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -38,16 +38,16 @@ def dynamo_disabled(function: _Function) -> _Function:
 
 
 def dynamo_disabled_here(function: _Function) -> _Function:
-    """As :func:`dynamo_disabled`, but what ``function`` calls is compiled again. It returns the same function, marked.
+    """Run ``function`` eagerly but allow its callees to be compiled; returns the same function, marked.
 
-    The public way, ``torch.compiler.disable(recursive=False)``, leaves the function's own frame to be looked at anew
-    in every call, which is slow and counts as a recompilation (torch 2.13).
+    With the public ``torch.compiler.disable(recursive=False)``, dynamo examines the function's own frame in every
+    call, which is slow and counts as a recompilation (torch 2.13).
     """
     torch._dynamo.decorators.skip(function)
     function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
     return function
 
 
-# Returns a function while torch.compile would compile what is called from here, else None or False. A C function
-# has no frame, which would itself be compiled; the public is_compiling() is true inside of a trace only.
+# Returns a function while torch.compile would compile functions called from here, else None or False. As a C function
+# it has no frame that dynamo could compile; the public is_compiling() is true only inside a trace.
 active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback

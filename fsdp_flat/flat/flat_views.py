@@ -1,4 +1,4 @@
-"""Views of ``use_orig_params=False``: the optimizer sees the flat parameter alone."""
+"""Implements the views of ``use_orig_params=False``: the optimizer sees only the flat parameter."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ __all__ = ["FlatViews"]
 
 
 class FlatViews(Views):
-    """Views of ``use_orig_params=False``.
+    """Implements :class:`Views` for ``use_orig_params=False``.
 
-    The originals leave ``module._parameters``. In compute the modules hold the leaves as plain attributes, otherwise
-    placeholders that have the shape and raise when they are used.
+    The original parameters are removed from ``module._parameters``. During compute the modules hold the unsharded
+    parameters as plain attributes, otherwise placeholders of the same shape that raise when they are used.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class FlatViews(Views):
         module: nn.Module,
         unit_name: str,
     ) -> None:
-        # The originals are let go of, so that whoever still holds one can be found.
+        # Only weak references to the originals are kept, so that other owners of one can be found.
         originals = {index: entry.replaced or TensorWeakRef(entry.param) for index, entry in enumerate(params)}
         entries = [
             replace(entry, param=unsharded_param)
@@ -154,7 +154,7 @@ class FlatViews(Views):
     def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         if not any(used):
             return
-        # The flat parameter is no leaf of the graph, so its hooks see what there is: this rank's reduced gradient.
+        # The flat parameter is not in the autograd graph, so its hooks run here, on this rank's reduced gradient.
         with unguarded():
             hooks = self.flat_param._backward_hooks or {}
         for hook in hooks.values():

@@ -1,7 +1,7 @@
-"""The handle: owner of one flat parameter, its unsharded buffer, its leaves and its gradients.
+"""Defines the handle, which owns a flat parameter, its unsharded buffer, unsharded parameters and gradients.
 
-A handle knows tensors of one process. It prepares a buffer that another object gathers into, and
-closes a gradient that another object reduces; it never communicates.
+A handle holds tensors of one process and never communicates. It allocates the buffer that another object all-gathers
+into, and prepares the flat gradient that another object reduces.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ __all__ = ["FlatParamHandle", "HandleSpec", "ShardState"]
 
 
 class ShardState(Enum):
-    """Where a handle's parameters are."""
+    """Enumerates the states of a handle's parameters."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
 
-    # By identity: Enum's own takes longer than the moves that look it up.
+    # By identity: Enum's own hash takes longer than the transition that uses it.
     __hash__ = object.__hash__
 
 
@@ -52,18 +52,20 @@ _LEGAL_MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class HandleSpec:
-    """What a handle is built for.
+    """Configures a handle.
 
     Attributes:
         unit_name: name of the unit, for error texts.
-        module: the unit's module, inside wrappers for checkpoints and compilation; it shows a flat parameter.
-        rank: this rank on the shard group.
+        module: the unit's module, inside wrappers for checkpoints and compilation; a visible flat parameter is
+            registered on it.
+        rank: this rank in the shard group.
         world_size: size of the shard group.
-        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to it.
+        num_ranks: ranks over which gradients are averaged; the tail of a layout with ``world_size=1`` is padded to a
+            multiple of it.
         use_orig_params: the constructor's argument.
-        device: device of compute.
+        device: compute device.
         shard_device: device of the shard and its gradient.
-        compute_dtype: dtype of the gathered parameters; None keeps the original one.
+        compute_dtype: dtype of the unsharded parameters; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         master_dtype: dtype of the shard; None keeps the original one.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
@@ -84,24 +86,24 @@ class HandleSpec:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are on the host, in pinned memory, and compute is on an accelerator."""
+        """Return whether shards are in pinned host memory and compute is on an accelerator."""
         return self.shard_device.type == "cpu" and self.device.type != "cpu"
 
 
 class FlatParamHandle:
-    """Owner of one flat parameter.
+    """Owns one flat parameter.
 
     Args:
-        params: parameters of one dtype (and, with original parameters, one ``requires_grad``), at least one.
-        spec: what the handle is built for.
+        params: at least one parameter, all of one dtype (and one ``requires_grad`` with ``use_orig_params=True``).
+        spec: the handle's configuration.
 
     Attributes:
-        layout: where each parameter lies.
+        layout: the flat layout.
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
-        views: what modules point at.
-        on_grad_ready: called after each gradient that lands here.
-        pool: where buffers take memory from and give it back to; the units of a tree share one.
-        generation: how often the shard was replaced; graphs recorded before that cannot be run backward.
+        views: the tensors that the modules point at.
+        on_grad_ready: called after each gradient that the handle receives.
+        pool: memory pool of the buffers; the units of a tree share one.
+        storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
     """
 
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
@@ -141,7 +143,7 @@ class FlatParamHandle:
         self._sync_requires_grad()
 
     def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
-        """The shard is of dtype ``stored``; compute is in the spec's (for floats), else as the model was given."""
+        """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
         spec, floating = self.spec, given.is_floating_point
         self.orig_dtype = stored
         self._low_dtype = (spec.compute_dtype if floating else None) or given
@@ -162,7 +164,7 @@ class FlatParamHandle:
         return shard
 
     def _use_dtype_buffer(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
-        """Point buffer and leaves at those of the compute dtype; they are made on first use."""
+        """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
         dtype_buffer = self._dtype_buffers.get(self.compute_dtype)
         if dtype_buffer is None:
             buffer = self._new_buffer()
@@ -180,7 +182,7 @@ class FlatParamHandle:
         return AliasBuffer(shard) if same else FlatBuffer(self.layout.numel, self.compute_dtype, self.spec.device)
 
     def use_full_precision(self, full: bool) -> None:
-        """Compute in the shard's own dtype from the next unshard on, or again in the low one."""
+        """Switch compute to the shard's dtype from the next unshard on, or back to the low-precision dtype."""
         wanted = self.orig_dtype if full else self._low_dtype
         if wanted != self.compute_dtype:
             assert self._state is ShardState.SHARDED
@@ -189,13 +191,13 @@ class FlatParamHandle:
 
     def _switch_unsharded_params(self) -> None:
         self.views.use_unsharded_params(self._use_dtype_buffer(self.views.params))
-        # A variant that was in use before has its flags and hooks still.
+        # Unsharded parameters that were in use before still have their flags and hooks.
         self._synced = [unsharded_param.requires_grad for unsharded_param in self.views.unsharded_params]
         self._sync_requires_grad()
 
     @property
     def computes_low(self) -> bool:
-        """Whether compute has another dtype than the shard."""
+        """Return whether compute has a different dtype than the shard."""
         return self._low_dtype != self.orig_dtype
 
     @property
@@ -207,25 +209,25 @@ class FlatParamHandle:
         unsharded_params = []
         for entry, param_info in zip(params, self.layout.param_infos, strict=True):
             view = buffer.tensor[param_info.interval.to_slice()].view(param_info.shape)
-            # ``.data`` gives the leaf a version counter of its own, which refills of the buffer do not touch.
+            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
             unsharded_param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
-            # Marks that code in forward reads off parameters (weight decay flags, parallel dims) stay readable.
+            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
             unsharded_param.__dict__.update(entry.param.__dict__)
             unsharded_params.append(unsharded_param)
         return unsharded_params
 
     def rename(self, unit_name: str) -> None:
-        """The unit is called something else in the tree that it turned out to belong to."""
+        """Rename the unit, once the tree that it belongs to is known."""
         self.spec = replace(self.spec, unit_name=unit_name)
         self.views.unit_name = unit_name
         for entry, param_info in zip(self.views.params, self.layout.param_infos, strict=True):
             entry.mark(FlattenedBy(entry.fqn, unit_name, param_info.shape))
 
-    # -- where the data is ---------------------------------------------------------------------------------------
+    # -- shard state ---------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> ShardState:
-        """Where the parameters are; written by this class alone."""
+        """Shard state of the parameters; only this class sets it."""
         return self._state
 
     def _move(self, target: ShardState) -> None:
@@ -237,38 +239,38 @@ class FlatParamHandle:
         self._state = target
 
     def begin_unshard(self) -> torch.Tensor:
-        """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
+        """Allocate the buffer, copy the local shard into place, and return the buffer for the all-gather."""
         self._move(ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         with unguarded():
             shard = self.flat_param.data
         if self.spec.offloads:
-            # In the shard's dtype first: a copy that converts on the way would wait for the host.
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
             self._own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
         elif not isinstance(self.buffer, AliasBuffer):
             self._own_slice.copy_(shard)
         return self.buffer.tensor
 
     def finish_unshard(self) -> None:
-        """The buffer is filled."""
+        """Mark the buffer as filled."""
         self._move(ShardState.UNSHARDED)
 
     def reshard(self) -> None:
-        """The parameters are used no more; :meth:`free` has to follow, unless :meth:`undo_reshard` takes the buffer back."""
+        """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
         self._move(ShardState.SHARDED)
 
     def free(self) -> None:
-        """Free the buffer that :meth:`reshard` has left."""
+        """Free the buffer after :meth:`reshard`."""
         assert self._state is ShardState.SHARDED
         self.buffer.free(self.pool)
 
     def undo_reshard(self) -> None:
-        """Be unsharded with the buffer that :meth:`reshard` has left."""
+        """Mark the parameters as unsharded again, with the buffer that :meth:`reshard` did not free."""
         self._move(ShardState.UNSHARDING)
         self._move(ShardState.UNSHARDED)
 
     def reset(self) -> None:
-        """After an exception: sharded again whatever was going on, and no gradient kept."""
+        """Return to the sharded state from any state after an exception, and drop all gradients."""
         self._state = ShardState.SHARDED
         self.buffer.free(self.pool)
         self.views.use_sharded_views()
@@ -278,19 +280,19 @@ class FlatParamHandle:
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter here is to get a gradient."""
+        """Return whether any parameter of the handle requires a gradient."""
         return self._num_trainable > 0
 
     @property
     def is_in_a_graph(self) -> bool:
-        """Whether a caller holds an autograd graph through which gradients can still come."""
+        """Return whether a caller holds an autograd graph that can still produce gradients for the handle."""
         return any(
             unsharded_param.requires_grad and is_in_a_graph(unsharded_param)
             for unsharded_param in self.views.unsharded_params
         )
 
     def use_unsharded_views(self) -> None:
-        """Point the modules at the leaves, which follow what the user set ``requires_grad`` to."""
+        """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
         self._sync_requires_grad()
         self.views.use_unsharded_views()
 
@@ -315,7 +317,7 @@ class FlatParamHandle:
     def _accept_grad(self, index: int, unsharded_param: torch.Tensor) -> None:
         grad, unsharded_param.grad = unsharded_param.grad, None
         if grad is None:
-            return  # the graph reaches the leaf, but nothing of the loss comes from there: an output nobody used
+            return  # the graph reaches the parameter, but the loss does not depend on it: an unused output
         if grad.requires_grad:
             raise UnsupportedError(
                 f"A gradient of {self.layout.param_infos[index].fqn!r} (unit {self.spec.unit_name!r}) is itself "
@@ -345,12 +347,12 @@ class FlatParamHandle:
 
     @property
     def num_grads_ready(self) -> int:
-        """Parameters that have a gradient waiting here."""
+        """Number of parameters whose gradient waits in the handle."""
         return 0 if self._grad_buffer is None else self._grad_buffer.num_grads_ready
 
     @property
     def grads_ready(self) -> bytes:
-        """One byte a parameter: 1 where a gradient waits here."""
+        """One byte per parameter: 1 where a gradient waits in the handle."""
         return (
             bytes(len(self.layout.param_infos)) if self._grad_buffer is None else bytes(self._grad_buffer.grads_ready)
         )
@@ -359,15 +361,16 @@ class FlatParamHandle:
         return [index for index, has_landed in enumerate(self.grads_ready) if has_landed]
 
     def take_grads_ready(self) -> bytes:
-        """As :attr:`grads_ready`, for gradients about to be reduced: those that the caller has cleared are dropped."""
+        """Return :attr:`grads_ready` before a reduction, after dropping gradients that the caller has cleared."""
         self._hide_unreduced_grads()
         return self.grads_ready
 
     def take_gradient(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
-        """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle.
+        """Return the flat gradient and remove it from the handle.
 
         Returns:
-            The gradient, and what to :meth:`recycle` once nobody needs it any more, if there is anything.
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
+            :meth:`recycle` once the gradient is no longer used, or None.
         """
         self._hide_unreduced_grads()
         window, self._grad_buffer = self._grad_buffer, None
@@ -381,18 +384,18 @@ class FlatParamHandle:
         return flat, window
 
     def recycle(self, window: FlatGradBuffer) -> None:
-        """Keep an emptied window for the next gradient; its memory is free for others."""
+        """Keep a used buffer object for the next gradient, and return its memory to the pool."""
         if not window.is_shown:
             window.release(self.pool)
             self._spare_grad_buffer = window
 
     @property
     def grad_buffer_dtype(self) -> torch.dtype:
-        """Dtype in which gradients wait: never shorter than that in which they are computed."""
+        """Dtype of waiting gradients, at least as wide as the compute dtype."""
         return torch.promote_types(self.compute_dtype, self.reduce_dtype)
 
     def drop_gradient(self) -> None:
-        """Forget what came."""
+        """Drop all gradients that the handle holds."""
         self._grad_buffer = None
         for shown in self._unreduced:
             shown.take_back()
@@ -401,13 +404,13 @@ class FlatParamHandle:
             unsharded_param.grad = None
 
     def show_unreduced_grads(self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]) -> None:
-        """Inside ``no_sync``: lets ``.grad`` show this rank's part of the waiting gradient, not yet reduced.
+        """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
-        It costs no memory, unless shards are offloaded, and shows by its absence that the caller has cleared the
-        gradients.
+        It costs no memory unless shards are offloaded. A later missing ``.grad`` means that the caller has cleared
+        the gradients.
 
         Args:
-            copy_to: copies a tensor to another device and dtype, if it is not there.
+            copy_to: copies a tensor to a device and dtype, unless it has them already.
         """
         if self._grad_buffer is not None and not self._unreduced:
             self._grad_buffer.is_shown = True
@@ -432,8 +435,9 @@ class FlatParamHandle:
             raise UsageError(
                 f"Gradients of some parameters of unit {self.spec.unit_name!r} were cleared between backwards inside "
                 f"no_sync, and others were kept. Rank {self.spec.rank} of the shard group has no elements of "
-                f"{self.layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of them. "
-                "Clear all gradients of a unit at once, or clear some after the first backward outside of no_sync."
+                f"{self.layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of "
+                "them. Clear all gradients of a unit at once, or clear some after the first backward outside of "
+                "no_sync."
             )
         for shown in partial:
             if self._grad_buffer is not None and shown not in kept:
@@ -443,17 +447,17 @@ class FlatParamHandle:
         if not kept:
             self._grad_buffer = None
 
-    # -- whole-module changes ------------------------------------------------------------------------------------
+    # -- changes of the whole module -----------------------------------------------------------------------------
 
     def adopt_changes(self) -> None:
-        """Take over what the user assigned to sharded parameters or to the flat parameter's data."""
+        """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         with unguarded():
             if not self._is_current(self.flat_param.data):
                 self.convert(lambda tensor: tensor)
             self.views.adopt_changes()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""
+        """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
         was_partial = bool(self._unreduced)
         self._hide_unreduced_grads()
         with unguarded():
@@ -485,7 +489,7 @@ class FlatParamHandle:
         self.views.use_sharded_views()
 
     def is_changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether ``fn`` gives tensors another dtype or device."""
+        """Return whether ``fn`` changes the dtype or device of tensors."""
         probe = fn(self.flat_param.data[:0])
         return probe.dtype != self.orig_dtype or probe.device != self.spec.shard_device
 
@@ -497,10 +501,10 @@ class FlatParamHandle:
         )
 
     def copy_to(self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter) -> FlatParamHandle:
-        """An independent handle of the same layout on copies of the modules; gradients are not copied.
+        """Create an independent handle of the same layout for copied modules; gradients are not copied.
 
         Args:
-            params: the managed parameters of the copy, in the layout's order, with their places in the copied modules.
+            params: the managed parameters of the copy, in layout order, with their sites in the copied modules.
             module: the copy of the spec's module.
             flat_param: the copy of the shard, from :func:`new_flat_parameter`.
         """
@@ -522,8 +526,11 @@ class FlatParamHandle:
 
 
 def _grad_hook(handle: FlatParamHandle, index: int) -> Callable[[torch.Tensor], None]:
-    """The hook of leaf ``index``. It must not own the handle, which holds the leaf's autograd node: a cycle through
-    autograd's C++ objects is never collected, and with it no wrapped model would ever be freed."""
+    """Create the post-accumulate-grad hook of unsharded parameter ``index``.
+
+    It must not own the handle, which holds the parameter's autograd node: a cycle through autograd's C++ objects is
+    never collected, so no wrapped model would ever be freed.
+    """
     owner = weakref.ref(handle)
 
     def grads_ready(unsharded_param: torch.Tensor) -> None:
@@ -536,7 +543,7 @@ def _grad_hook(handle: FlatParamHandle, index: int) -> Callable[[torch.Tensor], 
 
 @dataclass(frozen=True, slots=True)
 class _DtypeBuffer:
-    """A unsharded buffer, this rank's slice of it and the unsharded parameters that view it, in one compute dtype."""
+    """Groups an unsharded buffer of one compute dtype, this rank's slice and the parameters that view it."""
 
     buffer: FlatBuffer
     own_slice: torch.Tensor

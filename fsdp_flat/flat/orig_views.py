@@ -1,4 +1,4 @@
-"""Views of ``use_orig_params=True``: outside of compute the user's own Parameters are this rank's slices."""
+"""Implements the views of ``use_orig_params=True``: outside of compute the user's Parameters are local shards."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def _unguarded(method: _Method) -> _Method:
 
 
 class OrigViews(Views):
-    """Views of ``use_orig_params=True``.
+    """Implements :class:`Views` for ``use_orig_params=True``.
 
-    ``module.weight`` is the same Parameter object at all times outside of compute; its data is a 1-D slice, possibly
-    empty, or the whole parameter where nothing is sharded or whole parameters are summoned.
+    Outside of compute ``module.weight`` is always the same Parameter object. Its data is a 1-D local shard, possibly
+    empty, or the full parameter if nothing is sharded or inside ``summon_full_params``.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class OrigViews(Views):
         self._show_dtensors()
 
     def _show_dtensors(self) -> None:
-        """The user's Parameter cannot become a DTensor, so where it stands in for one another is shown."""
+        """Register a DTensor Parameter where the user's plain one replaces a DTensor, which it cannot become."""
         for entry, sharded in zip(self.params, self.sharded, strict=True):
             if entry.adapter is not PLAIN:
                 shown = nn.Parameter(entry.adapter.from_local(sharded.data), requires_grad=sharded.requires_grad)
@@ -143,8 +143,8 @@ class OrigViews(Views):
                 grad.reshape(-1).copy_(own[local_shard.in_shard.to_slice()])
 
     def remove(self) -> None:
-        # Not absent, since the order of parameters is that in which optimizers number them, and not None, which
-        # modules that list their weights anew after a conversion (nn.RNN) would keep.
+        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
+        # rebuild their list of weights after a conversion (nn.RNN) would keep.
         for parameters, name, _, _ in self._bindings:
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
@@ -169,7 +169,7 @@ class OrigViews(Views):
             data = local.view(param_info.shape) if self._is_whole else local
             grad, sharded.grad = sharded.grad, None
             sharded.data = data
-            # Only Module._apply changes dtype or device under a gradient; torch converts the gradient with it.
+            # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(sharded, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
             if not self._is_whole:
@@ -202,7 +202,7 @@ class OrigViews(Views):
             for sharded, local_shard, param_info, was_used in zip(
                 self.sharded, self.local_shards, self.layout.param_infos, used, strict=True
             ):
-                # A parameter of which this rank has nothing gets no gradient: norms and optimizers pass it by.
+                # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
                 if not was_used or (local_shard.is_empty and param_info.numel > 0):
                     continue
                 local = shard_grad[local_shard.in_shard.to_slice()]
@@ -216,7 +216,7 @@ class OrigViews(Views):
     @_unguarded
     def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
         there = [index for index, has_landed in enumerate(grads_ready) if has_landed]
-        # Where this rank has nothing of any, an empty gradient shows whether the caller has cleared them.
+        # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
         shown = [
             index
             for index in there
@@ -274,6 +274,6 @@ class OrigViews(Views):
         else:
             raise UsageError(
                 f"Parameter {param_info.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
-                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {param_info.shape} or this rank's slice "
-                f"{tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
+                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {param_info.shape} or this rank's "
+                f"slice {tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
             )

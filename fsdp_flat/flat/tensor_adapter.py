@@ -1,8 +1,8 @@
-"""What a parameter is to the model, where a process holds a plain tensor of it.
+"""Converts between the tensors that modules hold and the plain local tensors that are flattened.
 
-Everything below the modules (flat layout, shards, buffers, gradients) deals in plain tensors of one process. A
-parameter that tensor parallelism has split already is a DTensor to its module; its adapter says how the two turn into
-each other. Plain parameters share one adapter, the identity, which no step ever calls.
+Flat layouts, shards, buffers and gradients use plain tensors of one process. A parameter that tensor parallelism has
+already sharded is a DTensor in its module; its adapter converts between the two. Plain parameters share one adapter,
+the identity, which no step calls.
 """
 
 from __future__ import annotations
@@ -20,50 +20,50 @@ __all__ = ["PLAIN", "DTensorAdapter", "TensorAdapter", "adapter_if_dtensor", "ad
 
 
 class TensorAdapter:
-    """What a parameter is to its module; here the plain tensor that the process holds, so all is the identity."""
+    """Converts between a module's tensor and the local tensor; this base class, for plain tensors, is the identity."""
 
     __slots__ = ()
 
     def from_local(self, local: torch.Tensor) -> torch.Tensor:
-        """What modules are to see, sharing the memory of ``local`` (the process's own tensor, never a shard of it)."""
+        """Return the module's tensor, sharing the memory of ``local`` (the full local tensor, not an FSDP shard)."""
         return local
 
     def to_local(self, shown: torch.Tensor) -> torch.Tensor:
-        """The process's own tensor of what a module holds, or of its gradient.
+        """Return the local tensor of a module's tensor or of its gradient.
 
-        A gradient may need communication among :attr:`groups` to get the parameter's placement.
+        A gradient may need communication among :attr:`groups` to get the parameter's placements.
         """
         return shown
 
     def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
-        """The whole plain tensor of what a module holds. Every rank of the adapter's mesh must call this."""
+        """Return the full plain tensor of a module's tensor. Every rank of the adapter's mesh must call this."""
         return shown
 
     def local_part(self, whole: torch.Tensor) -> torch.Tensor:
-        """The process's own part of a whole tensor, or of one that modules hold; plain ones need no communication."""
+        """Return the local part of a full tensor or of a module's tensor; plain ones need no communication."""
         return whole
 
     def full_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
+        """Return the shape of the full tensor."""
         return local_shape
 
     def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Where the process's own part begins in the whole tensor, by dim."""
+        """Return the offset of the local tensor in the full tensor, per dim."""
         return (0,) * len(local_shape)
 
     @property
     def is_first_of_mesh(self) -> bool:
-        """Whether this is the process that writes the whole tensor, which others of its mesh make or have too."""
+        """Return whether this process writes the full tensor, which others of its mesh compute or hold too."""
         return True
 
     @property
     def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """Groups over which the elements are split, besides the unit's shard group."""
+        """Groups over which the tensor is sharded, besides the unit's shard group."""
         return ()
 
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        """:attr:`groups`, and those over which the tensor is replicated."""
+        """All of :attr:`groups`, and the groups over which the tensor is replicated."""
         return ()
 
 
@@ -71,12 +71,12 @@ PLAIN = TensorAdapter()
 
 
 class DTensorAdapter(TensorAdapter):
-    """A DTensor, of which this process holds the local tensor.
+    """Converts between a DTensor and its local tensor.
 
     Args:
-        shape: shape of the whole DTensor.
-        mesh: the mesh that it lies on, 1-D or more.
-        placements: one per dim of the mesh, ``Shard`` or ``Replicate``.
+        shape: global shape of the DTensor.
+        mesh: its mesh, 1-D or more.
+        placements: one per mesh dim, ``Shard`` or ``Replicate``.
     """
 
     __slots__ = ("mesh", "placements", "shape")
@@ -108,11 +108,11 @@ class DTensorAdapter(TensorAdapter):
         return whole
 
     def _own(self) -> list[Interval]:
-        """The process's own part, by dim."""
+        """Return the interval of the local tensor in the full tensor, per dim."""
         own = [Interval(0, length) for length in self.shape]
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
-                # DTensor's rule: as torch.chunk, so the last ranks may have less, or nothing.
+                # DTensor shards like torch.chunk, so the last ranks may have fewer rows or none.
                 run = own[placement.dim]
                 rows = chunk_rows(run.numel, self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim))
                 own[placement.dim] = rows.shift(run.start)
@@ -140,10 +140,11 @@ class DTensorAdapter(TensorAdapter):
 
 
 def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
-    """The adapter of a parameter as its module holds it.
+    """Return the adapter of a module's parameter.
 
     Raises:
-        UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
+        UnsupportedError: if it is neither a plain tensor nor a DTensor with only ``Shard`` and ``Replicate``
+            placements; the text includes ``name``.
     """
     data = tensor.data
     if type(data) is torch.Tensor:
@@ -162,7 +163,7 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
 
 
 def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
-    """The adapter of any tensor, also of one that cannot be flattened: that of a plain one unless it is a DTensor."""
+    """Return a DTensor's adapter, or the plain adapter for any other tensor, also one that cannot be flattened."""
     data = tensor.data
     if not isinstance(data, DTensor):
         return PLAIN
@@ -170,15 +171,15 @@ def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
 
 
 def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGroup]) -> None:
-    """Raise if a unit would flatten together what tensor parallelism has put on different ranks.
+    """Check that a unit does not shard or replicate a DTensor over ranks of the DTensor's own mesh.
 
     Args:
         adapter: the adapter of a parameter.
-        name: the parameter's name, for the text.
+        name: the parameter's FQN, for the error text.
         groups: the groups over which the unit shards and replicates.
 
     Raises:
-        OptionError: the DTensor's mesh and a group share ranks besides this one.
+        OptionError: if the DTensor's mesh and a group share ranks besides this one.
     """
     if not isinstance(adapter, DTensorAdapter):
         return
