@@ -1,15 +1,14 @@
-"""Collectives on flat 1-D tensors. Every call begins work and returns a :class:`Pending`.
+"""Implements collectives on flat 1-D tensors. Every call begins asynchronous work and returns a :class:`Pending`.
 
-Every rank of the group must make the same calls in the same order. The way a collective takes depends on the backend
-and on where the tensors live, and only here:
+Every rank of the group must make the same calls in the same order. Only this module selects the implementation, by
+backend and device of the tensors:
 
-* CPU tensors of ranks that share a host, in a gloo group: through shared memory, where each rank reads the parts it
-  needs.
-* gloo on other CPU tensors: an all-gather is one broadcast a rank, each straight into its slice; a reduce-scatter is an
-  all-to-all of slices followed by a local sum. gloo's own all_gather allocates and copies a second full
-  buffer, and its reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
+* CPU tensors of ranks on one host, in a gloo group: shared memory, from which each rank reads the slices it needs.
+* gloo on other CPU tensors: an all-gather is one broadcast per rank, each directly into its slice; a reduce-scatter is
+  an all-to-all of slices followed by a local sum. gloo's all_gather allocates and copies a second full buffer, and its
+  reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
 * gloo on accelerator tensors: broadcasts, and an all-reduce of which a slice is kept.
-* everything else (NCCL, fake groups): the backend's own all_gather and reduce_scatter.
+* everything else (NCCL, fake groups): the backend's all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ __all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectiv
 
 
 class Pending:
-    """Work that was begun. ``wait`` may be called more than once; only the first call does something.
+    """Represents asynchronous work. ``wait`` may be called more than once; only the first call has an effect.
 
     Args:
-        works: what is under way; None for work that is over.
-        result: what the work gives.
-        finish: makes the result of it, once the work is over.
-        scratch: tensors that serve the work alone.
-        alive: tensors to keep until the work is over.
+        works: handles of the work; None for work that is complete.
+        result: the work's output.
+        finish: computes the result from the output, once the work is complete.
+        scratch: temporary tensors of the work.
+        alive: tensors to keep alive until the work is complete.
 
     Attributes:
-        result: what the work gives, valid after ``wait``.
-        scratch: tensors that served the work alone and whose memory is free after ``wait``.
+        result: the result, valid after ``wait``.
+        scratch: temporary tensors of the work, whose memory may be reused after ``wait``.
     """
 
     __slots__ = ("_alive", "_finish", "_works", "result", "scratch")
@@ -62,11 +61,11 @@ class Pending:
 
     @property
     def is_done(self) -> bool:
-        """Whether ``wait`` would return at once."""
+        """Return whether ``wait`` would return at once."""
         return self._works is None or all(work is None or work.is_completed() for work in self._works)
 
     def wait(self) -> torch.Tensor:
-        """Block until the result is there (on an accelerator: until the current stream may use it)."""
+        """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
         if self._works is not None:
             works, self._works = self._works, None
             for work in works:
@@ -83,28 +82,32 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Collectives(Protocol):
-    """How one shard group gathers and reduces flat tensors."""
+    """Describes the all-gather and reduce-scatter of flat tensors over one shard group."""
 
     def name_units(self, names: dict[int, str]) -> None:
-        """Takes the names of units by id, for errors."""
+        """Set the names of units by id, for error texts."""
         ...
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        """Fill ``full`` (1-D, numel a multiple of the group size) from every rank's slice; the own one is in place."""
+        """Begin to all-gather ``full`` in place, from every rank's slice of it.
+
+        Args:
+            full: 1-D, its numel a multiple of the group size; it contains this rank's slice already.
+        """
         ...
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        """Sum ``full`` over the group; the result is this rank's slice, a tensor of its own. ``full`` is used up.
+        """Begin to sum ``full`` over the group; the result is this rank's slice, in separate memory.
 
         Args:
-            full: 1-D, its numel a multiple of the group size.
-            empty_like: gives memory for what the pending result names as scratch.
+            full: 1-D, its numel a multiple of the group size; it may be overwritten.
+            empty_like: allocates the temporary tensors in ``scratch`` of the returned :class:`Pending`.
         """
         ...
 
 
 def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
-    """This rank's slice of ``full``, without making those of thousands of others."""
+    """Return this rank's slice of ``full``, without creating views for the slices of thousands of other ranks."""
     numel = full.numel() // rank_group.size
     return full[rank_group.rank * numel : (rank_group.rank + 1) * numel]
 
@@ -112,7 +115,14 @@ def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
 def begin_all_reduce(
     tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, doing: str = "an all-reduce"
 ) -> Pending:
-    """Sum ``tensor`` over ``rank_group`` in place, or with ``largest`` take the maximum; errors call it ``doing``."""
+    """Begin to all-reduce ``tensor`` in place.
+
+    Args:
+        tensor: the tensor.
+        rank_group: the ranks.
+        largest: reduce to the maximum instead of the sum.
+        doing: name of the collective, for error texts.
+    """
     if rank_group.size == 1:
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
@@ -132,11 +142,11 @@ class _RankGroupCollectives:
         self.size = rank_group.size
 
     def name_units(self, names: dict[int, str]) -> None:
-        """Does nothing: what is moved carries no ids; ranks compare their logs of collectives instead."""
+        """Do nothing: the tensors carry no unit ids here; ranks compare their collective logs instead."""
 
 
 class BackendCollectives(_RankGroupCollectives):
-    """The backend's own all_gather and reduce_scatter."""
+    """Calls the backend's all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         work = _torch.all_gather_single(full, own_slice(full, self.rank_group), group=self.group, async_op=True)
@@ -149,7 +159,7 @@ class BackendCollectives(_RankGroupCollectives):
 
 
 class GlooAcceleratorCollectives(_RankGroupCollectives):
-    """gloo on accelerator tensors, for tests of several ranks on one device."""
+    """Uses gloo on accelerator tensors, for tests of several ranks on one device."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return Pending(_begin_broadcasts(self, full), full)
@@ -160,11 +170,11 @@ class GlooAcceleratorCollectives(_RankGroupCollectives):
 
 
 class GlooCollectives(_RankGroupCollectives):
-    """gloo on CPU tensors, with the fewest bytes and copies.
+    """Uses gloo on CPU tensors, with the fewest bytes and copies.
 
     Args:
-        group: the ranks.
-        name: gives the name of the unit whose tensors they are, for errors.
+        rank_group: the ranks.
+        name: returns the name of the tensors' unit, for error texts.
     """
 
     def __init__(self, rank_group: RankGroup, name: Callable[[], str] = str) -> None:
@@ -176,7 +186,7 @@ class GlooCollectives(_RankGroupCollectives):
         return WatchedWork(work, self.rank_group, lambda: f"the {operation} of unit {self._name()!r}", sources)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        # The own broadcast waits for all others.
+        # This rank's broadcast waits for all other ranks.
         sources = [[rank] if rank != self.rank else self._others for rank in range(self.size)]
         works = zip(_begin_broadcasts(self, full), sources, strict=True)
         return Pending([self._watched(work, "all-gather", waited_for) for work, waited_for in works], full)
@@ -190,7 +200,7 @@ class GlooCollectives(_RankGroupCollectives):
         return Pending([work], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
 
     def _begin_swap(self, full: torch.Tensor) -> Pending:
-        # Of two ranks each sends one half and adds the other to what it receives, which is the result.
+        # With two ranks, each sends one half and adds its other half to the one that it receives.
         halves = full.chunk(2)
         own, sent = halves[self.rank], halves[1 - self.rank]
         received = torch.empty_like(own)
@@ -201,7 +211,7 @@ class GlooCollectives(_RankGroupCollectives):
 
 
 class HostCollectives(_RankGroupCollectives):
-    """CPU tensors through memory that all ranks share; the same bits as by gloo. ``unit`` is its number."""
+    """Uses shared memory for CPU tensors; results equal gloo's bit for bit. ``unit`` is the unit id."""
 
     def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
         super().__init__(rank_group)
@@ -210,7 +220,7 @@ class HostCollectives(_RankGroupCollectives):
         self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
     def name_units(self, names: dict[int, str]) -> None:
-        """See :class:`Collectives`."""
+        """Implement :class:`Collectives`."""
         self._mailbox.names.update(names)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
@@ -244,7 +254,10 @@ def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[
 
 
 class CpuCollectives(_RankGroupCollectives):
-    """CPU tensors of a gloo group, by shared memory if all ranks have it in common, which the first call finds out."""
+    """Uses shared memory for the CPU tensors of a gloo group if its ranks have it, else gloo.
+
+    The first call determines which.
+    """
 
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         super().__init__(rank_group)
@@ -253,7 +266,7 @@ class CpuCollectives(_RankGroupCollectives):
         self._chosen: Collectives | None = None
 
     def name_units(self, names: dict[int, str]) -> None:
-        """See :class:`Collectives`."""
+        """Implement :class:`Collectives`."""
         self._names = names
         if isinstance(self._chosen, HostCollectives):
             self._chosen.name_units(names)
@@ -276,8 +289,8 @@ class CpuCollectives(_RankGroupCollectives):
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    # In rank order on every rank, and in fp32 for the short floats, so that the result neither
-    # depends on timing nor loses bits to the number of ranks.
+    # In rank order on every rank, and in fp32 for 16-bit floats, so that the result neither depends on timing nor
+    # loses precision with more ranks.
     if len(parts) == 2:
         return torch.add(*parts)
     dtype = parts[0].dtype
@@ -302,14 +315,14 @@ def _begin_broadcasts(axial: _RankGroupCollectives, full: torch.Tensor) -> list[
 def collectives_for(
     rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = ""
 ) -> Collectives | None:
-    """The cheapest all-gather and reduce-scatter for a group on ``device``; None for one rank alone, which needs none.
+    """Return the cheapest collectives for a group on ``device``; None for a single rank, which needs none.
 
     Args:
-        group: the ranks.
-        device: the device of compute.
-        unit: number of the unit whose tensors they are, the same on every rank; 0 for none. Where ranks tell each
-            other, tensors of another unit are an error.
-        name: what that error calls the unit.
+        rank_group: the ranks.
+        device: the compute device.
+        unit: id of the tensors' unit, equal on every rank; 0 for none. Transports that send the id raise an error if
+            ranks issue collectives of different units.
+        name: name of the unit in that error.
     """
     if rank_group.group is None or rank_group.size == 1:
         return None

@@ -1,4 +1,4 @@
-"""Which groups have all their ranks on one host: they are connected once, by a transport each."""
+"""Creates one shared-memory transport for each group whose ranks are all on one host."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ __all__ = ["known_transport", "sent_nbytes", "shared_nbytes", "transport_of"]
 
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
-# Every rank has a socket to every other one, and a few files of each.
+# Each rank has a socket to every other rank, and a few open files of each.
 _MOST_RANKS = 16
 _HELLO = struct.Struct("<q")  # rank
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
 _SETUP_S = 10.0
 
-# As torch keeps its groups: whichever unit of a group comes first, there is one transport.
+# Process-wide like torch's groups, so that all units of a group share one transport.
 _mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | None] = weakref.WeakKeyDictionary()
 
 
 def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
-    """The transport of a group of more than one rank; None where its ranks cannot share memory.
+    """Return the transport of a group of more than one rank; None if its ranks cannot share memory.
 
-    They can if they are at most 16 and run on one Linux kernel as one user, in one network namespace, unless the
-    environment variable ``FSDP_FLAT_SHARED_MEMORY`` is 0 for any of them. The first call for a group is a collective:
-    every rank of it must make it at the same point.
+    At most 16 ranks can, if they run on one Linux kernel as one user, in one network namespace, and the environment
+    variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group is a collective: every
+    rank of the group must make it at the same point.
     """
     assert rank_group.group is not None
     if rank_group.group not in _mailboxes:
@@ -48,24 +48,24 @@ def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
 
 
 def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
-    """The transport of a group, if its ranks have made one already."""
+    """Return the transport of a group if :func:`transport_of` has created one, else None."""
     return None if rank_group.group is None else _mailboxes.get(rank_group.group)
 
 
 def shared_nbytes() -> int:
-    """Bytes of this process that its transports use or keep for the next messages."""
+    """Return the number of bytes of shared memory that this process's transports use or keep for messages."""
     return sum(transport.nbytes for transport in _mailboxes.values() if transport is not None)
 
 
 def sent_nbytes() -> int:
-    """Bytes that this process has sent by its transports, once for each rank they went to."""
+    """Return the number of bytes that this process has sent by its transports, counted once per destination rank."""
     return sum(transport.sent_nbytes for transport in _mailboxes.values() if transport is not None)
 
 
 def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
-    """Connect all ranks, or none of them."""
+    """Connect all ranks of a group, or none."""
     timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
-    # A rank that cannot connect lets the others wait, who then have to be in time for the group.
+    # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
     listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
@@ -85,14 +85,14 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
 
 
 def _host() -> bytes:
-    """What ranks must have in common: the running kernel, the namespace of its socket names, and the user."""
+    """Return an id of the running kernel, its network namespace and the user, equal on ranks that can share memory."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         boot = file.read().strip()
     return b"%s-%d-%d" % (boot, os.stat("/proc/self/ns/net").st_ino, os.getuid())
 
 
 def _shares_memory() -> bool:
-    """Whether this system has what is needed here: Linux has."""
+    """Return whether the system supports memfd_create, send_fds and MADV_REMOVE, as Linux does."""
     return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")
 
 
@@ -113,7 +113,7 @@ def _listen(timeout_s: float) -> socket.socket | None:
 def _connect_peers(
     rank_group: RankGroup, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]
 ) -> None:
-    """Put a socket to every other rank into ``peers``: later ranks call earlier ones."""
+    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones."""
     for rank in range(rank_group.rank):
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[rank].settimeout(listener.gettimeout())

@@ -1,4 +1,4 @@
-"""Process groups of a unit: the one it is sharded over and the one it is replicated over."""
+"""Resolves the process groups of a unit: the shard group and the replicate group."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["RankGroup", "ShardingGroups", "destroyed", "host_group", "is_simulat
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """One direction of the rank grid. ``group`` is None where the group has one rank and needs no group."""
+    """Describes a process group and this rank in it; ``group`` is None for a single rank that needs no group."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -25,7 +25,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
-        """The group that a process group spans."""
+        """Describe a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
@@ -34,12 +34,12 @@ ALONE = RankGroup(None, 0, 1)
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroups:
-    """The shard group and the replicate group of one unit.
+    """Holds the shard group and the replicate group of one unit.
 
     Attributes:
-        shard: parameters are split over this group (size 1: not at all).
-        replicate: gradients are reduced over this group too (size 1: not at all).
-        mesh: the device mesh that the caller gave, if any.
+        shard: the group over which parameters are sharded (size 1: not sharded).
+        replicate: the group over which gradients are all-reduced too (size 1: not replicated).
+        mesh: the caller's device mesh, if any.
     """
 
     shard: RankGroup
@@ -48,7 +48,7 @@ class ShardingGroups:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return self.shard.size * self.replicate.size
 
     @property
@@ -58,20 +58,20 @@ class ShardingGroups:
 
     @property
     def primary(self) -> RankGroup:
-        """The group of FSDP1's ``process_group``: the shard group, or the only one where nothing is sharded."""
+        """Group of FSDP1's ``process_group``: the shard group, or the replicate group if nothing is sharded."""
         return self.shard if self.shard.group is not None else self.replicate
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group of :attr:`primary`."""
+        """Process group of :attr:`primary`."""
         return self.primary.group
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared.
+    """Return whether ``group`` has torch's "fake" backend, which does not communicate, so ranks cannot compare values.
 
     Raises:
-        UsageError: the group was destroyed.
+        UsageError: if the group was destroyed.
     """
     try:
         return dist.get_backend(group) == "fake"
@@ -80,7 +80,7 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
 
 
 def destroyed(group: dist.ProcessGroup) -> UsageError:
-    """What to raise where a process group that a model was wrapped with is gone."""
+    """Create the error for a model whose process group was destroyed."""
     return UsageError(
         f"A process group of {group.size()} ranks, in which this is rank {group.rank()}, was destroyed "
         "(torch.distributed.destroy_process_group), and a FullyShardedDataParallel that was made with it is still in "
@@ -90,7 +90,7 @@ def destroyed(group: dist.ProcessGroup) -> UsageError:
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo is what moves tensors of ``device`` in ``group``."""
+    """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
     if is_simulated(group):
         return False
     try:
@@ -100,7 +100,7 @@ def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a new gloo group.
+    """Return a group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a new gloo group.
 
     Every rank of the group must call this.
     """
@@ -115,22 +115,22 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def resolve_groups(
     strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
 ) -> ShardingGroups:
-    """Turn the constructor's ``process_group`` and ``device_mesh`` into the two groups.
+    """Resolve the constructor's ``process_group`` and ``device_mesh`` into the shard group and the replicate group.
 
-    Every rank of the default group must call this where it makes groups: a hybrid strategy given
-    nothing but an auto-wrap policy.
+    Every rank of the default group must call this if it creates groups, that is for a hybrid strategy with an
+    auto-wrap policy and neither ``process_group`` nor ``device_mesh``.
 
     Args:
         strategy: row of the strategy table.
         process_group: a group, ``(shard_group, replicate_group)``, or None for the default group.
         device_mesh: a 1-D mesh, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
-        has_policy: an auto-wrap policy was given, so one call makes all units and may make groups.
-        device: the compute device; decides how many ranks make a node.
+        has_policy: whether an auto-wrap policy was given, so that one call creates all units and may create groups.
+        device: the compute device; determines the number of ranks per node.
 
     Raises:
-        OptionError: the two do not fit each other or the strategy.
-        OptionTypeError: ``process_group`` or ``device_mesh`` is something else.
-        UsageError: there is no default process group.
+        OptionError: if the two do not fit each other or the strategy.
+        OptionTypeError: if ``process_group`` or ``device_mesh`` has another type.
+        UsageError: if there is no default process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
@@ -189,12 +189,15 @@ def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
                 f"got a {ndim}-D mesh. init_device_mesh(device_type, (num_replicas, num_shards)) makes one."
             )
         return ShardingGroups(RankGroup.of(mesh.get_group(1)), RankGroup.of(mesh.get_group(0)), mesh)
-    # FSDP1 takes dim 0 of a larger mesh here; a script may rely on it.
+    # FSDP1 uses dim 0 of a larger mesh here; a script may rely on it.
     return _single_group(strategy, mesh.get_group(0), mesh)
 
 
 def _node_groups(device: torch.device) -> ShardingGroups:
-    """Shard within a node, replicate across nodes; the node size is what the launcher or the device count says."""
+    """Create groups that shard within a node and replicate across nodes.
+
+    The number of ranks per node is the launcher's or the number of devices.
+    """
     world = dist.get_world_size()
     local = _ranks_per_node(device, world)
     if world % local != 0:
