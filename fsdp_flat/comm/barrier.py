@@ -26,9 +26,9 @@ def barrier(what: str, rank_group: RankGroup) -> None:
     Every rank of the group must call this. Each rank makes three requests to the store.
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
-    minutes; they only warn. If rank 0 has waited for 20 seconds and no other rank has arrived, the call is taken for
-    one on rank 0 only. If ranks share memory, a rank that sends a different collective in the meantime is detected
-    at once.
+    minutes; they only warn. If rank 0 has waited for 20 seconds and no other rank has arrived, the call is assumed to
+    be on rank 0 only. If ranks share memory, a rank that sends a different collective in the meantime is detected
+    within a second.
 
     Args:
         what: name of the caller's operation, for error and warning texts.

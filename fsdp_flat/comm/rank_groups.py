@@ -25,7 +25,7 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
-        """Describe a process group."""
+        """Create the description of a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 

@@ -1,7 +1,7 @@
 """Transfers runs of elements between ranks, each directly from its source to its target tensor.
 
-State dicts use these transfers in place of all-gathers, so a save needs only the memory of its result and moves each
-element once. Only short runs, for which a message costs more than a copy, are packed together.
+State dicts use these transfers: no tensor is all-gathered or sliced afterwards, so a save needs only the memory of its
+result and moves each element once. Only short runs, for which a message costs more than a copy, are packed together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["P2PChannels", "Transfers"]
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so the bytes in flight are limited.
 _MOST_UNDER_WAY_NBYTES = 1 << 26
-# Shared memory: long runs are sent in segments, several of them unread, so that neither side waits for each segment.
+# Shared memory: long runs are sent in parts, several of them unread, so that neither side waits for each part.
 _PIECE_NBYTES = 1 << 22
 _MOST_UNREAD_NBYTES = 1 << 24
 
@@ -220,7 +220,7 @@ class TransportQueue:
 
 
 class _SharedMemoryChannel:
-    """Uses shared memory, in segments of a run of which a few are in flight at once."""
+    """Uses shared memory, and splits runs into parts of which a few are in flight at once."""
 
     device = torch.device("cpu")
 

@@ -41,7 +41,7 @@ def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_part: boo
 
 
 def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
-    """Return a flat parameter with a copy of the shard, or ``copied``, the result of a ``copy.deepcopy``, marked."""
+    """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
     if copied is not None:
         return _marked(copied)
     shard = flat_param.data.clone()

@@ -270,7 +270,7 @@ class FlatParamHandle:
         self._move(ShardState.UNSHARDED)
 
     def reset(self) -> None:
-        """Return to the sharded state from any state after an exception, and drop all gradients."""
+        """Reset to the sharded state from any state after an exception, and drop all gradients."""
         self._state = ShardState.SHARDED
         self.buffer.free(self.pool)
         self.views.use_sharded_views()
@@ -361,7 +361,7 @@ class FlatParamHandle:
         return [index for index, has_landed in enumerate(self.grads_ready) if has_landed]
 
     def take_grads_ready(self) -> bytes:
-        """Return :attr:`grads_ready` before a reduction, after dropping gradients that the caller has cleared."""
+        """Drop gradients that the caller has cleared, and return :attr:`grads_ready`, before gradients are reduced."""
         self._hide_unreduced_grads()
         return self.grads_ready
 

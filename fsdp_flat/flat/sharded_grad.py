@@ -1,4 +1,4 @@
-"""Marks sharded gradients, so that the norm of one rank's shard is not taken for that of the full gradient."""
+"""Marks sharded gradients, so that the norm of one rank's shard is not mistaken for that of the full gradient."""
 
 from __future__ import annotations
 

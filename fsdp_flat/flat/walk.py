@@ -81,7 +81,7 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Return the module inside wrappers for activation checkpoints, offload and compilation, if any.
+    """Return the module inside wrappers for activation checkpoints, offload and compilation, or ``module`` itself.
 
     These wrappers move the names in state dicts one level down when they load, so the unit's flat parameter has to be
     registered on the module that holds its parameters.
@@ -154,7 +154,7 @@ def held_locally(entry: ManagedParam) -> ManagedParam:
 
 @dataclass(frozen=True, slots=True)
 class FlattenedBy:
-    """Identifies, as the true value of ``_fsdp_flattened``, the unit that flattened a parameter."""
+    """Identifies the unit that flattened a parameter; the always true value of its ``_fsdp_flattened``."""
 
     fqn: str
     unit_name: str
