@@ -21,22 +21,21 @@ GLANCE_S = 1.0
 
 
 def barrier(what: str, rank_group: RankGroup) -> None:
-    """Wait for the other ranks of a group through the group's store, without a collective of the group.
+    """Wait for all ranks of a group through its store, without a collective.
 
-    Every rank of the group must call this. Each rank makes three requests to the store.
+    Every rank of the group must call this. Each rank sends three requests to the store.
 
     Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
-    minutes; they only warn. If rank 0 has waited for 20 seconds and no other rank has arrived, the call is assumed to
-    be on rank 0 only. If ranks share memory, a rank that sends a different collective in the meantime is detected
-    within a second.
+    minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
+    rank 0 only. If ranks share memory, a rank that sends a different collective is detected within a second.
 
     Args:
-        what: name of the caller's operation, for error and warning texts.
+        what: the caller's operation, for error texts.
         rank_group: the ranks.
 
     Raises:
         UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
-            if not all ranks have arrived within the default process-group timeout.
+            if a rank has not arrived within the default process-group timeout.
     """
     group = rank_group.group
     if group is None or rank_group.size == 1 or is_simulated(group):
@@ -79,7 +78,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
 
 
 class _StoreBarrier:
-    """Implements the n-th barrier of a group, where n is the number of barriers that this rank has reached.
+    """Implements the n-th barrier of a group, where n counts this rank's arrivals.
 
     Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
     """

@@ -21,7 +21,7 @@ _CODES = {"all-gather": 1, "reduction": 2}
 
 
 class LoggedUnit(Protocol):
-    """Describes the attributes of a unit that the log reads."""
+    """Describes the unit attributes that the log reads."""
 
     unit_id: int
     name: str

@@ -32,7 +32,7 @@ class Pending:
     """Represents asynchronous work. ``wait`` may be called more than once; only the first call has an effect.
 
     Args:
-        works: handles of the work; None for work that is complete.
+        works: the work; None for work that is complete.
         result: the work's output.
         finish: computes the result from the output, once the work is complete.
         scratch: temporary tensors of the work.
@@ -82,18 +82,14 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Collectives(Protocol):
-    """Describes the all-gather and reduce-scatter of flat tensors over one shard group."""
+    """Describes the collectives of one shard group on flat tensors."""
 
     def name_units(self, names: dict[int, str]) -> None:
         """Set the names of units by id, for error texts."""
         ...
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        """Begin to all-gather ``full`` in place, from every rank's slice of it.
-
-        Args:
-            full: 1-D, its numel a multiple of the group size; it contains this rank's slice already.
-        """
+        """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
         ...
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
@@ -107,7 +103,7 @@ class Collectives(Protocol):
 
 
 def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
-    """Return this rank's slice of ``full``, without creating views for the slices of thousands of other ranks."""
+    """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
     numel = full.numel() // rank_group.size
     return full[rank_group.rank * numel : (rank_group.rank + 1) * numel]
 
@@ -115,14 +111,7 @@ def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
 def begin_all_reduce(
     tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, doing: str = "an all-reduce"
 ) -> Pending:
-    """Begin to all-reduce ``tensor`` in place.
-
-    Args:
-        tensor: the tensor.
-        rank_group: the ranks.
-        largest: reduce to the maximum instead of the sum.
-        doing: name of the collective, for error texts.
-    """
+    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; ``doing`` is for error texts."""
     if rank_group.size == 1:
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM

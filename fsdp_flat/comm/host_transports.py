@@ -53,12 +53,12 @@ def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
 
 
 def shared_nbytes() -> int:
-    """Return the number of bytes of shared memory that this process's transports use or keep for messages."""
+    """Return the bytes of shared memory that this process's transports use or keep for later messages."""
     return sum(transport.nbytes for transport in _mailboxes.values() if transport is not None)
 
 
 def sent_nbytes() -> int:
-    """Return the number of bytes that this process has sent by its transports, counted once per destination rank."""
+    """Return the bytes that this process has sent by its transports, counted once per destination rank."""
     return sum(transport.sent_nbytes for transport in _mailboxes.values() if transport is not None)
 
 
@@ -92,7 +92,7 @@ def _host() -> bytes:
 
 
 def _shares_memory() -> bool:
-    """Return whether the system supports memfd_create, send_fds and MADV_REMOVE, as Linux does."""
+    """Return whether the system has the required calls; Linux has."""
     return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")
 
 

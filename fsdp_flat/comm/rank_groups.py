@@ -115,21 +115,21 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 def resolve_groups(
     strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
 ) -> ShardingGroups:
-    """Resolve the constructor's ``process_group`` and ``device_mesh`` into the shard group and the replicate group.
+    """Resolve the constructor's ``process_group`` and ``device_mesh`` into the two groups.
 
-    Every rank of the default group must call this if it creates groups, that is for a hybrid strategy with an
-    auto-wrap policy and neither ``process_group`` nor ``device_mesh``.
+    Every rank of the default group must call this if it creates groups: for a hybrid strategy with only an auto-wrap
+    policy.
 
     Args:
         strategy: row of the strategy table.
         process_group: a group, ``(shard_group, replicate_group)``, or None for the default group.
         device_mesh: a 1-D mesh, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
-        has_policy: whether an auto-wrap policy was given, so that one call creates all units and may create groups.
+        has_policy: whether an auto-wrap policy was given, so one call creates all units and may create groups.
         device: the compute device; determines the number of ranks per node.
 
     Raises:
         OptionError: if the two do not fit each other or the strategy.
-        OptionTypeError: if ``process_group`` or ``device_mesh`` has another type.
+        OptionTypeError: if one of the two has another type.
         UsageError: if there is no default process group.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -194,10 +194,7 @@ def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
 
 
 def _node_groups(device: torch.device) -> ShardingGroups:
-    """Create groups that shard within a node and replicate across nodes.
-
-    The number of ranks per node is the launcher's or the number of devices.
-    """
+    """Create groups that shard within a node (as launched, or by device count) and replicate across nodes."""
     world = dist.get_world_size()
     local = _ranks_per_node(device, world)
     if world % local != 0:

@@ -110,11 +110,10 @@ class _Segment:
     """Holds memory of this rank that other ranks map and read.
 
     Attributes:
-        index: its index in the transport's list of segments.
-        fd: the file descriptor, by which others map it.
+        fd: file descriptor, by which others map it.
         memory: the memory (1-D, uint8).
         known_to: ranks that have its file descriptor.
-        num_unread: messages in it that are still to be read, counted once per reader.
+        num_unread: unread messages in it, counted once per reader.
         last_send: count of the send that last used it.
         is_empty: its pages were released after long disuse.
     """
@@ -156,12 +155,12 @@ class _Segment:
 
 
 class SharedMemoryTransport:
-    """Sends and receives the messages of this rank in one group, from one thread; created by ``transport_of``.
+    """Sends and receives this rank's messages in one group, for one thread; created by ``transport_of``.
 
     Args:
         rank_group: the ranks.
         peers: a connected, non-blocking socket to every other rank.
-        timeout_s: seconds after which waiting for a rank that sends nothing fails.
+        timeout_s: seconds after which waiting for a silent rank fails.
 
     Attributes:
         sent_nbytes: bytes sent so far, counted once per destination rank.
@@ -277,7 +276,7 @@ class SharedMemoryTransport:
         unit: int = 0,
         fds: Sequence[int] = (),
     ) -> None:
-        """Send a header to ``rank``, with file descriptors if any."""
+        """Send a header to ``rank``."""
         if rank not in self._peers:
             return
         note = _HEADER.pack(kind, segment, start, nbytes, purpose, unit)
@@ -435,12 +434,12 @@ def wait_for(
 
     Args:
         sources: pairs of a transport and a rank that sends to it.
-        purpose: purpose of the expected message, one of ``_PURPOSES``.
+        purpose: purpose of the message, one of ``_PURPOSES``.
         unit: id of its unit, 0 for none.
         room_at: one of the ranks; the wait also ends once a header can be sent to it.
 
     Raises:
-        PeerFailureError: if one of the ranks has ended, or none sent anything within the timeout.
+        PeerFailureError: if a rank has ended, or all are silent for the group's timeout.
         RankMismatchError: if ranks have issued different collectives.
     """
     poll = select.poll()
@@ -462,7 +461,7 @@ def wait_for(
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """Records an expected message, which stays in the queue also if its :class:`Message` is deleted."""
+    """Records an expected message, also after its :class:`Message` is deleted."""
 
     message: weakref.ref[Message]
     nbytes: int

@@ -32,13 +32,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Streams:
-    """Defines the interface, and implements it for the CPU, where work runs in order and nothing needs to be done.
+    """Defines the interface, and implements it for the CPU, which runs all work in order.
 
     Attributes:
-        all_gathers: context for all-gathers. They run on the all-gather stream, after the last use of every buffer
-            freed so far and after the shards are written.
-        reduce_scatters: context for reduce-scatters. They run on the reduce-scatter stream, after the compute issued
-            so far.
+        all_gathers: context in which work runs on the all-gather stream, after the last use of every buffer freed so
+            far and after the shards are written.
+        reduce_scatters: context in which work runs on the reduce-scatter stream, after the compute issued so far.
     """
 
     is_accelerator = False
@@ -79,7 +78,7 @@ class AcceleratorStreams(Streams):
     Args:
         device: the accelerator.
         new_stream: creates a stream.
-        current_stream: returns the compute stream; None for torch's current stream.
+        current_stream: returns the compute stream.
     """
 
     is_accelerator = True

@@ -110,10 +110,10 @@ def _is_packed(
 
 
 class _P2PChannel(Protocol):
-    """Describes a p2p channel for runs between the ranks of a group.
+    """Describes a p2p channel between the ranks of a group.
 
     Attributes:
-        device: device of the runs that it sends and receives.
+        device: device of the runs that it transfers.
     """
 
     device: torch.device
@@ -190,7 +190,7 @@ class TransportQueue:
         transport.send("transfer", [(piece, to)])
 
     def expect(self, transport: SharedMemoryTransport, piece: torch.Tensor, source: int) -> None:
-        """Expect a message from rank ``source``, to be copied into ``piece``."""
+        """Expect a message from ``source``, for ``piece``."""
         letters = self._letters.setdefault((transport, source), deque())
         letters.append((transport.expect("transfer", source, piece.nbytes), piece))
 

@@ -46,10 +46,7 @@ def node_will_run(node: Any) -> bool:
 
 
 def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
-    """Return whether a caller holds an autograd graph with a gradient for ``unsharded_param``.
-
-    The graph's ``AccumulateGrad`` node holds a second reference to the parameter.
-    """
+    """Return whether ``unsharded_param`` is in an autograd graph, whose accumulator holds a second reference to it."""
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 

@@ -23,8 +23,8 @@ __all__ = ["FlatViews"]
 class FlatViews(Views):
     """Implements :class:`Views` for ``use_orig_params=False``.
 
-    The original parameters are removed from ``module._parameters``. During compute the modules hold the unsharded
-    parameters as plain attributes, otherwise placeholders of the same shape that raise when they are used.
+    The original parameters leave ``module._parameters``. During compute the modules hold unsharded parameters as plain
+    attributes, otherwise placeholders of the same shape that raise when used.
     """
 
     def __init__(

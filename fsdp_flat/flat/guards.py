@@ -125,7 +125,7 @@ class ShardedParameter(nn.Parameter):
 
     @staticmethod
     def unguard(param: nn.Parameter) -> None:
-        """Give ``param``, which is now unsharded, the class ``nn.Parameter`` again."""
+        """Give ``param``, which is now unsharded, its class back."""
         if type(param) is ShardedParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
 

@@ -1,7 +1,7 @@
 """Defines the handle, which owns a flat parameter, its unsharded buffer, unsharded parameters and gradients.
 
-A handle holds tensors of one process and never communicates. It allocates the buffer that another object all-gathers
-into, and prepares the flat gradient that another object reduces.
+A handle never communicates. It allocates the buffer that another object all-gathers into, and prepares the flat
+gradient that another object reduces.
 """
 
 from __future__ import annotations
@@ -56,12 +56,10 @@ class HandleSpec:
 
     Attributes:
         unit_name: name of the unit, for error texts.
-        module: the unit's module, inside wrappers for checkpoints and compilation; a visible flat parameter is
-            registered on it.
+        module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
         rank: this rank in the shard group.
         world_size: size of the shard group.
-        num_ranks: ranks over which gradients are averaged; the tail of a layout with ``world_size=1`` is padded to a
-            multiple of it.
+        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
         use_orig_params: the constructor's argument.
         device: compute device.
         shard_device: device of the shard and its gradient.
@@ -265,7 +263,7 @@ class FlatParamHandle:
         self.buffer.free(self.pool)
 
     def undo_reshard(self) -> None:
-        """Mark the parameters as unsharded again, with the buffer that :meth:`reshard` did not free."""
+        """Mark the parameters as unsharded again; the buffer was not freed yet."""
         self._move(ShardState.UNSHARDING)
         self._move(ShardState.UNSHARDED)
 
@@ -395,7 +393,7 @@ class FlatParamHandle:
         return torch.promote_types(self.compute_dtype, self.reduce_dtype)
 
     def drop_gradient(self) -> None:
-        """Drop all gradients that the handle holds."""
+        """Drop all gradients."""
         self._grad_buffer = None
         for shown in self._unreduced:
             shown.take_back()

@@ -53,7 +53,7 @@ class MemoryPool:
             storage.resize_(nbytes)
 
     def empty(self, storage: torch.UntypedStorage) -> None:
-        """Take the memory of ``storage``, which is empty afterwards."""
+        """Take the memory of ``storage``."""
         nbytes = storage.nbytes()
         if nbytes == 0:
             return

@@ -108,7 +108,7 @@ class DTensorAdapter(TensorAdapter):
         return whole
 
     def _own(self) -> list[Interval]:
-        """Return the interval of the local tensor in the full tensor, per dim."""
+        """Return the local tensor's interval, per dim."""
         own = [Interval(0, length) for length in self.shape]
         for mesh_dim, placement in enumerate(self.placements):
             if isinstance(placement, Shard):
@@ -143,8 +143,7 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
     """Return the adapter of a module's parameter.
 
     Raises:
-        UnsupportedError: if it is neither a plain tensor nor a DTensor with only ``Shard`` and ``Replicate``
-            placements; the text includes ``name``.
+        UnsupportedError: if it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
     """
     data = tensor.data
     if type(data) is torch.Tensor:

@@ -4,8 +4,8 @@ There are two implementations, chosen when the handle is built:
 
 * ``OrigViews`` (``use_orig_params=True``): outside of compute ``module.weight`` is the user's Parameter, whose data is
   this rank's 1-D local shard (possibly empty).
-* ``FlatViews`` (``use_orig_params=False``): the original parameters are removed from ``module._parameters``; the
-  optimizer sees only the flat parameter.
+* ``FlatViews`` (``use_orig_params=False``): the original parameters leave ``module._parameters``; the optimizer sees
+  only the flat parameter.
 
 During compute, both show ``unsharded_params``: one Parameter per original, a view of the unsharded buffer.
 """
@@ -301,10 +301,7 @@ def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
 
 
 def run_grad_hooks(param: nn.Parameter) -> None:
-    """Run the user's gradient hooks and in-backward optimizers.
-
-    torch does not run them, because the parameter is not a leaf of the autograd graph.
-    """
+    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
     for optimizer in getattr(param, "_in_backward_optimizers", ()):

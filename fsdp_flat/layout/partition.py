@@ -33,12 +33,12 @@ class Partition(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvenPartition:
-    """Partitions a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks.
+    """Splits a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks.
 
     Attributes:
         numel: elements of the tensor.
-        step: elements from the start of one rank to that of the next.
-        offset: elements before the tensor in the buffer that is partitioned.
+        step: elements per rank.
+        offset: elements before the tensor in the buffer that is split.
         size: number of ranks.
     """
 

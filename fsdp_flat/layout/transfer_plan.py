@@ -23,9 +23,9 @@ class TransferPlan:
     """Lists the elements of one tensor that one rank sends, receives and keeps.
 
     Attributes:
-        sends: (destination rank, elements of the source interval of this rank), by rank.
-        receives: (source rank, elements of the target interval of this rank), by rank.
-        kept: the elements that stay on this rank, as slices of its source and of its target interval; None if none do.
+        sends: (destination rank, slice of this rank's source interval), by rank.
+        receives: (source rank, slice of this rank's target interval), by rank.
+        kept: slices of both intervals for the elements that stay on this rank; None if none do.
     """
 
     sends: tuple[tuple[int, slice], ...]
@@ -53,7 +53,7 @@ def plan_transfer(held: Partition, wanted: Partition, rank: int) -> TransferPlan
 
 
 def _shared(run: Interval, partition: Partition, rank: int) -> tuple[tuple[int, slice], ...]:
-    """Return the elements of ``run`` that each rank other than ``rank`` holds, relative to the start of ``run``."""
+    """Return (other rank, slice of ``run`` that it holds) for all ranks but ``rank``."""
     if run.is_empty:
         return ()
     parts = ((other, run.intersect(partition[other])) for other in partition.ranks(run) if other != rank)
