@@ -45,7 +45,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/mypy fsdp_flat
-	$(BIN)/python -m pytest -q tests/test_floors.py
+	$(BIN)/python -m pytest -q tests/test_layers.py
 
 fix: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)

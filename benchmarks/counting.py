@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_flat.comm.neighbours import sent_nbytes, shared_nbytes
+from fsdp_flat.comm.host_transports import sent_nbytes, shared_nbytes
 
 __all__ = ["Counter"]
 
@@ -79,9 +79,9 @@ class Counter(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count(func.__name__.split(".")[0], args)
         result = func(*args, **(kwargs or {}))
-        leaves = tree_leaves(result)
-        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            self._note(leaves)
+        unsharded_params = tree_leaves(result)
+        if any(isinstance(leaf, torch.Tensor) for leaf in unsharded_params):
+            self._note(unsharded_params)
             self.peak = max(self.peak, self.alive())
         return result
 

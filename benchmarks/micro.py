@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.spec import Job, Setting
-from fsdp_flat.comm import Axis, collectives_for
+from fsdp_flat.comm import RankGroup, collectives_for
 from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["NOTE", "main", "measure_routes"]
@@ -79,7 +79,7 @@ def _routes(numel: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         for peer in peers:
             sums.add_(placed[peer])
 
-    host = collectives_for(Axis.of(dist.group.WORLD), torch.device("cpu"))
+    host = collectives_for(RankGroup.of(dist.group.WORLD), torch.device("cpu"))
     return {
         "gather by shared memory": lambda: host.begin_all_gather(full).wait(),
         "gather by all_gather_single": lambda: all_gather_single(full, parts[rank]),

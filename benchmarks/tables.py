@@ -168,8 +168,8 @@ def write_picture(results: Mapping[str, Any], path: Path) -> None:
     right.barh(names, counted, height=0.4, color="#4878a8", label="parameters, gradients, buffers")
     right.set_xlabel("MB a rank (peak)")
     right.legend(frameon=False, fontsize=8)
-    for axes in (left, right):
-        axes.spines[["top", "right"]].set_visible(False)
+    for rank_groups in (left, right):
+        rank_groups.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -1,7 +1,7 @@
 """Enums and option records of FSDP1's public interface: names, values and defaults as there.
 
 ``fsdp_flat.api`` mirrors ``torch.distributed.fsdp.api``. Everything here is a plain value
-without behaviour, so every floor may import it.
+without behaviour, so every layer may import it.
 """
 
 from __future__ import annotations

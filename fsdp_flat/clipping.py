@@ -10,8 +10,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Axis, begin_all_reduce
-from fsdp_flat.flat import PLAIN, Guise, guise_if_dtensor
+from fsdp_flat.comm import RankGroup, begin_all_reduce
+from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor
 from fsdp_flat.runtime import Unit
 
 __all__ = ["clip_grads", "local_norm"]
@@ -21,7 +21,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
     Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over
-    their shard axis, and over the axes over which tensor parallelism has split them; what is not sharded (NO_SHARD
+    their shard group, and over the groups over which tensor parallelism has split them; what is not sharded (NO_SHARD
     units, ignored parameters) is the same on every rank and counts once.
 
     Every rank must call this.
@@ -33,7 +33,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
         norm_type: order of the norm, ``inf`` included.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    by_axes: dict[tuple[Axis, ...], list[torch.Tensor]] = {}
+    by_axes: dict[tuple[RankGroup, ...], list[torch.Tensor]] = {}
     managed: set[nn.Parameter] = set()
     device = None
     # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
@@ -41,31 +41,32 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     for param in root.parameters():
         dtype = torch.promote_types(dtype, param.dtype) if param.is_floating_point() else dtype
     for unit in units:
-        axis = unit.options.groups.shard
-        plain = by_axes.setdefault((axis,), [])
+        rank_group = unit.options.groups.shard
+        plain = by_axes.setdefault((rank_group,), [])
         for handle in unit.handles:
             device = device or handle.spec.device
             managed.update(handle.views.visible_params())
-            for guise, grad in handle.views.grads():
+            for adapter, grad in handle.views.grads():
                 # Keys do not depend on gradients: every rank has to exchange the same norms.
-                local = plain if guise is PLAIN else by_axes.setdefault(_split_over(axis, guise), [])
+                local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(rank_group, adapter), [])
                 if grad is not None:
                     local.append(grad)
-    alone = Axis(None, 0, 1)
+    alone = RankGroup(None, 0, 1)
     plain = by_axes.setdefault((alone,), [])
     for param in root.parameters():
         if param not in managed and not getattr(param, "_fsdp_flattened", False):
-            guise = guise_if_dtensor(param)
-            local = plain if guise is PLAIN else by_axes.setdefault(_split_over(alone, guise), [])
+            adapter = adapter_if_dtensor(param)
+            local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(alone, adapter), [])
             if param.grad is not None:
-                local.append(guise.local(param.grad))
-                if guise is not PLAIN:
+                local.append(adapter.to_local(param.grad))
+                if adapter is not PLAIN:
                     # Partial sums may have been added up; what is scaled below has to be what the optimizer reads.
-                    param.grad = guise.shown(local[-1])
+                    param.grad = adapter.from_local(local[-1])
     grads = [grad for local in by_axes.values() for grad in local]
     device = device if device is not None else torch.device("cpu")
     parts = [
-        _over_axes(local_norm(local, norm_type, device, dtype), axes, norm_type) for axes, local in by_axes.items()
+        _over_rank_groups(local_norm(local, norm_type, device, dtype), rank_groups, norm_type)
+        for rank_groups, local in by_axes.items()
     ]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
@@ -76,7 +77,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
             # This rank has no elements of any, so no gradient, which would have a dtype all the same.
             dtypes = [param.dtype for param in trainable]
     if not dtypes:
-        if any(axis.size > 1 for axes in by_axes for axis in axes):
+        if any(rank_group.size > 1 for rank_groups in by_axes for rank_group in rank_groups):
             # Where nothing is sharded, all ranks have the same gradients.
             warnings.warn(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
@@ -100,14 +101,14 @@ def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
 
 
-def _split_over(axis: Axis, guise: Guise) -> tuple[Axis, ...]:
-    return (axis, *map(Axis.of, guise.groups))
+def _split_over(rank_group: RankGroup, adapter: TensorAdapter) -> tuple[RankGroup, ...]:
+    return (rank_group, *map(RankGroup.of, adapter.groups))
 
 
-def _over_axes(norm: torch.Tensor, axes: tuple[Axis, ...], norm_type: float) -> torch.Tensor:
-    for axis in axes:
-        if axis.size > 1 and math.isinf(norm_type):
-            norm = begin_all_reduce(norm, axis, largest=True).wait()
-        elif axis.size > 1:
-            norm = begin_all_reduce(norm.pow(norm_type), axis).wait().pow(1.0 / norm_type)
+def _over_rank_groups(norm: torch.Tensor, rank_groups: tuple[RankGroup, ...], norm_type: float) -> torch.Tensor:
+    for rank_group in rank_groups:
+        if rank_group.size > 1 and math.isinf(norm_type):
+            norm = begin_all_reduce(norm, rank_group, largest=True).wait()
+        elif rank_group.size > 1:
+            norm = begin_all_reduce(norm.pow(norm_type), rank_group).wait().pow(1.0 / norm_type)
     return norm

@@ -1,4 +1,4 @@
-"""Gathers and reductions of a caller's own in place of the library's, and two in 8-bit integers to choose.
+"""All-gathers and reduce-scatters of a caller's own in place of the library's, and two in 8-bit integers to choose.
 
 By default each backend and device has the cheapest route there is. On the CPU with gloo: shared memory for ranks of one
 Linux host, else broadcasts into place and an exchange of slices. Elsewhere the backend's own all_gather and

@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_flat.comm import begin_all_reduce
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import in_backward, untraced
+from fsdp_flat.flat import dynamo_disabled, in_backward
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import summon_full_params, unit_of, units_of
 
@@ -89,7 +89,7 @@ def compare_with(
     options = units[0].options
     outputs = [_run(run, module, options.device) for module in (reference, model)]
     found = found or _first_output(close, *outputs)
-    expected = _mean_gradients(reference, options.groups.axes, outputs[0])
+    expected = _mean_gradients(reference, options.groups.rank_groups, outputs[0])
     with summon_full_params(model, writeback=False, with_grads=True):
         grads = {name: param.grad for name, param in _named(model).items()}
         return found or _first(close, "gradient", expected, {name: grads.get(name) for name in expected})
@@ -127,7 +127,7 @@ class _Outputs:
     def __init__(self) -> None:
         self.calls: list[tuple[str, torch.Tensor]] = []
 
-    @untraced
+    @dynamo_disabled
     def note(self, name: str, output: Any) -> None:
         # A checkpoint that recomputes calls modules again.
         tensor = _first_tensor(output) if in_backward() == -1 else None
@@ -196,7 +196,7 @@ def _first_output(close: _Close, expected: _Outputs, actual: _Outputs) -> Differ
     return None
 
 
-def _mean_gradients(reference: nn.Module, axes: Any, outputs: _Outputs) -> dict[str, torch.Tensor | None]:
+def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Outputs) -> dict[str, torch.Tensor | None]:
     """The gradients' mean over all ranks, those of the module that ran last first; None where no rank has one."""
     position = {name: index for index, (name, _) in enumerate(outputs.calls)}
     owners = {
@@ -209,8 +209,8 @@ def _mean_gradients(reference: nn.Module, axes: Any, outputs: _Outputs) -> dict[
     for name, param in reference.named_parameters():
         if param.requires_grad:
             mean = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-            for axis in axes:
-                begin_all_reduce(mean, axis).wait()
-                mean /= axis.size
+            for rank_group in rank_groups:
+                begin_all_reduce(mean, rank_group).wait()
+                mean /= rank_group.size
             means[name] = mean
     return dict(sorted(means.items(), key=lambda item: -owners.get(item[0], -1)))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
-from fsdp_flat.comm import Strategy, UnitGroups, digest_of, resolve_groups, strategy_from
+from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
@@ -113,7 +113,7 @@ def options_from(arguments: Arguments) -> UnitOptions:
         raise
 
 
-def _groups_in_spite_of_errors(arguments: Arguments) -> UnitGroups | None:
+def _groups_in_spite_of_errors(arguments: Arguments) -> ShardingGroups | None:
     """The groups over which the other ranks compare what they build, as far as that can be told; else None."""
     try:
         strategy = _strategy_of(arguments)
@@ -126,7 +126,7 @@ def _groups_in_spite_of_errors(arguments: Arguments) -> UnitGroups | None:
         return None
 
 
-def _groups_of(arguments: Arguments, strategy: Strategy, device: torch.device) -> UnitGroups:
+def _groups_of(arguments: Arguments, strategy: Strategy, device: torch.device) -> ShardingGroups:
     return resolve_groups(
         strategy,
         arguments.process_group,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardingStrategy
-from fsdp_flat.comm import STRATEGIES, Axis, UnitGroups, strategy_from
+from fsdp_flat.comm import STRATEGIES, RankGroup, ShardingGroups, strategy_from
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
@@ -260,7 +260,7 @@ def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitO
     num_shards = num_ranks // num_replicas if strategy.shards else 1
     return UnitOptions(
         strategy=strategy,
-        groups=UnitGroups(Axis(None, 0, num_shards), Axis(None, 0, num_ranks // num_shards)),
+        groups=ShardingGroups(RankGroup(None, 0, num_shards), RankGroup(None, 0, num_ranks // num_shards)),
         device=torch.device("meta"),
         device_given=False,
         use_orig_params=bool(kwargs["use_orig_params"]),
@@ -281,18 +281,18 @@ def _described(name: str, options: UnitOptions, handles: Sequence[FlatParamHandl
         name=name,
         strategy=options.strategy.member.name,
         dtypes=tuple(dict.fromkeys(str(handle.compute_dtype).removeprefix("torch.") for handle in handles)),
-        num_params=sum(len(handle.layout.slots) for handle in handles),
-        numel=sum(slot.numel for handle in handles for slot in handle.layout.slots),
+        num_params=sum(len(handle.layout.param_infos) for handle in handles),
+        numel=sum(param_info.numel for handle in handles for param_info in handle.layout.param_infos),
         trainable_numel=sum(
-            slot.numel
+            param_info.numel
             for handle in trainable
-            for slot, wanted in zip(handle.layout.slots, handle.views.requires_grad(), strict=True)
+            for param_info, wanted in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
             if wanted
         ),
         shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
         grad_nbytes=sum(handle.layout.shard_numel * _grad_dtype(handle).itemsize for handle in trainable),
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
-        whole_grad_nbytes=sum(handle.layout.numel * handle.window_dtype.itemsize for handle in trainable),
+        whole_grad_nbytes=sum(handle.layout.numel * handle.grad_buffer_dtype.itemsize for handle in trainable),
         is_gathered=any(handle.state is not ShardState.SHARDED for handle in handles),
     )
 
@@ -301,7 +301,7 @@ def _grad_dtype(handle: FlatParamHandle) -> torch.dtype:
     return handle.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
 
 
-def _summed(described: Sequence[UnitDescription], groups: UnitGroups, *, has_root: bool) -> ModelDescription:
+def _summed(described: Sequence[UnitDescription], groups: ShardingGroups, *, has_root: bool) -> ModelDescription:
     """A description of a model.
 
     Args:

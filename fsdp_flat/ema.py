@@ -175,7 +175,7 @@ def _averaged(model: nn.Module) -> dict[str, _Averaged]:
     names = {child: clean_fqn(name) for name, child in model.named_modules()}
     for unit in units_of(model):
         for handle in unit.handles:
-            managed.update((handle.flat_param, *handle.views.visible_params(), *handle.views.leaves))
+            managed.update((handle.flat_param, *handle.views.visible_params(), *handle.views.unsharded_params))
             layout = handle.layout
             identity = {
                 "fqns": list(layout.fqns),

@@ -29,10 +29,10 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.clipping import clip_grads
 from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
+from fsdp_flat.conversion import ConversionMethods
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.flat import FlatParameter, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
-from fsdp_flat.life import LifeMethods
 from fsdp_flat.loading import end_load
 from fsdp_flat.optim_methods import OptimStateMethods
 from fsdp_flat.runtime import (
@@ -104,7 +104,7 @@ __all__ = [
 ]
 
 
-class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods):
+class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMethods):
     """Shard a module's parameters, gradients and optimizer state over ranks.
 
     The parameters of ``module`` that no nested wrapper manages are flattened and split over the ranks of the
@@ -358,7 +358,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
             state: handed to the hook.
             hook: called as ``hook(state, whole_gradient, output_shard)``; with NO_SHARD as ``hook(state, gradient)``,
                 which changes the gradient in place. Both are 1-D, in the reduction's dtype. The hook divides by
-                itself. Hybrid strategies call it over the shard axis and average over the replicate axis
+                itself. Hybrid strategies call it over the shard group and average over the replicate group
                 themselves. torch's ``fp16_compress_hook`` and ``bf16_compress_hook`` stand for a reduction in
                 that dtype.
 
@@ -473,7 +473,7 @@ class FullyShardedDataParallel(LifeMethods, StateDictMethods, OptimStateMethods)
         Outside of forward and backward these are the parameters that an optimizer is to hold, also while a unit is
         still gathered after a forward that no backward followed.
         """
-        kept = {shown: param for unit in units_of(self) for shown, param in unit.params_kept().items()}
+        kept = {shown: param for unit in units_of(self) for shown, param in unit.optimizer_params().items()}
         items = super().named_parameters(*args, **kwargs)
         yield from self._named((name, kept.get(param, param)) for name, param in items)
 

@@ -54,7 +54,7 @@ class _Load:
     report: LoadReport | None = None
     held: dict[FlatParamHandle, torch.Tensor] = field(default_factory=dict)
     beside: Snapshot | None = None
-    meets: list[Unit] = field(default_factory=list)
+    exchanging_units: list[Unit] = field(default_factory=list)
     at_end: list[Callable[[], object]] = field(default_factory=list)
 
     def refuses(self, keys: Any) -> bool:
@@ -102,7 +102,7 @@ def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
         # After hooks of the user's, which may forgive what is missing.
         hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
         load.beside = Snapshot(root, assign=call.get("assign", False))
-        load.at_end = _tell_versions(root, call.get("metadata"))
+        load.at_end = _record_versions(root, call.get("metadata"))
     return load
 
 
@@ -139,7 +139,7 @@ def end_load(module: nn.Module, keys: Any) -> None:
             refused = load.refuses(keys)
             if refused:
                 module.__dict__[_LATE] = report
-            if not refused or report.meets:
+            if not refused or report.exchanging_units:
                 _write(module, report, refused=refused)
         else:
             for unit in units_of(module):
@@ -147,8 +147,8 @@ def end_load(module: nn.Module, keys: Any) -> None:
                     # A unit at two places is written twice.
                     if handle not in load.held:
                         load.held[handle] = handle.flat_param.data.to("cpu", copy=True)
-            load.meets += report.meets
-            report.carry_out(refused=False)
+            load.exchanging_units += report.exchanging_units
+            report.commit(refused=False)
     elif module is load.root:
         _end(load)
         _end_below_plain_root(load, keys)
@@ -158,7 +158,7 @@ def _end_below_plain_root(load: _Load, keys: Any) -> None:
     error: FsdpFlatError | None = None
     if load.errors or load.refuses(keys):
         error = LoadError("; ".join(load.errors[:3]) or "keys are missing or unexpected")
-    elsewhere = failed_anywhere(load.meets, error)
+    elsewhere = failed_anywhere(load.exchanging_units, error)
     load.errors += elsewhere
     if error is not None or elsewhere:
         with torch.no_grad():
@@ -170,7 +170,7 @@ def _end_below_plain_root(load: _Load, keys: Any) -> None:
 
 
 def _write(root: nn.Module, report: LoadReport, *, refused: bool) -> None:
-    report.carry_out(refused=refused)
+    report.commit(refused=refused)
     if not refused and not report.errors:
         # Whatever raises from here on, new buffers belong to the new shards.
         beside = root.__dict__.get(_BESIDE)
@@ -178,7 +178,7 @@ def _write(root: nn.Module, report: LoadReport, *, refused: bool) -> None:
             beside.discard()
 
 
-def _tell_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
+def _record_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
     """Note the versions that a plain model was saved with under the names of wrapped modules too, until the end."""
     if versions is None:
         return []
@@ -188,7 +188,7 @@ def _tell_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Cal
     return [partial(versions.pop, name, None) for name in added]
 
 
-def carry_out_late(root: nn.Module) -> None:
+def commit_late(root: nn.Module) -> None:
     """Write what was put off because names are missing or unexpected, since torch has not raised after all.
 
     Raises:
@@ -197,9 +197,9 @@ def carry_out_late(root: nn.Module) -> None:
     report: LoadReport | None = root.__dict__.pop(_LATE, None)
     if report is None:
         return
-    if not report.meets:
+    if not report.exchanging_units:
         _write(root, report, refused=False)
-    if report.meets or report.errors:
+    if report.exchanging_units or report.errors:
         raise LoadError(
             "; ".join(report.errors)
             or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the list. "
@@ -211,12 +211,12 @@ def carry_out_late(root: nn.Module) -> None:
 def all_or_nothing(root: nn.Module, *, assign: bool) -> Iterator[None]:
     """Load a wrapper inside the block; what is not sharded is put back if nothing of the shards was written."""
     # A hook of a load that is going on: what it has put off comes first, as in torch.
-    carry_out_late(root)
+    commit_late(root)
     outer = root.__dict__.get(_BESIDE)
     beside = root.__dict__[_BESIDE] = Snapshot(root, assign=assign)
     try:
         yield
-        carry_out_late(root)
+        commit_late(root)
     except BaseException:
         beside.restore()
         raise

@@ -99,13 +99,13 @@ def describe_flat_params(unit: Unit) -> None:
         numels = _numels_and_paddings(handle)
         own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
         facts = {
-            "_num_params": len(layout.slots),
+            "_num_params": len(layout.param_infos),
             "_fqns": list(layout.fqns),
-            "_shapes": [torch.Size(slot.shape) for slot in layout.slots],
-            "_numels": tuple(slot.numel for slot in layout.slots),
+            "_shapes": [torch.Size(param_info.shape) for param_info in layout.param_infos],
+            "_numels": tuple(param_info.numel for param_info in layout.param_infos),
             "_numels_with_padding": tuple(numel for numel, _ in numels),
             "_is_padding_mask": [is_padding for _, is_padding in numels],
-            "_shard_param_infos": tuple(_shard_param_info(handle, index) for index in range(len(layout.slots))),
+            "_shard_param_infos": tuple(_shard_param_info(handle, index) for index in range(len(layout.param_infos))),
             "_shard_numel_padded": layout.shard_numel - own.numel,
             "_sharded_size": torch.Size([layout.shard_numel]),
             "_unpadded_unsharded_size": torch.Size([layout.unpadded_numel]),
@@ -117,21 +117,23 @@ def describe_flat_params(unit: Unit) -> None:
 def _numels_and_paddings(handle: flat.FlatParamHandle) -> list[tuple[int, bool]]:
     found: list[tuple[int, bool]] = []
     end = 0
-    for slot in handle.layout.slots:
-        if slot.offset > end:
-            found.append((slot.offset - end, True))
-        found.append((slot.numel, False))
-        end = slot.interval.stop
+    for param_info in handle.layout.param_infos:
+        if param_info.offset > end:
+            found.append((param_info.offset - end, True))
+        found.append((param_info.numel, False))
+        end = param_info.interval.stop
     if handle.layout.unpadded_numel > end:
         found.append((handle.layout.unpadded_numel - end, True))
     return found
 
 
 def _shard_param_info(handle: flat.FlatParamHandle, index: int) -> _ShardParamInfo:
-    piece = handle.layout.piece(index, handle.spec.rank)
-    if piece.is_empty:
+    local_shard = handle.layout.local_shard(index, handle.spec.rank)
+    if local_shard.is_empty:
         return _ShardParamInfo(False, None, None, None, None)
-    return _ShardParamInfo(True, piece.in_shard.start, piece.numel, piece.in_param.start, piece.in_param.stop - 1)
+    return _ShardParamInfo(
+        True, local_shard.in_shard.start, local_shard.numel, local_shard.in_param.start, local_shard.in_param.stop - 1
+    )
 
 
 class FlatParamHandle:

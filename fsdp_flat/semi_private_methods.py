@@ -18,7 +18,7 @@ from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state_dict import FORMS
+from fsdp_flat.state_dict import CODECS
 
 __all__ = [
     "SemiPrivateMethods",
@@ -31,10 +31,10 @@ __all__ = [
 ]
 
 _state_dict_type_to_config: Mapping[Any, type] = MappingProxyType(
-    {kind: form.model_config for kind, form in FORMS.items()}
+    {kind: form.model_config for kind, form in CODECS.items()}
 )
 _optim_state_dict_type_to_config: Mapping[Any, type] = MappingProxyType(
-    {kind: form.optim_config for kind, form in FORMS.items()}
+    {kind: form.optim_config for kind, form in CODECS.items()}
 )
 
 
@@ -145,7 +145,7 @@ class SemiPrivateMethods(SemiPrivateNames):
             for unit in units:
                 for number, handle in enumerate(unit.handles):
                     unit.module._parameters.pop(_flat_name(number), None)
-                    handle.views.show_shard()
+                    handle.views.use_sharded_views()
                     # ``.data =`` on the flat parameter, and changes in place past its version counter.
                     handle.views.rewritten()
                     handle.adopt_changes()

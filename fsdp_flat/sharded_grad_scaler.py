@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler, OptState
 
-from fsdp_flat.comm import Axis, begin_all_reduce
+from fsdp_flat.comm import RankGroup, begin_all_reduce
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.flat import unguarded
 
@@ -213,7 +213,7 @@ class ShardedGradScaler(GradScaler):
         assert total is not None
         if size > 1:
             assert group is not None
-            total = begin_all_reduce(total, Axis.of(group), largest=True).wait()
+            total = begin_all_reduce(total, RankGroup.of(group), largest=True).wait()
         return {home: total.to(home, non_blocking=home.type != "cpu")}
 
     # -- the next scale ----------------------------------------------------------------------------------------------

@@ -11,14 +11,14 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
-from fsdp_flat.comm import meet
+from fsdp_flat.comm import barrier
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.loading import all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state_dict import FORMS, settings_for
+from fsdp_flat.state_dict import CODECS, settings_for
 
 __all__ = ["StateDictMethods"]
 
@@ -124,14 +124,14 @@ class StateDictMethods(SemiPrivateNames):
         assert wrapped is not None
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
-        form = FORMS[self._settings.state_dict_type]
+        form = CODECS[self._settings.state_dict_type]
         config = self._settings.state_dict_config
         with self._saving() as (gathered, outermost):
             if outermost and form.gather is not None and not getattr(config, "boxes", False):
                 # Nothing is gathered of units without parameters, nor of those that are summoned.
                 gathering = [unit for unit in units_of(self) if unit.handles and unit.whole is None]
-                for axis in dict.fromkeys(unit.options.groups.shard for unit in gathering):
-                    meet("state_dict", axis)
+                for rank_group in dict.fromkeys(unit.options.groups.shard for unit in gathering):
+                    barrier("state_dict", rank_group)
                 # What a hook further in does to parameters has to come before they are gathered.
                 if not any(module._state_dict_pre_hooks for module in modules_of(self) if module is not self):
                     # A nested wrapper that was given a form of its own gathers for itself.
@@ -141,7 +141,7 @@ class StateDictMethods(SemiPrivateNames):
                 self._unit, config, prefix, lambda: wrapped.state_dict(**kwargs), gathered.pop(self._unit, None)
             )
         if outermost:
-            self._tell_versions(destination, prefix)
+            self._record_versions(destination, prefix)
         for hook in self._state_dict_hooks.values():
             result = hook(self, destination, prefix, {})
             destination = destination if result is None else result
@@ -164,7 +164,7 @@ class StateDictMethods(SemiPrivateNames):
             for wrapper in wrappers:
                 del wrapper.__dict__["_gathered_in_save"]
 
-    def _tell_versions(self, destination: dict[str, Any], prefix: str) -> None:
+    def _record_versions(self, destination: dict[str, Any], prefix: str) -> None:
         """Note the modules' versions under the names of wrapped modules too, where a load by a plain parent looks."""
         versions = getattr(destination, "_metadata", None)
         if versions is not None:
@@ -215,7 +215,7 @@ class StateDictMethods(SemiPrivateNames):
         error_msgs: list[str],
     ) -> None:
         report = report_of(self, missing_keys, error_msgs)
-        FORMS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
+        CODECS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

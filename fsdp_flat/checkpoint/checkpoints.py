@@ -17,6 +17,7 @@ from torch import nn
 
 from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus, consensus_of
 from fsdp_flat.checkpoint.contents import (
     Plain,
     add_optim,
@@ -28,10 +29,9 @@ from fsdp_flat.checkpoint.contents import (
     wanted_of_optim,
 )
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.checkpoint.together import LOADING, SAVING, Together, all_of
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.optim_state import blank_states, contents_of, load_optim_state
+from fsdp_flat.optim_state import contents_of, load_optim_state, template_states
 from fsdp_flat.runtime import check_idle, units_of
 
 # Saves in the background have a gloo group.
@@ -147,20 +147,20 @@ def save_checkpoint(
         PhaseError: in the middle of a step.
     """
     directory = Path(directory)
-    together = all_of(model, SAVING)
+    together = consensus_of(model, SAVING)
     _wait_for_the_last(model)
-    together.meet("save_checkpoint")
+    together.barrier("save_checkpoint")
     handlers = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
-    with together.failing(same=[f"a handler of {name!r}" for name in handlers]):
+    with together.raising_together(same=[f"a handler of {name!r}" for name in handlers]):
         _check_arguments(step, keep_last)
         bar = progress_bar("Saving", 0, asked=progress, here=together.rank == 0)
         state, plain = collected(model, copy=background)
         contents = None if optim is None else contents_of(optim)
-    with together.failing():
+    with together.raising_together():
         if contents is not None:
             add_optim(state, plain, model, contents, copy=background)
         blob = packed({"extra": extra, **plain})
-    with together.failing():
+    with together.raising_together():
         number = _next_step(directory) if step is None and together.rank == 0 else step
     step = int(together.texts(str(number))[0])
     saving = CheckpointSave(step, disk.path_of(directory, step))
@@ -172,7 +172,7 @@ def save_checkpoint(
 
     def work() -> None:
         with bar:
-            _write(directory, step, state, blob, keep_last, Together(background_saver.group, SAVING, _CPU), bar)
+            _write(directory, step, state, blob, keep_last, Consensus(background_saver.group, SAVING, _CPU), bar)
 
     saving._begin(work)
     background_saver.last = saving
@@ -194,7 +194,7 @@ class _Saver:
         self.last: CheckpointSave | None = None
 
 
-def _saver_of(model: nn.Module, together: Together) -> _Saver:
+def _saver_of(model: nn.Module, together: Consensus) -> _Saver:
     unit = units_of(model)[0]
     if not isinstance(unit.saver, _Saver):
         unit.saver = _Saver(dist.get_process_group_ranks(together.group))
@@ -222,7 +222,7 @@ def _check_arguments(step: int | None, keep_last: int) -> None:
 
 
 def _next_step(directory: Path) -> int:
-    return max(disk.listed(directory), default=-1) + 1
+    return max(disk.list_steps(directory), default=-1) + 1
 
 
 def _write(
@@ -231,26 +231,26 @@ def _write(
     state: dict[str, Any],
     blob: bytes,
     keep_last: int,
-    together: Together,
+    together: Consensus,
     bar: Any,
 ) -> None:
     writing = disk.writing_path(directory, step)
-    with together.failing():
+    with together.raising_together():
         if together.rank == 0:
             disk.begin(directory, step)
-    with together.failing():
+    with together.raising_together():
         own = [_put(writing / name_of(together.rank), blob)]
     # Imported here, since it takes long and only savers need it.
     from fsdp_flat.checkpoint.tensor_files import write_tensors
 
     with _watched(writing, bar):
         write_tensors(state, writing, together)
-    with together.failing():
+    with together.raising_together():
         own += [disk.flush(path) for path in sorted(writing.glob(f"__{together.rank}_*.distcp"))]
         if together.rank == 0:
             own.append(disk.flush(writing / ".metadata"))
     everyone = together.texts(json.dumps([(record.name, record.size, record.crc) for record in own]))
-    with together.failing():
+    with together.raising_together():
         if together.rank == 0:
             records = [disk.FileRecord(*row) for text in everyone for row in json.loads(text)]
             disk.commit(directory, step, records)
@@ -314,16 +314,16 @@ def load_checkpoint(
     """
     directory = Path(directory)
     _wait_for_the_last(model)
-    together = all_of(model, LOADING)
-    together.meet("load_checkpoint")
+    together = consensus_of(model, LOADING)
+    together.barrier("load_checkpoint")
     steps: list[int] = []
     cut_off: list[str] = []
-    with together.failing():
+    with together.raising_together():
         for unit in units_of(model):
             check_idle(unit, "load_checkpoint")
         if together.rank == 0 and step is None:
             disk.recover(directory)
-            steps, cut_off = disk.listed(directory), disk.unfinished(directory)
+            steps, cut_off = disk.list_steps(directory), disk.unfinished(directory)
         elif step is not None:
             steps = [step]
     steps, cut_off = json.loads(together.texts(json.dumps([steps, cut_off]))[0])
@@ -343,18 +343,18 @@ def load_checkpoint(
     return LoadedCheckpoint(found.step, found.path, extra, tuple(skipped))
 
 
-def _whole(directory: Path, step: int, together: Together) -> tuple[disk.Commit, str]:
+def _whole(directory: Path, step: int, together: Consensus) -> tuple[disk.Commit, str]:
     """The record of a checkpoint, and what is wrong with it on any rank; each rank reads a share of the files."""
     found = disk.Commit(disk.path_of(directory, step), step, 0, ())
     try:
         found = disk.read_commit(directory, step)
-        problem = disk.damage(found, together.rank, together.size)
+        problem = disk.verify_files(found, together.rank, together.size)
     except (LoadError, OSError) as error:
         problem = str(error)
     return found, next((text for text in together.texts(problem) if text), "")
 
 
-def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | None, together: Together) -> Any:
+def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus) -> Any:
     from fsdp_flat.checkpoint.metadata import SafeReader
     from fsdp_flat.checkpoint.tensor_files import read_tensors
 
@@ -364,7 +364,7 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         read_tensors({"optim": {"state": {fqn: {name: into}}}}, reader)
         return into
 
-    with together.failing():
+    with together.raising_together():
         metadata = reader.read_metadata().state_dict_metadata
         plain = Plain(found)
         copies, own_names = model_template(model, metadata, found.path)
@@ -372,21 +372,21 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         deferred: dict[str, dict[str, Any]] = {}
         if optim is not None:
             wanted = wanted_of_optim(metadata, plain, found.path)
-            blank, deferred = blank_states(model, wanted, read)
+            blank, deferred = template_states(model, wanted, read)
             template["optim"] = {"state": blank}
-    with together.failing():
+    with together.raising_together():
         read_tensors(template, reader)
-    with together.failing():
+    with together.raising_together():
         extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
     if optim is not None:
         # Checks all of it, on all ranks, before anything is changed.
-        with together.failing():
+        with together.raising_together():
             params = contents_of(optim).params
             state = optim_state_of([template["optim"]["state"], deferred], plain)
-        with together.failing():
+        with together.raising_together():
             loaded = load_optim_state(model, params, state)
         # First, since it compares groups before it changes anything; that the model fits is known.
-        with together.failing():
+        with together.raising_together():
             optim.load_state_dict(loaded)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         values = {**template["model"], **plain.of(0)["model"]}

@@ -118,7 +118,7 @@ class Plain:
         return self._read[rank]
 
     def optim_row(self, fqn: str) -> dict[str, Any]:
-        """The plain states of a parameter; a rank without a piece of it may have had none."""
+        """The plain states of a parameter; a rank without a local shard of it may have had none."""
         ranks = (self.of(rank)["optim"]["state"] for rank in range(self.num_ranks))
         return next((state[fqn] for state in ranks if fqn in state), {})
 

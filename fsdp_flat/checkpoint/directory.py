@@ -20,7 +20,18 @@ from typing import Any
 
 from fsdp_flat.errors import LoadError
 
-__all__ = ["Commit", "FileRecord", "begin", "commit", "damage", "flush", "listed", "prune", "recover", "unfinished"]
+__all__ = [
+    "Commit",
+    "FileRecord",
+    "begin",
+    "commit",
+    "flush",
+    "list_steps",
+    "prune",
+    "recover",
+    "unfinished",
+    "verify_files",
+]
 
 COMMIT_NAME = "commit.json"
 _FORMAT = 1
@@ -106,7 +117,7 @@ def commit(directory: Path, step: int, files: Iterable[FileRecord]) -> None:
     """Declare what was written for ``step`` a whole checkpoint, in place of an earlier one of this number."""
     final, writing = path_of(directory, step), writing_path(directory, step)
     records = sorted(files, key=lambda record: record.name)
-    order = 1 + max((_order(directory, other) for other in listed(directory)), default=0)
+    order = 1 + max((_order(directory, other) for other in list_steps(directory)), default=0)
     named = {r.name: {"size": r.size, "crc32": r.crc} for r in records}
     body = {"format": _FORMAT, "step": step, "order": order, "files": named}
     with open(writing / COMMIT_NAME, "w") as file:
@@ -139,7 +150,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(away, ignore_errors=True)
 
 
-def listed(directory: Path) -> list[int]:
+def list_steps(directory: Path) -> list[int]:
     """Numbers of the checkpoints that have their final names, the last save first, and before it what has no record."""
     if not directory.is_dir():
         return []
@@ -183,7 +194,7 @@ def read_commit(directory: Path, step: int) -> Commit:
     return found
 
 
-def damage(found: Commit, share: int = 0, num_shares: int = 1) -> str:
+def verify_files(found: Commit, share: int = 0, num_shares: int = 1) -> str:
     """What is wrong with the files of a checkpoint; empty if nothing is.
 
     Args:
@@ -210,7 +221,7 @@ def prune(directory: Path, keep_last: int) -> None:
 
     No other save may be going on in this directory.
     """
-    for step in listed(directory)[keep_last:]:
+    for step in list_steps(directory)[keep_last:]:
         _remove(path_of(directory, step))
     for name in unfinished(directory):
         shutil.rmtree(directory / name, ignore_errors=True)

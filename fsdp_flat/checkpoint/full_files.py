@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
-from fsdp_flat.checkpoint.streaming import Entry, entries_of, shard_axis, whole_on
-from fsdp_flat.checkpoint.together import LOADING, SAVING, all_of
+from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, shard_group, whole_on
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.layout import Box
 from fsdp_flat.runtime import check_idle, units_of
@@ -34,10 +34,10 @@ class _File:
 
     name: str
     writer: int
-    entries: tuple[Entry, ...]
+    entries: tuple[StateEntry, ...]
 
 
-def _info(entry: Entry, dtype: torch.dtype | None) -> TensorInfo:
+def _info(entry: StateEntry, dtype: torch.dtype | None) -> TensorInfo:
     cast = dtype is not None and entry.dtype.is_floating_point
     return TensorInfo(dtype if cast and dtype is not None else entry.dtype, entry.shape)
 
@@ -50,7 +50,7 @@ def save_full(
     keep: Callable[[str], bool] | None = None,
     trainable_only: bool = False,
     max_file_bytes: int = 5_000_000_000,
-    spread: bool = False,
+    partition: bool = False,
     progress: bool = False,
 ) -> Path:
     """Write the whole model as safetensors files in the form of the model hubs, one parameter in memory at a time.
@@ -80,40 +80,40 @@ def save_full(
         UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype without a code.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together = all_of(model, SAVING)
-    together.meet("save_full")
-    with together.failing():
+    together = consensus_of(model, SAVING)
+    together.barrier("save_full")
+    with together.raising_together():
         if max_file_bytes <= 0:
             raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
         entries = entries_of(model, keep=keep, trainable_only=trainable_only)
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
-        axis = shard_axis(entries)
-        files = _planned(entries, dtype, max_file_bytes, axis.size if spread else 1)
+        rank_group = shard_group(entries)
+        files = _planned(entries, dtype, max_file_bytes, rank_group.size if partition else 1)
     directory = Path(directory)
     # Replicas and ranks that do not write only take part in the gathers.
     is_replica = _is_replica(model)
-    num_writers = axis.size if spread else 1
+    num_writers = rank_group.size if partition else 1
     bar = progress_bar(
-        "Saving the model", _total(entries, dtype), asked=progress, here=axis.rank == 0 and not is_replica
+        "Saving the model", _total(entries, dtype), asked=progress, here=rank_group.rank == 0 and not is_replica
     )
     written: list[FileWriter] = []
     error: Exception | None = None
     with bar:
         for start in range(0, len(files), num_writers):
             batch = files[start : start + num_writers]
-            own = next((file for file in batch if file.writer == axis.rank and not is_replica), None)
+            own = next((file for file in batch if file.writer == rank_group.rank and not is_replica), None)
             error = _write_batch(batch, own, directory, dtype, bar.update, written, error)
     together.fail(error)
-    is_first = axis.rank == 0 and not is_replica
-    with together.failing():
+    is_first = rank_group.rank == 0 and not is_replica
+    with together.raising_together():
         if is_first:
             # From here on, and until all files have their names, a reader finds no index instead of a mixture.
             (directory / INDEX_NAME).unlink(missing_ok=True)
-    with together.failing():
+    with together.raising_together():
         for writer in written:
             writer.publish()
-    with together.failing():
+    with together.raising_together():
         if is_first:
             _finish(directory, files, dtype)
     return directory
@@ -123,8 +123,8 @@ def _is_replica(model: nn.Module) -> bool:
     """Whether other ranks hold what this rank holds, and are to write it."""
     groups = [unit.options.groups for unit in units_of(model)]
     sharded = [each for each in groups if each.shard.size > 1]
-    guises = [entry.guise for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
-    return (sharded or groups)[0].replicate.rank != 0 or not all(guise.is_first_of_mesh for guise in guises)
+    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
+    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
 def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
@@ -137,12 +137,14 @@ def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> N
         _write_index(directory, files, dtype)
 
 
-def _total(entries: list[Entry], dtype: torch.dtype | None) -> int:
+def _total(entries: list[StateEntry], dtype: torch.dtype | None) -> int:
     return sum(_info(entry, dtype).nbytes for entry in entries if entry.same_as is None)
 
 
-def _planned(entries: list[Entry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int) -> list[_File]:
-    groups: list[list[Entry]] = [[]]
+def _planned(
+    entries: list[StateEntry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int
+) -> list[_File]:
+    groups: list[list[StateEntry]] = [[]]
     size = 0
     for entry in entries:
         if entry.same_as is not None:
@@ -254,12 +256,12 @@ def load_full(
     """
     for unit in units_of(model):
         check_idle(unit, "load_full")
-    together = all_of(model, LOADING)
-    together.meet("load_full")
+    together = consensus_of(model, LOADING)
+    together.barrier("load_full")
     error: Exception | None = None
     missing: list[str] = []
     unexpected: list[str] = []
-    planned: list[tuple[Entry, torch.Tensor]] = []
+    planned: list[tuple[StateEntry, torch.Tensor]] = []
     read: set[str] = set()
     with ExitStack() as stack:
         for unit in units_of(model):
@@ -275,7 +277,7 @@ def load_full(
                 # A tied parameter is read once, under whichever of its names the file has.
                 if name is not None and primary not in read:
                     read.add(primary)
-                    planned.append((entry, source.piece(name, entry)))
+                    planned.append((entry, source.local_shard(name, entry)))
         except Exception as raised:
             error = raised
         together.fail(error)
@@ -285,13 +287,15 @@ def load_full(
                 for handle in unit.handles:
                     handle.adopt_changes()
                     handle.views.rewritten()
-            for entry, piece in planned:
+            for entry, local_shard in planned:
                 target = entry.held()
-                target.copy_(piece.view(target.shape))
+                target.copy_(local_shard.view(target.shape))
     return missing, unexpected
 
 
-def _compare(entries: list[Entry], source: _Source, *, strict: bool, path: str | Path) -> tuple[list[str], list[str]]:
+def _compare(
+    entries: list[StateEntry], source: _Source, *, strict: bool, path: str | Path
+) -> tuple[list[str], list[str]]:
     known = {source.name_for(entry.name) for entry in entries}
     missing = [
         entry.name
@@ -338,11 +342,14 @@ class _Source:
         other = self._aliases.get(name)
         return other if other in self.shapes else None
 
-    def piece(self, name: str, entry: Entry) -> torch.Tensor:
+    def local_shard(self, name: str, entry: StateEntry) -> torch.Tensor:
         """The elements of ``name`` that this rank holds of ``entry``, 1-D."""
         if entry.handle is None:
             return self._read(name, 0, torch.Size(entry.shape).numel())
-        run, local = entry.handle.views.pieces[entry.index].in_param, entry.handle.layout.slots[entry.index].shape
+        run, local = (
+            entry.handle.views.local_shards[entry.index].in_param,
+            entry.handle.layout.param_infos[entry.index].shape,
+        )
         if local == entry.shape:
             return self._read(name, run.start, run.stop)
         # Of a part of the tensor: the whole rows of each box, and of these the box.

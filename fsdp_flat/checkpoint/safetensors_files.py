@@ -83,11 +83,11 @@ class FileWriter:
             at += info.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file: BinaryIO = open(self._partial, "wb")  # noqa: SIM115 (closed by close and discard)
+        self._file: BinaryIO = open(self._unreduced, "wb")  # noqa: SIM115 (closed by close and discard)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     @property
-    def _partial(self) -> Path:
+    def _unreduced(self) -> Path:
         return self._path.with_name(self._path.name + ".partial")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -106,12 +106,12 @@ class FileWriter:
 
     def publish(self) -> None:
         """Give the closed file its name."""
-        os.replace(self._partial, self._path)
+        os.replace(self._unreduced, self._path)
 
     def discard(self) -> None:
         """Writing failed: remove what there is."""
         self._file.close()
-        self._partial.unlink(missing_ok=True)
+        self._unreduced.unlink(missing_ok=True)
 
 
 class FileReader:

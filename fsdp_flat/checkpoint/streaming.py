@@ -10,19 +10,19 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
-from fsdp_flat.comm import Axis, Transfers
+from fsdp_flat.comm import RankGroup, Transfers
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state_dict import own_piece, whole_moves
+from fsdp_flat.state_dict import local_shard_of, plan_full_transfer
 
-__all__ = ["Entry", "entries_of", "iter_full_state_dict", "shard_axis"]
+__all__ = ["StateEntry", "entries_of", "iter_full_state_dict", "shard_group"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StateEntry:
     """One name of a model's state dict.
 
     Attributes:
@@ -32,7 +32,7 @@ class Entry:
         dtype: of the stored tensor.
         unit: the unit that manages it, or None.
         handle: the handle that holds it, or None.
-        index: its slot in the handle.
+        index: its parameter in the handle.
         same_as: an earlier name of the same parameter, where it is tied.
     """
 
@@ -46,16 +46,16 @@ class Entry:
     same_as: str | None = None
 
     def held(self) -> torch.Tensor:
-        """What this rank holds: the tensor, or of a managed parameter its piece (1-D), a view of the shard."""
+        """What this rank holds: the tensor, or of a managed parameter its local shard (1-D), a view of the shard."""
         if self.value is not None:
             return self.value
         assert self.handle is not None
-        return own_piece(self.handle, self.index)
+        return local_shard_of(self.handle, self.index)
 
 
 def entries_of(
     model: nn.Module, *, keep: Callable[[str], bool] | None = None, trainable_only: bool = False
-) -> list[Entry]:
+) -> list[StateEntry]:
     """What a model's state dict holds, in its order, without communication.
 
     Args:
@@ -67,14 +67,14 @@ def entries_of(
         UnsupportedError: an entry is no tensor.
         PhaseError: in the middle of a step.
     """
-    where = _slots_by_name(model)
+    where = _param_infos_by_name(model)
     with FullyShardedDataParallel.state_dict_type(
         model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)
     ):
         # A model around which torch.compile was put has its word in the names of its own state dict.
         template = {clean_fqn(name): value for name, value in model.state_dict().items()}
     trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
-    found: list[Entry] = []
+    found: list[StateEntry] = []
     first: dict[tuple[int, int], str] = {}
     for name, value in template.items():
         if name in where:
@@ -90,16 +90,18 @@ def entries_of(
                 "with keep=..., and save it beside the tensors."
             )
         if name not in where:
-            found.append(Entry(name, value.detach(), tuple(value.shape), value.dtype))
+            found.append(StateEntry(name, value.detach(), tuple(value.shape), value.dtype))
             continue
         same_as = first.setdefault((id(handle), index), name)
-        shape = handle.views.params[index].guise.whole_shape(handle.layout.slots[index].shape)
-        entry = Entry(name, None, shape, handle.orig_dtype, unit, handle, index, None if same_as == name else same_as)
+        shape = handle.views.params[index].adapter.full_shape(handle.layout.param_infos[index].shape)
+        entry = StateEntry(
+            name, None, shape, handle.orig_dtype, unit, handle, index, None if same_as == name else same_as
+        )
         found.append(entry)
     return found
 
 
-def _slots_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, int]]:
+def _param_infos_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, int]]:
     found: dict[str, tuple[Unit, FlatParamHandle, int]] = {}
     for path, module in model.named_modules():
         unit = unit_of(module)
@@ -112,40 +114,40 @@ def _slots_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, i
     return found
 
 
-def shard_axis(entries: list[Entry]) -> Axis:
-    """The one axis over which all entries are sharded.
+def shard_group(entries: list[StateEntry]) -> RankGroup:
+    """The one group over which all entries are sharded.
 
     Raises:
         UnsupportedError: units are sharded over different groups.
     """
-    axes = {entry.unit.options.groups.shard for entry in entries if entry.unit is not None}
-    sharded = [axis for axis in axes if axis.size > 1]
+    rank_groups = {entry.unit.options.groups.shard for entry in entries if entry.unit is not None}
+    sharded = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     if len(sharded) > 1:
         raise UnsupportedError(
             "The units of this model are sharded over different process groups, so no rank could receive all of it. "
             "Stream the parts one by one, or use SHARDED_STATE_DICT."
         )
-    return sharded[0] if sharded else Axis(None, 0, 1)
+    return sharded[0] if sharded else RankGroup(None, 0, 1)
 
 
-def whole_on(entry: Entry, dst: int | None) -> torch.Tensor | None:
-    """The whole tensor of an entry on rank ``dst`` of its shard axis (every rank for None), else None.
+def whole_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
+    """The whole tensor of an entry on rank ``dst`` of its shard group (every rank for None), else None.
 
-    Every rank of the shard axis must call this, and of tensor parallelism too, where that has split the parameter; of
+    Every rank of the shard group must call this, and of tensor parallelism too, where that has split the parameter; of
     that all ranks get the tensor.
     """
     if entry.unit is None or entry.handle is None:
         return None if entry.value is None else entry.value.clone()
-    axis = entry.unit.options.groups.shard
+    rank_group = entry.unit.options.groups.shard
     # What is not sharded is whole on every rank already.
-    dst = dst if axis.size > 1 else None
-    own, guise = entry.held(), entry.handle.views.params[entry.index].guise
-    part = own.new_empty(entry.handle.layout.slots[entry.index].shape) if dst in (None, axis.rank) else None
-    lane = Transfers(axis, entry.unit.options.device)
-    moves = whole_moves(entry.handle, entry.index, axis.rank, dst)
+    dst = dst if rank_group.size > 1 else None
+    own, adapter = entry.held(), entry.handle.views.params[entry.index].adapter
+    part = own.new_empty(entry.handle.layout.param_infos[entry.index].shape) if dst in (None, rank_group.rank) else None
+    lane = Transfers(rank_group, entry.unit.options.device)
+    moves = plan_full_transfer(entry.handle, entry.index, rank_group.rank, dst)
     lane.add(moves, own, None if part is None else part.view(-1))
     lane.wait()
-    return None if part is None else guise.whole(guise.shown(part))
+    return None if part is None else adapter.full_tensor(adapter.from_local(part))
 
 
 def iter_full_state_dict(
@@ -179,9 +181,9 @@ def iter_full_state_dict(
         PhaseError: in the middle of a step.
     """
     entries = entries_of(model, keep=keep, trainable_only=trainable_only)
-    axis = shard_axis(entries)
-    if dst is not None and not 0 <= dst < axis.size and axis.size > 1:
-        raise OptionError(f"dst must be a rank of the shard group, 0 to {axis.size - 1}, or None; got {dst!r}.")
+    rank_group = shard_group(entries)
+    if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
+        raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
     position = 0
     try:
         for entry in entries:

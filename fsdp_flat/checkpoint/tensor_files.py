@@ -19,14 +19,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from fsdp_flat.checkpoint.consensus import Consensus
 from fsdp_flat.checkpoint.metadata import SafeReader
-from fsdp_flat.checkpoint.together import Together
 from fsdp_flat.comm import dtype_named
 
 __all__ = ["read_tensors", "write_tensors"]
 
 
-def write_tensors(state: dict[str, Any], path: Path, together: Together) -> None:
+def write_tensors(state: dict[str, Any], path: Path, together: Consensus) -> None:
     """Write a checkpoint that ``dcp.load`` reads. Every rank must call this; if it raises on one it raises on all.
 
     Args:
@@ -40,28 +40,28 @@ def write_tensors(state: dict[str, Any], path: Path, together: Together) -> None
         planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
         is_first = together.rank == 0
         own = ""
-        with together.failing():
+        with together.raising_together():
             planner.set_up_planner(state, writer.storage_meta(), is_first)
             writer.set_up_storage_writer(is_first)
             plan = writer.prepare_local_plan(planner.create_local_plan())
             own = _plan_text(plan)
-        plans = together.texts_to_first(own)
+        plans = together.gather_texts(own)
         answers: list[str] = []
-        with together.failing():
+        with together.raising_together():
             if is_first:
                 given = [_plan_of(text) for text in plans]
                 kept, metadata = planner.create_global_plan(_without_copies(given))
                 answers = [_left_to_others(one, other) for one, other in zip(given, kept, strict=True)]
-        left = set(json.loads(together.texts_from_first(answers)))
+        left = set(json.loads(together.scatter_texts(answers)))
         written = ""
-        with together.failing():
+        with together.raising_together():
             items = [item for position, item in enumerate(plan.items) if position not in left]
             # The writer names files after the position of a plan among those of all ranks.
             mine = dataclasses.replace(plan, items=items)
             mine = writer.prepare_global_plan([mine] * (together.rank + 1))[together.rank]
             written = _results_text(writer.write_data(planner.finish_plan(mine), planner).wait())
-        results = together.texts_to_first(written)
-        with together.failing():
+        results = together.gather_texts(written)
+        with together.raising_together():
             if is_first:
                 writer.finish(metadata, [_results_of(text) for text in results])
 

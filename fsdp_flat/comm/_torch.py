@@ -1,4 +1,4 @@
-"""Names of torch.distributed that moved between torch 2.8 and 2.15, resolved in one place."""
+"""Resolves names of torch.distributed that changed between torch 2.8 and 2.15."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dis
 
 
 def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The store of a group, where its ranks can leave each other notes; torch has no public way to it."""
+    """Return the key-value store of a group; torch has no public accessor for it."""
     store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]
     return store

@@ -1,7 +1,7 @@
-"""The order in which a rank has issued collectives, for comparison with that of other ranks.
+"""Logs the order in which a rank issues collectives, for comparison with other ranks.
 
-An all-gather of one unit that meets an all-gather of another unit of the same size succeeds and mixes their weights.
-No transport but shared memory can notice that by itself, so ranks compare their logs before an optimizer can step.
+An all-gather of one unit that is paired with another unit's all-gather of the same size succeeds and mixes their
+weights. Only the shared-memory transport detects that itself, so ranks compare their logs before an optimizer steps.
 """
 
 from __future__ import annotations
@@ -10,50 +10,50 @@ import hashlib
 from array import array
 from typing import Protocol
 
-from fsdp_flat.comm.groups import UnitGroups
+from fsdp_flat.comm.rank_groups import ShardingGroups
 
 __all__ = ["CollectiveLog", "LoggedUnit"]
 
 DIGEST_NBYTES = 8
-# A program that only evaluates never compares; its log is folded into a digest now and then.
+# A program that only evaluates never compares logs, so a long log is folded into a digest.
 _MOST_ENTRIES = 1 << 16
 _CODES = {"all-gather": 1, "reduction": 2}
 
 
 class LoggedUnit(Protocol):
-    """A unit as the log needs it."""
+    """Describes the unit attributes that the log reads."""
 
     unit_id: int
     name: str
 
 
 class CollectiveLog:
-    """Collectives issued since ranks last compared, by the groups that they run over."""
+    """Records the collectives issued since the last comparison between ranks, by sharding groups."""
 
     def __init__(self) -> None:
-        self._issued: dict[UnitGroups, list[tuple[str, LoggedUnit]]] = {}
-        self._folded: dict[UnitGroups, tuple[int, bytes]] = {}
+        self._issued: dict[ShardingGroups, list[tuple[str, LoggedUnit]]] = {}
+        self._folded: dict[ShardingGroups, tuple[int, bytes]] = {}
 
-    def of(self, groups: UnitGroups) -> list[tuple[str, LoggedUnit]]:
-        """The list to which ``(operation, unit)`` is appended where a collective over ``groups`` is issued."""
+    def of(self, groups: ShardingGroups) -> list[tuple[str, LoggedUnit]]:
+        """Return the list to which callers append ``(operation, unit)`` for each collective over ``groups``."""
         return self._issued.setdefault(groups, [])
 
-    def digest(self, groups: UnitGroups) -> bytes:
-        """Stands for everything issued over ``groups``: 8 bytes, equal on ranks that issued the same."""
+    def digest(self, groups: ShardingGroups) -> bytes:
+        """Return an 8-byte digest of the log of ``groups``, equal on ranks that issued the same collectives."""
         issued = self.of(groups)
         count, folded = self._folded.get(groups, (0, b""))
         entries = array("q", [part for operation, unit in issued for part in (_CODES[operation], unit.unit_id)])
         content = folded + (count + len(issued)).to_bytes(8, "big") + entries.tobytes()
         return hashlib.blake2b(content, digest_size=DIGEST_NBYTES).digest()
 
-    def lines(self, groups: UnitGroups) -> list[str]:
-        """The collectives issued over ``groups``, one line each, for people."""
+    def lines(self, groups: ShardingGroups) -> list[str]:
+        """Return one readable line for each collective issued over ``groups``."""
         count, _ = self._folded.get(groups, (0, b""))
         earlier = [f"{count} earlier collectives"] if count else []
         return earlier + [f"the {operation} of unit {unit.name!r}" for operation, unit in self.of(groups)]
 
     def trim(self) -> None:
-        """Folds a log that has become long."""
+        """Fold long logs into digests."""
         for groups, issued in self._issued.items():
             if len(issued) > _MOST_ENTRIES:
                 count, _ = self._folded.get(groups, (0, b""))
@@ -61,7 +61,7 @@ class CollectiveLog:
                 issued.clear()
 
     def clear(self) -> None:
-        """Forgets everything: ranks have compared, or a step was given up."""
+        """Clear all logs, after a comparison between ranks or an aborted step."""
         self._folded.clear()
         for issued in self._issued.values():
             issued.clear()

@@ -1,4 +1,4 @@
-"""Gathers and reductions that a caller puts in place of the library's own."""
+"""Supports all-gathers and reduce-scatters that a caller supplies in place of the library's."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.collectives import Collectives, EmptyLike, Pending, own_slice
-from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.flat_collectives import Collectives, EmptyLike, Pending, own_slice
+from fsdp_flat.comm.rank_groups import RankGroup
 
 __all__ = ["AllGather", "CustomCollectives", "ReduceScatter", "Work"]
 
 
 class Work(Protocol):
-    """What a caller's collective returns while it is under way; ``torch.distributed.Work`` is one."""
+    """Describes the handle of a caller's asynchronous collective, such as ``torch.distributed.Work``."""
 
     def wait(self) -> Any:
-        """Block until the output is there (on an accelerator: until the current stream may use it)."""
+        """Block until the output is ready (on an accelerator: until the current stream may use it)."""
         ...
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return at once; False where that is not known."""
+        """Return whether ``wait`` would return at once; False if unknown."""
         ...
 
 
 class AllGather(Protocol):
-    """How shards become whole parameters; the call of torch's ``fully_shard`` interface of this name."""
+    """Describes an all-gather of shards, with the signature of torch's ``fully_shard`` interface of this name."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -34,19 +34,19 @@ class AllGather(Protocol):
         """Begin to fill ``output_tensor`` with every rank's ``input_tensor``, in rank order.
 
         Args:
-            output_tensor: 1-D, the whole buffer, in the compute dtype.
-            input_tensor: 1-D, this rank's slice, which lies in ``output_tensor`` already.
+            output_tensor: 1-D, the full buffer, in the compute dtype.
+            input_tensor: 1-D, this rank's slice, a view of ``output_tensor``.
             group: the shard group.
             async_op: always True.
 
         Returns:
-            The work, which torch's own is an example of, or None if the output is there already.
+            The work, for example torch's, or None if the output is ready.
         """
         ...
 
 
 class ReduceScatter(Protocol):
-    """How gradients become shards of their sum; the call of torch's ``fully_shard`` interface of this name."""
+    """Describes a reduce-scatter of gradients, with the signature of torch's ``fully_shard`` interface of this name."""
 
     def __call__(
         self,
@@ -60,42 +60,46 @@ class ReduceScatter(Protocol):
 
         Args:
             output_tensor: 1-D, one slice.
-            input_tensor: 1-D, the whole gradient in the reduction dtype; it may be overwritten.
+            input_tensor: 1-D, the full gradient in the reduce dtype; it may be overwritten.
             group: the shard group.
             op: always ``ReduceOp.SUM``; the library divides afterwards.
             async_op: always True.
 
         Returns:
-            The work, which torch's own is an example of, or None if the output is there already.
+            The work, for example torch's, or None if the output is ready.
         """
         ...
 
 
 class CustomCollectives:
-    """A caller's gather, reduction or both, and the library's own for the other.
+    """Replaces the library's all-gather, reduce-scatter or both by a caller's.
 
     Args:
-        axis: the shard axis, of more than one rank.
-        own: the library's collectives for the axis.
-        all_gather: in place of the gather; None keeps the library's.
-        reduce_scatter: in place of the reduction; None keeps the library's.
+        rank_group: the shard group, of more than one rank.
+        own: the library's collectives for the group.
+        all_gather: the caller's all-gather; None keeps the library's.
+        reduce_scatter: the caller's reduce-scatter; None keeps the library's.
     """
 
     def __init__(
-        self, axis: Axis, own: Collectives, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None
+        self,
+        rank_group: RankGroup,
+        own: Collectives,
+        all_gather: AllGather | None,
+        reduce_scatter: ReduceScatter | None,
     ) -> None:
-        self._axis = axis
+        self._axis = rank_group
         self._own = own
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
 
     def name_units(self, names: dict[int, str]) -> None:
-        """See :class:`Collectives`."""
+        """Implement :class:`Collectives`."""
         self._own.name_units(names)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        """See :class:`Collectives`."""
-        # Quantised gathers are for floats; integers that a module keeps as parameters go as they are.
+        """Implement :class:`Collectives`."""
+        # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
         if self._all_gather is None or not full.is_floating_point():
             return self._own.begin_all_gather(full)
         assert self._axis.group is not None
@@ -103,7 +107,7 @@ class CustomCollectives:
         return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        """See :class:`Collectives`."""
+        """Implement :class:`Collectives`."""
         if self._reduce_scatter is None:
             return self._own.begin_reduce_scatter(full, empty_like)
         out = full.new_empty(full.numel() // self._axis.size)

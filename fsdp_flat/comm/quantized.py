@@ -1,9 +1,9 @@
-"""Gathers and reductions in 8-bit integers: a quarter of fp32's bytes, for networks that are slower than a pass.
+"""Implements all-gather and reduce-scatter in 8-bit integers, a quarter of fp32's bytes, for slow networks.
 
-A tensor is cut into blocks; each travels as the integers ``round(x * 127 / largest)`` and one fp32 number, the
-largest magnitude of the block. An element is off by at most ``largest / 254`` for each rank whose value is
-rounded: once in a gather, once a rank in a reduction, whose sum is in fp32. (Blockwise quantisation of gathered
-weights and of an all-to-all of gradients: ZeRO++, arXiv 2306.10209.)
+A tensor is split into blocks; each is sent as the integers ``round(x * 127 / largest)`` and one fp32 scale, the largest
+magnitude of the block. Rounding changes an element by at most ``largest / 254``: once in an all-gather, once per rank
+in a reduce-scatter, which sums in fp32. (Blockwise quantization of all-gathered weights and of an all-to-all of
+gradients: ZeRO++, arXiv 2306.10209.)
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_flat.errors import OptionError
 __all__ = ["QuantizedAllGather", "QuantizedReduceScatter"]
 
 _SCALE_NBYTES = 4
-# 127 divided by it is still an fp32 number.
+# 127 divided by it is still finite in fp32.
 _SMALLEST = 1e-36
 
 
@@ -40,18 +40,18 @@ class _Blocks:
         return -(-numel // self.block)
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of a packed row of ``numel`` elements."""
+        """Return the number of bytes of a packed row of ``numel`` elements."""
         return self._num_blocks(numel) * (self.block + _SCALE_NBYTES)
 
     def pack(self, rows: torch.Tensor) -> torch.Tensor:
-        """(rows, numel) of any float dtype to (rows, nbytes) of uint8."""
+        """Pack (rows, numel) of any float dtype into (rows, nbytes) of uint8."""
         num_rows, numel = rows.shape
         blocks = self._num_blocks(numel)
         padded = torch.zeros(num_rows, blocks * self.block, dtype=torch.float32, device=rows.device)
         padded[:, :numel] = rows
         cut = padded.view(num_rows, blocks, self.block)
         largest = cut.abs().amax(dim=2, keepdim=True)
-        # A block of zeros stays zeros; infinities and NaNs make the whole block NaN, so that they are noticed.
+        # A block of zeros stays zero; infinities and NaNs make the whole block NaN, so that they are detected.
         integers = torch.nan_to_num(cut.mul_(127 / largest.clamp(min=_SMALLEST))).round_()
         packed = torch.empty(num_rows, self.nbytes(numel), dtype=torch.uint8, device=rows.device)
         packed[:, : blocks * self.block] = integers.to(torch.int8).view(num_rows, -1).view(torch.uint8)
@@ -59,7 +59,7 @@ class _Blocks:
         return packed
 
     def unpack(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        """The inverse of :meth:`pack`, in fp32."""
+        """Invert :meth:`pack`, to fp32."""
         num_rows, blocks = packed.shape[0], self._num_blocks(numel)
         integers = packed[:, : blocks * self.block].view(torch.int8).view(num_rows, blocks, self.block)
         largest = packed[:, blocks * self.block :].contiguous().view(torch.float32).view(num_rows, blocks, 1)
@@ -68,18 +68,18 @@ class _Blocks:
 
 
 class _Then:
-    """Work that is over once another is, and something was done with what that brought."""
+    """Wraps work with a function that post-processes its output in the first ``wait``."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
         self._work = work
         self._finish: Callable[[], None] | None = finish
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would not wait for the network."""
+        """Return whether ``wait`` would not wait for the network."""
         return self._finish is None or bool(self._work.is_completed())
 
     def wait(self) -> None:
-        """Wait and finish, once."""
+        """Wait for the work and call the function, once."""
         if self._finish is not None:
             self._work.wait()
             self._finish()
@@ -87,26 +87,26 @@ class _Then:
 
 
 class _Quantized:
-    """A collective whose values travel in blocks of 8-bit integers."""
+    """Holds the block format that both collectives share."""
 
     def __init__(self, block: int = 256) -> None:
         self._blocks = _Blocks(block)
 
 
 class QuantizedAllGather(_Quantized):
-    """An :class:`AllGather` in 8-bit integers. Every rank computes with the same rounded values, its own included.
+    """Implements :class:`AllGather` in 8-bit integers. All ranks use the same rounded values, also for their own slice.
 
     Args:
         block: elements that share a scale.
 
     Raises:
-        OptionError: ``block`` is below 1.
+        OptionError: if ``block`` is below 1.
     """
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> _Then | None:
-        """See :class:`AllGather`."""
+        """Implement :class:`AllGather`."""
         size, numel = dist.get_world_size(group), input_tensor.numel()
         own = self._blocks.pack(input_tensor.view(1, -1))
         everyone = own.new_empty(size, own.shape[1])
@@ -120,13 +120,13 @@ class QuantizedAllGather(_Quantized):
 
 
 class QuantizedReduceScatter(_Quantized):
-    """A :class:`ReduceScatter` in 8-bit integers, summed in fp32.
+    """Implements :class:`ReduceScatter` in 8-bit integers, summed in fp32.
 
     Args:
         block: elements that share a scale.
 
     Raises:
-        OptionError: ``block`` is below 1.
+        OptionError: if ``block`` is below 1.
     """
 
     def __call__(
@@ -137,10 +137,10 @@ class QuantizedReduceScatter(_Quantized):
         op: Any,
         async_op: bool = False,
     ) -> _Then | None:
-        """See :class:`ReduceScatter`.
+        """Implement :class:`ReduceScatter`.
 
         Raises:
-            OptionError: ``op`` is not ``ReduceOp.SUM``.
+            OptionError: if ``op`` is not ``ReduceOp.SUM``.
         """
         if op != dist.ReduceOp.SUM:
             raise OptionError(f"QuantizedReduceScatter sums; got op={op}. Divide afterwards.")

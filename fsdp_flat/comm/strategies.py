@@ -1,4 +1,4 @@
-"""Sharding strategies as data: over which group a unit is sharded, replicated, and when it is freed."""
+"""Defines sharding strategies as a table: the groups a unit is sharded and replicated over, and when to reshard."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["STRATEGIES", "Strategy", "strategy_from"]
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """One row of the strategy table.
+    """Describes one row of the strategy table.
 
     Attributes:
         member: the public enum member.
-        shards: parameters, gradients and optimizer state are split over the shard group.
-        replicates: there is a replicate group over which gradients are reduced as well.
-        reshard_after_forward: gathered parameters are freed after forward (the outermost unit stays)
+        shards: parameters, gradients and optimizer state are sharded over the shard group.
+        replicates: gradients are also all-reduced over a replicate group.
+        reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's)
             and, under ``no_sync``, after backward.
     """
 
@@ -30,7 +30,7 @@ class Strategy:
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the strategy needs two groups."""
+        """Return whether the strategy needs two groups."""
         return self.shards and self.replicates
 
 
@@ -49,12 +49,12 @@ STRATEGIES = MappingProxyType(
 
 
 def strategy_from(value: object) -> Strategy:
-    """The table row for a public enum member, or for ``None`` (``FULL_SHARD``).
+    """Return the table row of a public enum member, or of ``FULL_SHARD`` for ``None``.
 
-    A member of another library's enum of the same class name (torch's own, say) is taken by its name.
+    Members of another library's enum with the same class name (for example torch's) are matched by name.
 
     Raises:
-        OptionError: ``value`` is no sharding strategy; the text lists the choices.
+        OptionError: if ``value`` is not a sharding strategy; the text lists the choices.
     """
     if value is None:
         return STRATEGIES[ShardingStrategy.FULL_SHARD]

@@ -1,17 +1,16 @@
-"""The only file that knows about accelerator streams, and the contexts in which the work of a step runs.
+"""Orders the work of a step on accelerator streams, and defines its profiler and autograd contexts.
 
-On the CPU every method does nothing.
+No other file uses streams. On the CPU no ordering is needed.
 
-One object serves a whole tree of units. The order that it keeps, without ``record_stream`` and without blocking the
-host:
+All units of a tree share one object. It ensures this order, without ``record_stream`` and without blocking the host:
 
-* all-gathers run on their own stream. An all-gather may write its buffer (memory of the all-gather stream) only after
+* all-gathers run on a separate stream. An all-gather may write its buffer (memory of the all-gather stream) only after
   compute has finished with the former content: :meth:`Streams.buffers_freed` records that on the compute stream, and
   the next all-gather waits for it.
 * every all-gather waits for the optimizer: :meth:`Streams.shards_written`.
 * compute waits for an all-gather before it uses the buffer.
-* reduce-scatters run on their own stream, after the compute that made the gradients. A buffer that a reduce-scatter
-  reads is kept until compute has waited for that reduce-scatter.
+* reduce-scatters run on a separate stream, after the compute that produced the gradients. A buffer that a
+  reduce-scatter reads is kept until compute has waited for that reduce-scatter.
 * copies to the host go into pinned memory. The host waits for them once, at the end of a backward, because an optimizer
   on the CPU reads them next.
 """
@@ -33,12 +32,12 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class Streams:
-    """The CPU's: one queue of work, so there is nothing to order.
+    """Defines the interface, and implements it for the CPU, which runs all work in order.
 
     Attributes:
-        all_gathers: a context; work inside runs on the all-gather stream, after every buffer freed so far is out of
-            use and the shards are written.
-        reduce_scatters: a context; work inside runs on the reduce-scatter stream, after the compute issued so far.
+        all_gathers: context in which work runs on the all-gather stream, after the last use of every buffer freed so
+            far and after the shards are written.
+        reduce_scatters: context in which work runs on the reduce-scatter stream, after the compute issued so far.
     """
 
     is_accelerator = False
@@ -48,38 +47,38 @@ class Streams:
         self.reduce_scatters: AbstractContextManager[Any] = nullcontext()
 
     def wait_for_all_gathers(self) -> None:
-        """Orders compute issued from now on after the all-gathers issued so far."""
+        """Order compute issued from now on after the all-gathers issued so far."""
 
     def wait_for_reduce_scatters(self) -> None:
-        """Orders compute issued from now on after the reduce-scatters issued so far."""
+        """Order compute issued from now on after the reduce-scatters issued so far."""
 
     def buffers_freed(self) -> None:
-        """Notes that gathered buffers are freed: compute issued so far was their last use."""
+        """Record that unsharded buffers are freed: compute issued so far was their last use."""
 
     def shards_written(self) -> None:
-        """Notes that compute issued so far may have written shards, which later all-gathers read."""
+        """Record that compute issued so far may have written shards, which later all-gathers read."""
 
     def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """``tensor`` on another device and in another dtype, for use after :meth:`wait_for_host_copies`."""
+        """Copy ``tensor`` to a device and dtype, for use after :meth:`wait_for_host_copies`."""
         return tensor.to(device=device, dtype=dtype)
 
     def shards_read(self) -> None:
-        """Notes, inside :attr:`all_gathers`, that shards on the host are being read by copies issued so far."""
+        """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
 
     def wait_for_host_copies(self) -> None:
-        """Blocks the host until copies to it are there and copies from shards on it are over; without any, not at all.
+        """Block the host until copies to it and copies from shards on it are complete; return at once without any.
 
         Copies to the host are those of :meth:`copy_to`, copies from shards those before :meth:`shards_read`.
         """
 
 
 class AcceleratorStreams(Streams):
-    """Side streams of one accelerator for all-gathers and reduce-scatters.
+    """Manages the all-gather stream and the reduce-scatter stream of one accelerator.
 
     Args:
         device: the accelerator.
-        new_stream: makes a stream.
-        current_stream: the stream of compute.
+        new_stream: creates a stream.
+        current_stream: returns the compute stream.
     """
 
     is_accelerator = True
@@ -94,7 +93,7 @@ class AcceleratorStreams(Streams):
         self._device = device
         self._new_stream = new_stream
         self._current_stream = current_stream
-        # Most units never use the streams that they are born with: their tree's are.
+        # Created on first use: most units use the streams of their tree, not the ones that they were built with.
         self._all_gather: Any = None
         self._reduce_scatter: Any = None
         self._buffers_free: Any = None
@@ -157,7 +156,7 @@ class AcceleratorStreams(Streams):
 
 
 class _On:
-    """A context in which a stream is the current one; may be entered again and again, also inside itself.
+    """Makes a stream current inside a reusable and reentrant context.
 
     Args:
         enter: orders the stream after earlier work and returns it.
@@ -168,7 +167,7 @@ class _On:
         self._entered: list[Any] = []
 
     def __enter__(self) -> None:
-        # torch 2.11 refuses to enter a stream's context inside itself.
+        # torch 2.11 raises if a stream's context is entered inside itself.
         stream = None if self._entered else self._enter()
         self._entered.append(stream)
         if stream is not None:
@@ -183,22 +182,22 @@ class _On:
 
 
 def streams_for(device: torch.device) -> Streams:
-    """The streams of a compute device."""
+    """Create the streams of a compute device."""
     return Streams() if device.type == "cpu" else AcceleratorStreams(device)
 
 
 def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
-    """Labels work inside the block in profiler traces as FSDP does, ``FSDP::all_gather (blocks.0)`` for example.
+    """Label work inside the block in profiler traces as FSDP does, for example ``FSDP::all_gather (blocks.0)``.
 
-    While no profiler runs it is one check.
+    Without a running profiler it costs one check.
     """
     return record_function(f"FSDP::{operation} ({unit_name})") if _profiler_is_on() else _NOTHING
 
 
 def unrecorded() -> AbstractContextManager[Any]:
-    """Keeps work inside the block out of autograd, and its results ordinary tensors if the caller is in inference mode.
+    """Disable autograd and inference mode inside the block, so that results are ordinary tensors.
 
-    It switches nothing that is off already: a step enters this several times a unit.
+    Modes that are off already are not switched, because a step enters this several times per unit.
     """
     if torch.is_inference_mode_enabled():
         return _out_of_inference_mode()

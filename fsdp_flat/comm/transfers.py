@@ -1,7 +1,7 @@
-"""Runs of elements from rank to rank, each straight from where it lies to where it belongs.
+"""Transfers runs of elements between ranks, each directly from its source to its target tensor.
 
-State dicts are made of these: nothing is gathered or cut afterwards, so a save needs the memory of its result and
-moves each element once. Only short runs, for which the message costs more than the copy, travel packed together.
+State dicts use these transfers: no tensor is all-gathered or sliced afterwards, so a save needs only the memory of its
+result and moves each element once. Only short runs, for which a message costs more than a copy, are packed together.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.groups import Axis, moves_by_gloo
-from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
-from fsdp_flat.comm.neighbours import mailbox_of
-from fsdp_flat.layout import Moves
+from fsdp_flat.comm.host_transports import transport_of
+from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport, wait_for
+from fsdp_flat.layout import TransferPlan
 
-__all__ = ["Lanes", "Transfers"]
+__all__ = ["P2PChannels", "Transfers"]
 
-# Where a message costs more than a copy depends on the network; both sides only have to draw the line alike.
+# The best threshold depends on the network; sender and receiver only have to use the same one.
 _SHORT_NBYTES = 1 << 16
-# Packed runs take memory until they are unpacked, so not everything is under way at once.
+# Packed runs take memory until they are unpacked, so the bytes in flight are limited.
 _MOST_UNDER_WAY_NBYTES = 1 << 26
-# Of shared memory: long runs go in pieces, of which so many are unread that the sides need not keep step.
+# Shared memory: long runs are sent in parts, several of them unread, so that neither side waits for each part.
 _PIECE_NBYTES = 1 << 22
 _MOST_UNREAD_NBYTES = 1 << 24
 
 
 class Transfers:
-    """Point-to-point transfers along one axis.
+    """Executes transfer plans by p2p messages in one group.
 
-    Every rank of the axis has to add the same tensors in the same order; between two ranks, runs arrive in the order
+    Every rank of the group must add the same tensors in the same order; between two ranks, runs arrive in the order
     in which they were added.
 
     Args:
-        axis: the ranks.
-        device: the device of compute, over which the group communicates. Tensors elsewhere make a stop there.
-        room: what is on its way along other axes at the same time; None if nothing is.
+        rank_group: the ranks.
+        device: the compute device, on which the group communicates; other tensors are copied through it.
+        room: the queue shared with transfers in other groups at the same time; None if there are none.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, room: MailRoom | None = None) -> None:
-        self._carrier = _carrier_for(axis, device, MailRoom() if room is None else room)
+    def __init__(self, rank_group: RankGroup, device: torch.device, room: TransportQueue | None = None) -> None:
+        self._channel = _channel_for(rank_group, device, TransportQueue() if room is None else room)
         self._after: list[Callable[[], object]] = []
         self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def add(self, moves: Moves, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
-        """Begin to move one tensor.
+    def add(self, moves: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+        """Begin to transfer one tensor.
 
         Args:
-            moves: how this rank takes part.
-            source: 1-D, what this rank holds; None if it sends nothing.
-            target: 1-D, where what it wants is to go, of the dtype that the sources have; None if it wants nothing.
+            moves: this rank's plan.
+            source: 1-D, the elements that this rank holds; None if it sends and keeps nothing.
+            target: 1-D, receives this rank's elements, of the sources' dtype; None if it receives and keeps nothing.
         """
         if moves.kept is not None and source is not None and target is not None:
             target[moves.kept[1]].copy_(source[moves.kept[0]])
@@ -71,34 +71,37 @@ class Transfers:
                 self._send(source[start:stop].contiguous(), ranks)
 
     def wait(self) -> None:
-        """Return when everything that was added has arrived, here and at the others."""
+        """Block until all added tensors have been transferred, to this rank and from it."""
         for (rank, _), runs in self._short_receives.items():
             packed = torch.empty(sum(run.numel() for run in runs), dtype=runs[0].dtype, device=runs[0].device)
             self._receive(packed, rank)
             self._after.append(partial(_unpack, packed, runs))
         for (rank, _), runs in self._short_sends.items():
             self._send(torch.cat(runs), [rank])
-        self._carrier.wait()
+        self._channel.wait()
         for finish in self._after:
             finish()
         self._after = []
         self._short_sends, self._short_receives = {}, {}
 
     def _send(self, run: torch.Tensor, to: Sequence[int]) -> None:
-        self._carrier.send(run.to(self._carrier.device), to)
+        self._channel.send(run.to(self._channel.device), to)
 
     def _receive(self, run: torch.Tensor, source: int) -> None:
         target = run
-        if run.device.type != self._carrier.device.type:
-            run = torch.empty_like(run, device=self._carrier.device)
+        if run.device.type != self._channel.device.type:
+            run = torch.empty_like(run, device=self._channel.device)
             self._after.append(lambda: target.copy_(run))
-        self._carrier.receive(run, source)
+        self._channel.receive(run, source)
 
 
 def _is_packed(
     run: torch.Tensor, ranks: Sequence[int], short: dict[tuple[int, torch.dtype], list[torch.Tensor]]
 ) -> bool:
-    """Whether a run is short, and then put with the others of its rank and dtype; both sides see that alike."""
+    """Add a short run to those of its rank and dtype, and return whether it is short.
+
+    Sender and receiver compute the same result.
+    """
     if run.nbytes >= _SHORT_NBYTES:
         return False
     for rank in ranks:
@@ -106,32 +109,32 @@ def _is_packed(
     return True
 
 
-class _Carrier(Protocol):
-    """What runs travel by, from rank to rank of an axis.
+class _P2PChannel(Protocol):
+    """Describes a p2p channel between the ranks of a group.
 
     Attributes:
-        device: where it takes and puts them.
+        device: device of the runs that it transfers.
     """
 
     device: torch.device
 
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
-        """Begin to send to each of some ranks."""
+        """Begin to send ``run`` to each rank of ``to``."""
         ...
 
     def receive(self, run: torch.Tensor, source: int) -> None:
-        """Begin to receive into ``run``."""
+        """Begin to receive into ``run`` from rank ``source``."""
         ...
 
     def wait(self) -> None:
-        """Return when everything is there and nothing of what was sent is needed any more."""
+        """Block until all runs are received and the sent tensors are no longer in use."""
         ...
 
 
-class _ByGroup:
-    """By the group's messages, begun at once (gloo) or all together, as other backends want it.
+class _GroupChannel:
+    """Uses the process group's p2p operations, begun one by one (gloo) or as one batch for other backends.
 
-    One rank alone has no group, and nothing to move.
+    A single rank has no group and nothing to transfer.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device, *, at_once: bool) -> None:
@@ -166,63 +169,63 @@ class _ByGroup:
         self._begun, self._batch, self._alive = [], [], []
 
 
-class MailRoom:
-    """What is on its way through shared memory, along all axes that transfers go along at once.
+class TransportQueue:
+    """Queues the messages in flight through shared memory, over all groups with transfers at the same time.
 
-    Waiting for one axis reads what has come along any, or ranks that wait for different axes would wait in a circle.
+    Waiting for one group reads messages of all groups; otherwise ranks that wait for different groups could deadlock.
     """
 
     def __init__(self) -> None:
-        # By where they come from, in the order in which they are sent.
-        self._letters: dict[tuple[Mailbox, int], deque[tuple[Letter, torch.Tensor]]] = {}
-        self._mailboxes: set[Mailbox] = set()
+        # By transport and source rank, in the order in which they are sent.
+        self._letters: dict[tuple[SharedMemoryTransport, int], deque[tuple[Message, torch.Tensor]]] = {}
+        self._mailboxes: set[SharedMemoryTransport] = set()
 
-    def send(self, mailbox: Mailbox, piece: torch.Tensor, to: Sequence[int]) -> None:
-        """Send a piece, when so much of what was sent before is read that little memory is in use."""
-        # A rank that only sends would else fill its memory with what nobody has had time to read.
-        self._mailboxes.add(mailbox)
+    def send(self, transport: SharedMemoryTransport, piece: torch.Tensor, to: Sequence[int]) -> None:
+        """Send ``piece`` once enough of the earlier messages are read to bound the memory in use."""
+        # Otherwise a rank that only sends would fill its memory with unread messages.
+        self._mailboxes.add(transport)
         most = max(0, _MOST_UNREAD_NBYTES - piece.nbytes)
         if self._unread_nbytes() > most:
             self._read_until(lambda: self._unread_nbytes() <= most)
-        mailbox.send("transfer", [(piece, to)])
+        transport.send("transfer", [(piece, to)])
 
-    def expect(self, mailbox: Mailbox, piece: torch.Tensor, source: int) -> None:
-        """Have a piece received."""
-        letters = self._letters.setdefault((mailbox, source), deque())
-        letters.append((mailbox.expect("transfer", source, piece.nbytes), piece))
+    def expect(self, transport: SharedMemoryTransport, piece: torch.Tensor, source: int) -> None:
+        """Expect a message from ``source``, for ``piece``."""
+        letters = self._letters.setdefault((transport, source), deque())
+        letters.append((transport.expect("transfer", source, piece.nbytes), piece))
 
     def finish(self) -> None:
-        """Return when everything has come, and everything that was sent is read."""
+        """Block until all expected messages have arrived and all sent messages are read."""
         self._read_until(lambda: not self._letters and self._unread_nbytes() == 0)
 
     def _read_until(self, is_over: Callable[[], bool]) -> None:
         self._read()
         while not is_over():
-            readers = {(mailbox, rank) for mailbox in self._mailboxes for rank in mailbox.unread("transfer")}
+            readers = {(transport, rank) for transport in self._mailboxes for rank in transport.unread("transfer")}
             wait_for(readers.union(self._letters), "transfer")
             self._read()
 
     def _unread_nbytes(self) -> int:
-        return sum(sum(mailbox.unread("transfer").values()) for mailbox in self._mailboxes)
+        return sum(sum(transport.unread("transfer").values()) for transport in self._mailboxes)
 
     def _read(self) -> None:
-        """Read what has come."""
+        """Read all messages that have arrived."""
         for place, letters in list(self._letters.items()):
             while letters and letters[0][0].is_completed():
-                letter, target = letters.popleft()
-                target.copy_(letter.content(target.dtype))
-                letter.close()
+                message, target = letters.popleft()
+                target.copy_(message.content(target.dtype))
+                message.close()
             if not letters:
                 del self._letters[place]
 
 
-class _ByMail:
-    """By memory that the ranks share, of which a few pieces are in use at once."""
+class _SharedMemoryChannel:
+    """Uses shared memory, and splits runs into parts of which a few are in flight at once."""
 
     device = torch.device("cpu")
 
-    def __init__(self, mailbox: Mailbox, room: MailRoom) -> None:
-        self._mailbox = mailbox
+    def __init__(self, transport: SharedMemoryTransport, room: TransportQueue) -> None:
+        self._mailbox = transport
         self._room = room
 
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
@@ -238,58 +241,62 @@ class _ByMail:
 
 
 def _pieces(run: torch.Tensor) -> Sequence[torch.Tensor]:
-    # Both sides see the same length and dtype, so they cut alike.
+    # Sender and receiver have the same length and dtype, so they split alike.
     return run.split(_PIECE_NBYTES // run.itemsize) if run.nbytes > _PIECE_NBYTES else (run,)
 
 
-def _carrier_for(axis: Axis, device: torch.device, room: MailRoom) -> _Carrier:
-    group = axis.group
+def _channel_for(rank_group: RankGroup, device: torch.device, room: TransportQueue) -> _P2PChannel:
+    group = rank_group.group
     if group is None or not moves_by_gloo(group, device):
-        return _ByGroup(group, device, at_once=False)
+        return _GroupChannel(group, device, at_once=False)
     # gloo sends CPU tensors only.
-    mailbox = mailbox_of(axis) if axis.size > 1 else None
-    return _ByGroup(group, torch.device("cpu"), at_once=True) if mailbox is None else _ByMail(mailbox, room)
+    transport = transport_of(rank_group) if rank_group.size > 1 else None
+    return (
+        _GroupChannel(group, torch.device("cpu"), at_once=True)
+        if transport is None
+        else _SharedMemoryChannel(transport, room)
+    )
 
 
-class Lanes:
-    """Transfers along several axes, under way together as far as memory goes.
+class P2PChannels:
+    """Executes transfer plans in several groups concurrently, within a memory limit.
 
-    Every rank of the axes has to add the same tensors in the same order.
+    Every rank of the groups must add the same tensors in the same order.
     """
 
     def __init__(self) -> None:
-        self._by_axis: dict[Axis, Transfers] = {}
-        self._room = MailRoom()
+        self._by_rank_group: dict[RankGroup, Transfers] = {}
+        self._room = TransportQueue()
         self._nbytes_under_way = 0
 
     def add(
         self,
-        axis: Axis,
+        rank_group: RankGroup,
         device: torch.device,
-        moves: Moves,
+        moves: TransferPlan,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         *,
         nbytes: int,
     ) -> None:
-        """Begin to move one tensor, or some before it first where many are on their way.
+        """Begin to transfer one tensor, after waiting for earlier ones if too many bytes are in flight.
 
         Args:
-            axis: the ranks.
-            device: the device of compute.
-            moves, source, target: as :meth:`Transfers.add` takes them.
-            nbytes: bytes of the whole tensor, the same on every rank.
+            rank_group: the ranks.
+            device: the compute device.
+            moves, source, target: see :meth:`Transfers.add`.
+            nbytes: bytes of the full tensor, equal on every rank.
         """
         if self._nbytes_under_way + nbytes > _MOST_UNDER_WAY_NBYTES:
             self.wait()
         self._nbytes_under_way += nbytes
-        if axis not in self._by_axis:
-            self._by_axis[axis] = Transfers(axis, device, self._room)
-        self._by_axis[axis].add(moves, source, target)
+        if rank_group not in self._by_rank_group:
+            self._by_rank_group[rank_group] = Transfers(rank_group, device, self._room)
+        self._by_rank_group[rank_group].add(moves, source, target)
 
     def wait(self) -> None:
-        """Return when everything that was added has arrived."""
-        for transfers in self._by_axis.values():
+        """Block until all added tensors have been transferred."""
+        for transfers in self._by_rank_group.values():
             transfers.wait()
         self._nbytes_under_way = 0
 

@@ -1,4 +1,4 @@
-"""Floor 6: fsdp_flat in the place of torch's FSDP1. The only folder that may import torch.distributed.fsdp."""
+"""Layer 6: fsdp_flat in the place of torch's FSDP1. The only folder that may import torch.distributed.fsdp."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def install() -> Installation:
     Returns:
         What was replaced, by this call and earlier ones; print it.
     """
-    from fsdp_flat.compat.table import PEER, entries, guarded_init, replacements
+    from fsdp_flat.compat.fsdp1_names import PEER, entries, guarded_init, replacements
 
     table = entries()
     to_ours = replacements(table)
@@ -130,7 +130,7 @@ def uninstall() -> None:
     """
     if _state.init is None:
         return
-    from fsdp_flat.compat.table import entries
+    from fsdp_flat.compat.fsdp1_names import entries
 
     for binding in _state.bindings:
         if binding.namespace.get(binding.name) is binding.ours:

@@ -2,7 +2,7 @@
 
 Names, arguments and results are those of ``torch.distributed.fsdp``'s ``_common_utils``, ``_traversal_utils``,
 ``_runtime_utils`` and ``_unshard_param_utils``. A function that gets a module which holds none of our wrappers is
-torch's: :mod:`fsdp_flat.compat.table` sees to that. In the wrapper's design state and module are one object.
+torch's: :mod:`fsdp_flat.compat.fsdp1_names` sees to that. In the wrapper's design state and module are one object.
 """
 
 from __future__ import annotations

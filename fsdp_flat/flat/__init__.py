@@ -1,12 +1,19 @@
-"""Floor 1: the tensors of one process. Walking a module, flat buffers, views, gradients, the handle."""
+"""Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat._torch import in_backward, look_at_operations, node_will_run
+from fsdp_flat.flat._torch import enable_torch_function, in_backward, node_will_run
+from fsdp_flat.flat.dynamo import active_compiler, dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
-from fsdp_flat.flat.guards import ShardedStandIn, unguarded
-from fsdp_flat.flat.guise import PLAIN, DTensorGuise, Guise, check_guise, guise_if_dtensor, guise_of
+from fsdp_flat.flat.guards import ShardedPlaceholder, unguarded
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
-from fsdp_flat.flat.untraced import active_compiler, untraced, untraced_here
+from fsdp_flat.flat.tensor_adapter import (
+    PLAIN,
+    DTensorAdapter,
+    TensorAdapter,
+    adapter_if_dtensor,
+    adapter_of,
+    check_adapter,
+)
 from fsdp_flat.flat.walk import (
     FlattenedBy,
     ManagedParam,
@@ -22,32 +29,32 @@ from fsdp_flat.flat.walk import (
 __all__ = [
     "PLAIN",
     "AliasBuffer",
-    "DTensorGuise",
+    "DTensorAdapter",
     "FlatParamHandle",
     "FlatParameter",
     "FlattenedBy",
-    "Guise",
     "HandleSpec",
     "ManagedParam",
     "MemoryPool",
     "ShardState",
-    "ShardedStandIn",
+    "ShardedPlaceholder",
     "Site",
+    "TensorAdapter",
     "active_compiler",
-    "check_guise",
+    "adapter_if_dtensor",
+    "adapter_of",
+    "check_adapter",
     "collect_params",
     "copy_flat_parameter",
-    "guise_if_dtensor",
-    "guise_of",
+    "dynamo_disabled",
+    "dynamo_disabled_here",
+    "enable_torch_function",
     "held_locally",
     "in_backward",
     "inside_wrappers",
-    "look_at_operations",
     "modules_of",
     "named_sites",
     "node_will_run",
     "unguarded",
     "unsharded_shape",
-    "untraced",
-    "untraced_here",
 ]

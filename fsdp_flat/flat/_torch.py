@@ -1,4 +1,4 @@
-"""Private names of torch that the flat floor needs, each with its reason."""
+"""Collects the private names of torch that this package needs, each with its reason."""
 
 from __future__ import annotations
 
@@ -11,73 +11,74 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils
 
 __all__ = [
+    "check_before_first_step",
+    "enable_torch_function",
     "in_backward",
     "is_in_a_graph",
-    "look_at_operations",
-    "look_before_first_steps",
     "node_will_run",
     "refuse_steps_on",
     "swap_memory",
     "take_as_plain",
 ]
 
-# By class that torch knows, its look at operations; what is registered with torch is so for the whole process.
+# The ``__torch_function__`` of each registered class. Registration with torch is process-wide.
 _functions: dict[Any, Any] = {}
 _refused: set[Any] = set()
 _looks: list[Callable[[torch.optim.Optimizer], None]] = []
-# By identity, optimizers that were looked at and have not loaded a state dict since.
+# By id, optimizers that were checked and have not loaded a state dict since.
 _looked_at: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
-# Exchanges the memory of two storages of which one is empty; there is no public way. None before torch 2.12.
+# Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
-# Id of the running backward on this thread, or -1 outside of one. It tells an activation recomputation from an ordinary
-# forward; there is no public way to ask.
+# Id of this thread's running autograd graph task, or -1 outside of backward. Distinguishes an activation recomputation
+# from an ordinary forward; there is no public equivalent.
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def node_will_run(node: Any) -> bool:
-    """Whether the running backward executes an autograd node.
+    """Return whether the running backward executes an autograd node.
 
-    ``register_multi_grad_hook`` asks the same question by the same name.
+    ``register_multi_grad_hook`` uses the same private function.
     """
     return bool(torch._C._will_engine_execute_node(node))
 
 
-def is_in_a_graph(leaf: torch.Tensor) -> bool:
-    """Whether somebody holds an autograd graph that gives ``leaf`` a gradient: its accumulator holds the leaf too."""
-    return bool(leaf._use_count() > 1)  # type: ignore[attr-defined]
+def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
+    """Return whether ``unsharded_param`` is in an autograd graph, whose accumulator holds a second reference to it."""
+    return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def take_as_plain(kind: type[torch.Tensor]) -> bool:
-    """Have optimizers treat ``kind`` as plain tensors, and pass its ``__torch_function__`` by inside their steps.
+    """Have optimizers treat ``kind`` as plain tensors, and disable its ``__torch_function__`` inside their steps.
 
-    Optimizers take their foreach and fused forms for classes of one list only, clipping and averaging for those of
-    another; DTensor puts itself on both. Steps switch the look at operations off, and on again when they are over.
+    Optimizers use their foreach and fused implementations only for classes on one list, clipping and averaging only
+    for those on another; DTensor adds itself to both. Hooks disable ``__torch_function__`` before each step and enable
+    it afterwards.
 
     Returns:
-        False if this torch has no such list, so that optimizers would become slow.
+        False if this torch has no such list, so that optimizers would be slow.
     """
-    listed = getattr(torch_optimizer, "_foreach_supported_types", None)
-    if listed is None:
+    list_steps = getattr(torch_optimizer, "_foreach_supported_types", None)
+    if list_steps is None:
         return False
     if kind not in _functions:
         if not _functions:
-            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _look_away())
-            torch_optimizer.register_optimizer_step_post_hook(lambda *_: look_at_operations())
-        listed.append(kind)
-        others = getattr(_foreach_utils, "_foreach_supported_types", listed)
-        if others is not listed:
+            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _torch_function_disabled())
+            torch_optimizer.register_optimizer_step_post_hook(lambda *_: enable_torch_function())
+        list_steps.append(kind)
+        others = getattr(_foreach_utils, "_foreach_supported_types", list_steps)
+        if others is not list_steps:
             others.append(kind)
         _functions[kind] = kind.__dict__["__torch_function__"]
     return True
 
 
-def look_before_first_steps(look: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Calls ``look`` before the next step of each optimizer, and before the first one after a load of its state.
+def check_before_first_step(look: Callable[[torch.optim.Optimizer], None]) -> None:
+    """Call ``look`` before the next step of each optimizer, and before its first step after it loads a state dict.
 
-    The hook that torch offers for this is for all optimizers of the process.
+    torch's hook for this covers all optimizers of the process.
     """
     if look not in _looks:
         _looks.append(look)
@@ -93,7 +94,7 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for look in _looks:
         look(optimizer)
     key = id(optimizer)
-    # Another optimizer may get the identity of one that is gone, so an entry goes with it.
+    # A later optimizer may reuse the id of a deleted one, so the entry is removed with it.
     _looked_at[key] = weakref.ref(optimizer, lambda _: _looked_at.pop(key, None))
     if _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
         optimizer.register_load_state_dict_post_hook(_loaded)
@@ -104,10 +105,10 @@ def _loaded(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_steps_on(kind: type[torch.Tensor]) -> None:
-    """Has every optimizer's step raise before it writes anything if a gradient is of class ``kind``.
+    """Make every optimizer's step raise before it writes anything if a gradient is of class ``kind``.
 
-    The hook that torch offers for this is for all optimizers of the process; it is there from the first gradient of the
-    class on. ``kind`` says what to raise in ``refuse``.
+    torch's hook for this covers all optimizers of the process; it is registered with the first gradient of the class.
+    ``kind.refuse`` raises the error.
     """
     if kind not in _refused:
         _refused.add(kind)
@@ -122,15 +123,15 @@ def _refuse(optimizer: torch.optim.Optimizer, kind: Any) -> None:
                     kind.refuse(param.grad, type(optimizer).__name__ + ".step")
 
 
-def _look_away() -> None:
+def _torch_function_disabled() -> None:
     for kind in _functions:
         kind.__torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def look_at_operations() -> None:
-    """Have the classes of :func:`take_as_plain` look at operations again.
+def enable_torch_function() -> None:
+    """Enable ``__torch_function__`` again for the classes of :func:`take_as_plain`.
 
-    A step that raised has not told that it is over, so every forward says this too.
+    A step that raises skips its post hook, so every forward calls this too.
     """
     for kind, function in _functions.items():
         kind.__torch_function__ = function

@@ -1,4 +1,4 @@
-"""The flat parameter: the tensor that an optimizer holds when original parameters are not used."""
+"""Creates flat parameters, the tensors that an optimizer holds with ``use_orig_params=False``."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
 
 
 class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
-    """Type to test against: ``isinstance(t, FlatParameter)`` is true for every unit's flat parameter.
+    """Identifies flat parameters: ``isinstance(t, FlatParameter)`` is true for every unit's flat parameter.
 
-    As in FSDP1 there is no way to construct one.
+    As in FSDP1, callers cannot construct one.
     """
 
     def __new__(cls, *_args: Any, **_kwargs: Any) -> FlatParameter:
@@ -28,12 +28,12 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_part: bool) -> nn.Parameter:
-    """A flat parameter whose data is ``shard`` (1-D, the rank's elements and their padding).
+    """Create a flat parameter whose data is ``shard``.
 
     Args:
-        shard: the data.
-        requires_grad: whether it is to get a gradient.
-        is_part: optimizers hold it, and other ranks hold other elements.
+        shard: the data, 1-D, the rank's elements and their padding.
+        requires_grad: whether it gets a gradient.
+        is_part: whether optimizers hold it and other ranks hold other elements.
     """
     if is_part:
         return _marked(ShardedFlatParameter.of(shard, requires_grad=requires_grad))
@@ -41,7 +41,7 @@ def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_part: boo
 
 
 def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
-    """A flat parameter with a copy of the shard; ``copied`` is one that ``copy.deepcopy`` has made already."""
+    """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
     if copied is not None:
         return _marked(copied)
     shard = flat_param.data.clone()

@@ -1,4 +1,4 @@
-"""Views of ``use_orig_params=False``: the optimizer sees the flat parameter alone."""
+"""Implements the views of ``use_orig_params=False``: the optimizer sees only the flat parameter."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.flat.guards import ShardedStandIn, unguarded
-from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.storage import PartialGrad
+from fsdp_flat.flat.guards import ShardedPlaceholder, unguarded
+from fsdp_flat.flat.storage import UnreducedLocalGrad
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
@@ -21,54 +21,59 @@ __all__ = ["FlatViews"]
 
 
 class FlatViews(Views):
-    """Views of ``use_orig_params=False``.
+    """Implements :class:`Views` for ``use_orig_params=False``.
 
-    The originals leave ``module._parameters``. In compute the modules hold the leaves as plain attributes, otherwise
-    stand-ins that have the shape and raise when they are used.
+    The original parameters leave ``module._parameters``. During compute the modules hold unsharded parameters as plain
+    attributes, otherwise placeholders of the same shape that raise when used.
     """
 
     def __init__(
         self,
         params: Sequence[ManagedParam],
-        leaves: Sequence[nn.Parameter],
+        unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
         rank: int,
         flat_param: nn.Parameter,
         module: nn.Module,
         unit_name: str,
     ) -> None:
-        # The originals are let go of, so that whoever still holds one can be found.
+        # Only weak references to the originals are kept, so that other owners of one can be found.
         originals = {index: entry.replaced or TensorWeakRef(entry.param) for index, entry in enumerate(params)}
-        entries = [replace(entry, param=leaf) for entry, leaf in zip(params, leaves, strict=True)]
-        super().__init__(entries, leaves, layout, rank, flat_param, module, unit_name)
+        entries = [
+            replace(entry, param=unsharded_param)
+            for entry, unsharded_param in zip(params, unsharded_params, strict=True)
+        ]
+        super().__init__(entries, unsharded_params, layout, rank, flat_param, module, unit_name)
         self._originals = originals
         _warn_of_lost_hooks(params, unit_name)
         self.hooks = [entry.param._backward_hooks for entry in params]
-        self.use_leaves(leaves)
+        self.use_unsharded_params(unsharded_params)
 
-    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
-        super().use_leaves(leaves)
-        self._stand_ins: list[torch.Tensor] = list(leaves)
+    def use_unsharded_params(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        super().use_unsharded_params(unsharded_params)
+        self._stand_ins: list[torch.Tensor] = list(unsharded_params)
         if self.layout.world_size > 1:
             self._stand_ins = [
-                ShardedStandIn.of(leaf, slot.fqn, lambda: self.unit_name)
-                for leaf, slot in zip(leaves, self.layout.slots, strict=True)
+                ShardedPlaceholder.of(unsharded_param, param_info.fqn, lambda: self.unit_name)
+                for unsharded_param, param_info in zip(unsharded_params, self.layout.param_infos, strict=True)
             ]
         self._bindings = [
-            (site.module.__dict__, site.name, leaf, stand_in)
-            for entry, leaf, stand_in in zip(self.params, self.leaves, self._stand_ins, strict=True)
+            (site.module.__dict__, site.name, unsharded_param, stand_in)
+            for entry, unsharded_param, stand_in in zip(
+                self.params, self.unsharded_params, self._stand_ins, strict=True
+            )
             for site in entry.sites
         ]
         self._shows_whole = True
-        self.show_shard()
+        self.use_sharded_views()
 
-    def show_full(self) -> None:
+    def use_unsharded_views(self) -> None:
         for hooks, key, _ in self._guard_hooks:
             hooks.pop(key, None)
-        for attributes, name, leaf, _ in self._bindings:
-            attributes[name] = leaf
+        for attributes, name, unsharded_param, _ in self._bindings:
+            attributes[name] = unsharded_param
 
-    def show_shard(self) -> None:
+    def use_sharded_views(self) -> None:
         if self._shows_whole:
             self._shows_whole = False
             for entry in self.params:
@@ -85,16 +90,16 @@ class FlatViews(Views):
         self._shows_whole = True
         self.module._parameters.pop(FLAT_PARAM, None)
         for entry, tensor in zip(self.params, tensors, strict=True):
-            fresh = nn.Parameter(entry.guise.shown(tensor), requires_grad=self.flat_param.requires_grad)
+            fresh = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=self.flat_param.requires_grad)
             for site in entry.sites:
                 site.module.__dict__.pop(site.name, None)
                 site.module._parameters[site.name] = fresh
 
     def show_names(self) -> None:
-        self.show_whole(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
+        self.use_full_views(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
 
-    def hide_whole(self) -> None:
-        self.show_shard()
+    def remove_full_views(self) -> None:
+        self.use_sharded_views()
 
     def shard_grad(self) -> torch.Tensor:
         with unguarded():
@@ -102,25 +107,25 @@ class FlatViews(Views):
             return torch.zeros_like(self.flat_param.data) if grad is None else grad.clone()
 
     def has_grads(self) -> list[bool]:
-        return [self.flat_param.grad is not None] * len(self.leaves)
+        return [self.flat_param.grad is not None] * len(self.unsharded_params)
 
-    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
         if any(there):
-            for index, slot in enumerate(self.layout.slots):
-                self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
+            for index, param_info in enumerate(self.layout.param_infos):
+                self.set_shown_grad(index, whole[param_info.interval.to_slice()].view(param_info.shape))
 
-    def hide_whole_grads(self, own: torch.Tensor) -> None:
+    def take_full_grads(self, own: torch.Tensor) -> None:
         if self.flat_param.grad is not None:
             self.flat_param.grad.copy_(own)
 
     def remove(self) -> None:
         self.module._parameters[FLAT_PARAM] = None
 
-    def dissolve(self, whole: torch.Tensor) -> None:
+    def unflatten(self, whole: torch.Tensor) -> None:
         self.unguard()
         self.module._parameters.pop(FLAT_PARAM, None)
-        for entry, slot in zip(self.params, self.layout.slots, strict=True):
-            data = entry.guise.shown(whole[slot.interval.to_slice()].view(slot.shape).clone())
+        for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
+            data = entry.adapter.from_local(whole[param_info.interval.to_slice()].view(param_info.shape).clone())
             fresh = nn.Parameter(data, requires_grad=self.flat_param.requires_grad)
             for site in entry.sites:
                 site.module.__dict__.pop(site.name, None)
@@ -132,24 +137,24 @@ class FlatViews(Views):
     def visible_params(self) -> list[nn.Parameter]:
         return [self.flat_param]
 
-    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
+    def grads(self) -> list[tuple[TensorAdapter, torch.Tensor | None]]:
         with unguarded():
             grad = self.flat_param.grad
-        if all(entry.guise is PLAIN for entry in self.params):
+        if all(entry.adapter is PLAIN for entry in self.params):
             return [(PLAIN, grad)]
         return [
-            (entry.guise, None if grad is None else grad[piece.in_shard.to_slice()])
-            for entry, piece in zip(self.params, self.pieces, strict=True)
+            (entry.adapter, None if grad is None else grad[local_shard.in_shard.to_slice()])
+            for entry, local_shard in zip(self.params, self.local_shards, strict=True)
         ]
 
     def requires_grad(self) -> list[bool]:
         with unguarded():
-            return [self.flat_param.requires_grad] * len(self.leaves)
+            return [self.flat_param.requires_grad] * len(self.unsharded_params)
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         if not any(used):
             return
-        # The flat parameter is no leaf of the graph, so its hooks see what there is: this rank's reduced gradient.
+        # The flat parameter is not in the autograd graph, so its hooks run here, on this rank's reduced gradient.
         with unguarded():
             hooks = self.flat_param._backward_hooks or {}
         for hook in hooks.values():
@@ -160,15 +165,15 @@ class FlatViews(Views):
         if is_hooked:
             run_grad_hooks(self.flat_param)
 
-    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
-        if not any(landed):
+    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
+        if not any(grads_ready):
             return []
 
         def describe() -> str:
             return f"the flat parameter of unit {self.unit_name!r}"
 
         with unguarded():
-            return [PartialGrad(self.flat_param, own, describe, range(len(landed)))]
+            return [UnreducedLocalGrad(self.flat_param, own, describe, range(len(grads_ready)))]
 
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)

@@ -1,4 +1,4 @@
-"""Errors with a name in place of shape mismatches when something is used while its unit is sharded."""
+"""Raises errors that name the parameter, in place of shape mismatches, when a sharded parameter is used."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import _torch
+from fsdp_flat.flat.operations import OperationKind, operation_kind
 from fsdp_flat.flat.sharded_grad import ShardedGrad
-from fsdp_flat.flat.uses import Use, use_of
 
-__all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedStandIn", "unguarded"]
+__all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedPlaceholder", "unguarded"]
 
 _WAYS_OUT = (
     "Call the wrapped model (its forward gathers the parameters); for another method use "
@@ -24,16 +24,16 @@ _WAYS_OUT = (
 
 
 class ModuleGuard:
-    """A forward pre-hook that is in place while a module's parameters are sharded, and raises.
+    """Raises as a forward pre-hook while a module's parameters are sharded.
 
     Args:
         key: distinguishes the guards of several units on one module.
         unit_name: returns the unit's name.
-        param_fqn: a parameter of the module that is sharded now.
-        shape: its whole shape.
+        param_fqn: FQN of a sharded parameter of the module.
+        shape: its unsharded shape.
 
     Attributes:
-        key: that of the hook.
+        key: key of the hook.
     """
 
     __slots__ = ("_param_fqn", "_shape", "_unit_name", "key")
@@ -51,33 +51,33 @@ class ModuleGuard:
         )
 
     def put(self, module: nn.Module) -> None:
-        """Guard ``module`` from now on."""
+        """Register the guard on ``module``."""
         module._forward_pre_hooks[self.key] = self  # type: ignore[index]
 
     def is_on(self, module: nn.Module) -> bool:
-        """Whether ``module`` is guarded now."""
+        """Return whether the guard is registered on ``module``."""
         return self.key in module._forward_pre_hooks
 
     def take(self, module: nn.Module) -> None:
-        """Let ``module`` run."""
+        """Remove the guard from ``module``."""
         module._forward_pre_hooks.pop(self.key, None)  # type: ignore[call-overload]
 
 
-class ShardedStandIn(torch.Tensor):
-    """What stands where an original parameter was while it is sharded (``use_orig_params=False``).
+class ShardedPlaceholder(torch.Tensor):
+    """Replaces an original parameter in its module while it is sharded (``use_orig_params=False``).
 
-    It has the parameter's shape and dtype and no data; every operation on it raises.
+    It has the parameter's shape and dtype but no data; every operation on it raises.
     """
 
     _explain: Callable[[], str]
 
     @classmethod
-    def of(cls, leaf: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedStandIn:
-        """The stand-in for ``leaf``."""
-        stand_in = torch.empty(leaf.shape, dtype=leaf.dtype, device="meta").as_subclass(cls)
+    def of(cls, unsharded_param: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedPlaceholder:
+        """Create the placeholder for ``unsharded_param``."""
+        stand_in = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
         stand_in._explain = lambda: (
-            f"Parameter {fqn!r} {tuple(leaf.shape)} of unit {unit_name()!r} was used while it is sharded: this rank "
-            f"holds a slice of the unit's flat parameter. {_WAYS_OUT}"
+            f"Parameter {fqn!r} {tuple(unsharded_param.shape)} of unit {unit_name()!r} was used while it is sharded: "
+            f"this rank holds a slice of the unit's flat parameter. {_WAYS_OUT}"
         )
         return stand_in
 
@@ -87,14 +87,14 @@ class ShardedStandIn(torch.Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **(kwargs or {}))
                 if isinstance(result, torch.Tensor):
-                    # ``.T``, ``.data``: what they give has a shape too, and no data either.
+                    # The results of ``.T`` and ``.data`` have a shape but no data either.
                     result = result.as_subclass(cls)
                     result._explain = args[0]._explain
                 return result
-        found = _first(ShardedStandIn, args, kwargs)
+        found = _first(ShardedPlaceholder, args, kwargs)
         raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_WAYS_OUT}")
 
-    def __deepcopy__(self, _memo: Any) -> ShardedStandIn:
+    def __deepcopy__(self, _memo: Any) -> ShardedPlaceholder:
         return self
 
 
@@ -105,27 +105,27 @@ _METADATA = frozenset(
 
 
 class ShardedParameter(nn.Parameter):
-    """The class of an original parameter while its data is a slice (``use_orig_params=True``).
+    """Marks an original parameter whose data is a local shard (``use_orig_params=True``).
 
-    What works element by element (optimizers, averages, noise) or over all elements (norms, sums) is as with any
-    Parameter, and so is what looks at it, copies or moves it. Every other operation needs the parameter in its shape
-    and raises, where it would end in a shape mismatch or, worse, in a wrong number. Only a Parameter's class changes,
-    never the object. Inside an optimizer's step nothing is looked at, so it costs the same.
+    Elementwise operations (optimizers, averages, noise), reductions over all elements (norms, sums), inspection,
+    copies and moves work as for any Parameter. Every other operation needs the unsharded shape and raises, since it
+    would end in a shape mismatch or, worse, in a wrong value. Only the Parameter's class changes, never the object.
+    Inside an optimizer's step the checks are disabled, so a step costs the same.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """``type(parameter)(data)``, as some code makes new ones: what is made is nobody's slice."""
+        """Return a plain Parameter for ``type(parameter)(data)``: the new one is not a local shard."""
         return nn.Parameter(data, requires_grad)
 
     @staticmethod
     def guard(param: nn.Parameter) -> None:
-        """``param`` holds a slice from now on. A caller's own subclass is left as it is."""
+        """Give ``param``, which now holds a local shard, this class; a caller's own subclass stays."""
         if type(param) is nn.Parameter and _torch.take_as_plain(ShardedParameter):
             param.__class__ = ShardedParameter
 
     @staticmethod
     def unguard(param: nn.Parameter) -> None:
-        """``param`` is whole from now on."""
+        """Give ``param``, which is now unsharded, its class back."""
         if type(param) is ShardedParameter:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
 
@@ -137,25 +137,25 @@ class ShardedParameter(nn.Parameter):
             name = getattr(func.__self__, "__name__", "")
             if name == "grad":
                 return _grad_of(args[0], func)
-            use = Use.SHAPED if name in _TRANSPOSED else Use.FREE
+            use = OperationKind.SHAPED if name in _TRANSPOSED else OperationKind.FREE
         elif name == "__set__":
             return _set(func, args)
         else:
-            use = use_of(name, args, kwargs)
-        if use is Use.SHAPED:
+            use = operation_kind(name, args, kwargs)
+        if use is OperationKind.SHAPED:
             param = _first(ShardedParameter, args, kwargs)
             raise UsageError(_explain(param, name) + (_NO_FULLY_SHARD if name in _SPLITS else ""))
         others = tuple(kind for kind in types if kind is not ShardedParameter)
         if others:
-            # Another class of tensors has the say, as it would beside a plain Parameter.
+            # Dispatch to the other tensor class, as beside a plain Parameter.
             return others[0].__torch_function__(func, others, args, kwargs)
-        if use is Use.FREE:
+        if use is OperationKind.FREE:
             with unguarded():
                 return func(*args, **kwargs)
         return _run(func, name, use, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        # A copy is nobody's slice: it stays the tensor that it is.
+        # A copy is not a local shard of any unit, so it is a plain Parameter.
         if id(self) not in memo:
             with unguarded():
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
@@ -163,16 +163,16 @@ class ShardedParameter(nn.Parameter):
 
 
 class ShardedFlatParameter(nn.Parameter):
-    """The class of a flat parameter that is a part of one (``use_orig_params=False``); its gradient is a part too.
+    """Marks a sharded flat parameter (``use_orig_params=False``), whose gradient is sharded too.
 
-    A flat parameter has no shape that an operation could need, so all work. Inside an optimizer's step nothing is
-    looked at.
+    No operation needs the unsharded shape of a flat parameter, so all work. Inside an optimizer's step the checks are
+    disabled.
     """
 
     @classmethod
     def of(cls, shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """A flat parameter whose data is ``shard``."""
-        # Without torch's list of classes optimizers would be slow.
+        """Create a flat parameter whose data is ``shard``."""
+        # Optimizers are slow for classes that are not on torch's list.
         kind = cls if _torch.take_as_plain(cls) else nn.Parameter
         return kind(shard, requires_grad=requires_grad)
 
@@ -196,7 +196,7 @@ def _grad_of(param: torch.Tensor, getter: Callable[[torch.Tensor], torch.Tensor 
 
 
 def _set(setter: Callable[..., None], args: Sequence[Any]) -> None:
-    """Sets an attribute; a gradient that was read is stored as the tensor that it is an alias of."""
+    """Set an attribute; a :class:`ShardedGrad` is replaced by the tensor that it aliases."""
     target, value = args
     with unguarded():
         setter(target, value.stored if isinstance(value, ShardedGrad) else value)
@@ -210,14 +210,14 @@ def _explain_grad(param: torch.Tensor) -> str:
         return f"This rank holds {param.numel()} elements of the gradient of {what}"
 
 
-def _run(func: Any, name: str, use: Use, args: Any, kwargs: Any) -> Any:
-    """Runs an operation that is to give a result of the slice's shape, and raises where it does not."""
+def _run(func: Any, name: str, use: OperationKind, args: Any, kwargs: Any) -> Any:
+    """Run an operation, and raise if its result does not have the local shard's shape."""
     with unguarded():
         try:
             result = func(*args, **kwargs)
         except RuntimeError as error:
             tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-            if use is Use.ELEMENTWISE and _broadcast(tensors):
+            if use is OperationKind.ELEMENTWISE and _broadcast(tensors):
                 raise
             raise UsageError(_explain(_first(ShardedParameter, args, kwargs), name)) from error
         param = _first(ShardedParameter, args, kwargs)

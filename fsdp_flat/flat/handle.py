@@ -1,7 +1,7 @@
-"""The handle: owner of one flat parameter, its gathered buffer, its leaves and its gradients.
+"""Defines the handle, which owns a flat parameter, its unsharded buffer, unsharded parameters and gradients.
 
-A handle knows tensors of one process. It prepares a buffer that somebody else gathers into, and
-closes a gradient that somebody else reduces; it never communicates.
+A handle never communicates. It allocates the buffer that another object all-gathers into, and prepares the flat
+gradient that another object reduces.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat._torch import is_in_a_graph, look_before_first_steps
+from fsdp_flat.flat._torch import check_before_first_step, is_in_a_graph
+from fsdp_flat.flat.dynamo import dynamo_disabled
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.guards import unguarded
-from fsdp_flat.flat.guise import PLAIN
 from fsdp_flat.flat.optimizers import check_optimizer
 from fsdp_flat.flat.orig_views import OrigViews
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool, PartialGrad, set_grad
-from fsdp_flat.flat.untraced import untraced
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool, UnreducedLocalGrad, set_grad
+from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, alignment_numel
@@ -33,13 +33,13 @@ __all__ = ["FlatParamHandle", "HandleSpec", "ShardState"]
 
 
 class ShardState(Enum):
-    """Where a handle's parameters are."""
+    """Enumerates the states of a handle's parameters."""
 
     SHARDED = "sharded"
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
 
-    # By identity: Enum's own takes longer than the moves that look it up.
+    # By identity: Enum's own hash takes longer than the transition that uses it.
     __hash__ = object.__hash__
 
 
@@ -52,18 +52,18 @@ _LEGAL_MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class HandleSpec:
-    """What a handle is built for.
+    """Configures a handle.
 
     Attributes:
         unit_name: name of the unit, for error texts.
-        module: the unit's module, inside wrappers for checkpoints and compilation; it shows a flat parameter.
-        rank: this rank on the shard axis.
-        world_size: size of the shard axis.
-        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to it.
+        module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
+        rank: this rank in the shard group.
+        world_size: size of the shard group.
+        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
         use_orig_params: the constructor's argument.
-        device: device of compute.
+        device: compute device.
         shard_device: device of the shard and its gradient.
-        compute_dtype: dtype of the gathered parameters; None keeps the original one.
+        compute_dtype: dtype of the unsharded parameters; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         master_dtype: dtype of the shard; None keeps the original one.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
@@ -84,24 +84,24 @@ class HandleSpec:
 
     @property
     def offloads(self) -> bool:
-        """Whether shards are on the host, in pinned memory, and compute is on an accelerator."""
+        """Return whether shards are in pinned host memory and compute is on an accelerator."""
         return self.shard_device.type == "cpu" and self.device.type != "cpu"
 
 
 class FlatParamHandle:
-    """Owner of one flat parameter.
+    """Owns one flat parameter.
 
     Args:
-        params: parameters of one dtype (and, with original parameters, one ``requires_grad``), at least one.
-        spec: what the handle is built for.
+        params: at least one parameter, all of one dtype (and one ``requires_grad`` with ``use_orig_params=True``).
+        spec: the handle's configuration.
 
     Attributes:
-        layout: where each parameter lies.
+        layout: the flat layout.
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
-        views: what modules point at.
-        on_landed: called after each gradient that lands here.
-        pool: where buffers take memory from and give it back to; the units of a tree share one.
-        generation: how often the shard was replaced; graphs recorded before that cannot be run backward.
+        views: the tensors that the modules point at.
+        on_grad_ready: called after each gradient that the handle receives.
+        pool: memory pool of the buffers; the units of a tree share one.
+        storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
     """
 
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
@@ -115,31 +115,33 @@ class FlatParamHandle:
             align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
             tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
         )
-        self.on_landed: Callable[[], None] = lambda: None
-        look_before_first_steps(check_optimizer)
-        is_split = spec.world_size > 1 or any(entry.guise.groups for entry in params)
+        self.on_grad_ready: Callable[[], None] = lambda: None
+        check_before_first_step(check_optimizer)
+        is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
         self.flat_param = new_flat_parameter(
             self._shard_of(params), requires_grad=first.requires_grad, is_part=is_split and not spec.use_orig_params
         )
-        self.generation = 0
+        self.storage_epoch = 0
         self.pool = MemoryPool()
         self._state = ShardState.SHARDED
-        self._window: GradientWindow | None = None
-        self._spare_window: GradientWindow | None = None
-        self._partial: list[PartialGrad] = []
+        self._grad_buffer: FlatGradBuffer | None = None
+        self._spare_grad_buffer: FlatGradBuffer | None = None
+        self._unreduced: list[UnreducedLocalGrad] = []
         self._num_trainable = 0
         self._synced: list[bool] = [False] * len(params)
-        self._variants: dict[torch.dtype, _Variant] = {}
-        self._guises = {index: entry.guise for index, entry in enumerate(params) if entry.guise is not PLAIN}
-        leaves = self._use_variant(params)
+        self._dtype_buffers: dict[torch.dtype, _DtypeBuffer] = {}
+        self._adapters = {index: entry.adapter for index, entry in enumerate(params) if entry.adapter is not PLAIN}
+        unsharded_params = self._use_dtype_buffer(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
-        self.views: Views = kind(params, leaves, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
-        for entry, slot in zip(params, self.layout.slots, strict=True):
-            entry.mark(FlattenedBy(entry.fqn, spec.unit_name, slot.shape))
+        self.views: Views = kind(
+            params, unsharded_params, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name
+        )
+        for entry, param_info in zip(params, self.layout.param_infos, strict=True):
+            entry.mark(FlattenedBy(entry.fqn, spec.unit_name, param_info.shape))
         self._sync_requires_grad()
 
     def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
-        """The shard is of dtype ``stored``; compute is in the spec's (for floats), else as the model was given."""
+        """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
         spec, floating = self.spec, given.is_floating_point
         self.orig_dtype = stored
         self._low_dtype = (spec.compute_dtype if floating else None) or given
@@ -154,22 +156,22 @@ class FlatParamHandle:
         own = self.layout.shard(self.spec.rank)
         for padding in self.layout.paddings():
             shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
-        for piece in self.layout.shard_slots(self.spec.rank):
-            flat = params[piece.index].param.detach().reshape(-1)
-            shard[piece.in_shard.to_slice()].copy_(flat[piece.in_param.to_slice()])
+        for local_shard in self.layout.local_shards(self.spec.rank):
+            flat = params[local_shard.index].param.detach().reshape(-1)
+            shard[local_shard.in_shard.to_slice()].copy_(flat[local_shard.in_param.to_slice()])
         return shard
 
-    def _use_variant(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
-        """Point buffer and leaves at those of the compute dtype; they are made on first use."""
-        variant = self._variants.get(self.compute_dtype)
-        if variant is None:
+    def _use_dtype_buffer(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
+        """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
+        dtype_buffer = self._dtype_buffers.get(self.compute_dtype)
+        if dtype_buffer is None:
             buffer = self._new_buffer()
             own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
-            variant = _Variant(buffer, own, tuple(self._new_leaves(params, buffer)))
-            self._variants[self.compute_dtype] = variant
+            dtype_buffer = _DtypeBuffer(buffer, own, tuple(self._new_unsharded_params(params, buffer)))
+            self._dtype_buffers[self.compute_dtype] = dtype_buffer
             buffer.free(MemoryPool())
-        self.buffer, self._own_slice = variant.buffer, variant.own_slice
-        return variant.leaves
+        self.buffer, self._own_slice = dtype_buffer.buffer, dtype_buffer.own_slice
+        return dtype_buffer.unsharded_params
 
     def _new_buffer(self) -> FlatBuffer:
         shard = self.flat_param.data
@@ -178,22 +180,22 @@ class FlatParamHandle:
         return AliasBuffer(shard) if same else FlatBuffer(self.layout.numel, self.compute_dtype, self.spec.device)
 
     def use_full_precision(self, full: bool) -> None:
-        """Compute in the shard's own dtype from the next unshard on, or again in the low one."""
+        """Switch compute to the shard's dtype from the next unshard on, or back to the low-precision dtype."""
         wanted = self.orig_dtype if full else self._low_dtype
         if wanted != self.compute_dtype:
             assert self._state is ShardState.SHARDED
             self.compute_dtype = wanted
-            self._show_other_leaves()
+            self._switch_unsharded_params()
 
-    def _show_other_leaves(self) -> None:
-        self.views.use_leaves(self._use_variant(self.views.params))
-        # A variant that was in use before has its flags and hooks still.
-        self._synced = [leaf.requires_grad for leaf in self.views.leaves]
+    def _switch_unsharded_params(self) -> None:
+        self.views.use_unsharded_params(self._use_dtype_buffer(self.views.params))
+        # Unsharded parameters that were in use before still have their flags and hooks.
+        self._synced = [unsharded_param.requires_grad for unsharded_param in self.views.unsharded_params]
         self._sync_requires_grad()
 
     @property
     def computes_low(self) -> bool:
-        """Whether compute has another dtype than the shard."""
+        """Return whether compute has a different dtype than the shard."""
         return self._low_dtype != self.orig_dtype
 
     @property
@@ -201,29 +203,29 @@ class FlatParamHandle:
         """Dtype in which gradients are reduced."""
         return self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
 
-    def _new_leaves(self, params: Sequence[ManagedParam], buffer: FlatBuffer) -> list[nn.Parameter]:
-        leaves = []
-        for entry, slot in zip(params, self.layout.slots, strict=True):
-            view = buffer.tensor[slot.interval.to_slice()].view(slot.shape)
-            # ``.data`` gives the leaf a version counter of its own, which refills of the buffer do not touch.
-            leaf = nn.Parameter(entry.guise.shown(view.data), requires_grad=False)
-            # Marks that code in forward reads off parameters (weight decay flags, parallel dims) stay readable.
-            leaf.__dict__.update(entry.param.__dict__)
-            leaves.append(leaf)
-        return leaves
+    def _new_unsharded_params(self, params: Sequence[ManagedParam], buffer: FlatBuffer) -> list[nn.Parameter]:
+        unsharded_params = []
+        for entry, param_info in zip(params, self.layout.param_infos, strict=True):
+            view = buffer.tensor[param_info.interval.to_slice()].view(param_info.shape)
+            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
+            unsharded_param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
+            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
+            unsharded_param.__dict__.update(entry.param.__dict__)
+            unsharded_params.append(unsharded_param)
+        return unsharded_params
 
     def rename(self, unit_name: str) -> None:
-        """The unit is called something else in the tree that it turned out to belong to."""
+        """Rename the unit, once the tree that it belongs to is known."""
         self.spec = replace(self.spec, unit_name=unit_name)
         self.views.unit_name = unit_name
-        for entry, slot in zip(self.views.params, self.layout.slots, strict=True):
-            entry.mark(FlattenedBy(entry.fqn, unit_name, slot.shape))
+        for entry, param_info in zip(self.views.params, self.layout.param_infos, strict=True):
+            entry.mark(FlattenedBy(entry.fqn, unit_name, param_info.shape))
 
-    # -- where the data is ---------------------------------------------------------------------------------------
+    # -- shard state ---------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> ShardState:
-        """Where the parameters are; written by this class alone."""
+        """Shard state of the parameters; only this class sets it."""
         return self._state
 
     def _move(self, target: ShardState) -> None:
@@ -235,135 +237,141 @@ class FlatParamHandle:
         self._state = target
 
     def begin_unshard(self) -> torch.Tensor:
-        """Give the buffer memory, put the own shard in place, and return it to be gathered into."""
+        """Allocate the buffer, copy the local shard into place, and return the buffer for the all-gather."""
         self._move(ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         with unguarded():
             shard = self.flat_param.data
         if self.spec.offloads:
-            # In the shard's dtype first: a copy that converts on the way would wait for the host.
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
             self._own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
         elif not isinstance(self.buffer, AliasBuffer):
             self._own_slice.copy_(shard)
         return self.buffer.tensor
 
     def finish_unshard(self) -> None:
-        """The buffer is filled."""
+        """Mark the buffer as filled."""
         self._move(ShardState.UNSHARDED)
 
     def reshard(self) -> None:
-        """The parameters are used no more; :meth:`free` has to follow, unless :meth:`reuse` takes the buffer back."""
+        """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
         self._move(ShardState.SHARDED)
 
     def free(self) -> None:
-        """Free the buffer that :meth:`reshard` has left."""
+        """Free the buffer after :meth:`reshard`."""
         assert self._state is ShardState.SHARDED
         self.buffer.free(self.pool)
 
-    def reuse(self) -> None:
-        """Be unsharded with the buffer that :meth:`reshard` has left."""
+    def undo_reshard(self) -> None:
+        """Mark the parameters as unsharded again; the buffer was not freed yet."""
         self._move(ShardState.UNSHARDING)
         self._move(ShardState.UNSHARDED)
 
-    def abandon(self) -> None:
-        """After an exception: sharded again whatever was going on, and no gradient kept."""
+    def reset(self) -> None:
+        """Reset to the sharded state from any state after an exception, and drop all gradients."""
         self._state = ShardState.SHARDED
         self.buffer.free(self.pool)
-        self.views.show_shard()
+        self.views.use_sharded_views()
         self.drop_gradient()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter here is to get a gradient."""
+        """Return whether any parameter of the handle requires a gradient."""
         return self._num_trainable > 0
 
     @property
     def is_in_a_graph(self) -> bool:
-        """Whether somebody holds an autograd graph through which gradients can still come."""
-        return any(leaf.requires_grad and is_in_a_graph(leaf) for leaf in self.views.leaves)
+        """Return whether a caller holds an autograd graph that can still produce gradients for the handle."""
+        return any(
+            unsharded_param.requires_grad and is_in_a_graph(unsharded_param)
+            for unsharded_param in self.views.unsharded_params
+        )
 
-    def show_full(self) -> None:
-        """Point the modules at the leaves, which follow what the user set ``requires_grad`` to."""
+    def use_unsharded_views(self) -> None:
+        """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
         self._sync_requires_grad()
-        self.views.show_full()
+        self.views.use_unsharded_views()
 
     def _sync_requires_grad(self) -> None:
-        leaves, before = self.views.leaves, self._synced
-        shown = [leaf.requires_grad for leaf in leaves]
+        unsharded_params, before = self.views.unsharded_params, self._synced
+        shown = [unsharded_param.requires_grad for unsharded_param in unsharded_params]
         if shown != before:
             self.views.adopt_requires_grad(shown, before)
         wanted = self.views.requires_grad()
         if wanted == shown == before:
             return
-        for index, (leaf, want, was) in enumerate(zip(leaves, wanted, before, strict=True)):
-            leaf.requires_grad_(want)
+        for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
+            unsharded_param.requires_grad_(want)
             if want and not was:
-                leaf.register_post_accumulate_grad_hook(_landing(self, index))
+                unsharded_param.register_post_accumulate_grad_hook(_grad_hook(self, index))
             elif was and not want:
-                leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
         self._num_trainable = sum(wanted)
 
-    @untraced
-    def _landed(self, index: int, leaf: torch.Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
+    @dynamo_disabled
+    def _accept_grad(self, index: int, unsharded_param: torch.Tensor) -> None:
+        grad, unsharded_param.grad = unsharded_param.grad, None
         if grad is None:
-            return  # the graph reaches the leaf, but nothing of the loss comes from there: an output nobody used
+            return  # the graph reaches the parameter, but the loss does not depend on it: an unused output
         if grad.requires_grad:
             raise UnsupportedError(
-                f"A gradient of {self.layout.slots[index].fqn!r} (unit {self.spec.unit_name!r}) is itself "
+                f"A gradient of {self.layout.param_infos[index].fqn!r} (unit {self.spec.unit_name!r}) is itself "
                 "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
                 "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
             )
-        if self._partial:
-            self._withdraw_partial()
-        if self._window is None:
-            self._window = self._new_window(grad.device)
+        if self._unreduced:
+            self._hide_unreduced_grads()
+        if self._grad_buffer is None:
+            self._grad_buffer = self._new_grad_buffer(grad.device)
         grad = grad.detach()
         views = self.views
         with unguarded():
             is_hooked = views.hooks[index] or views.params[index].param._backward_hooks
         if is_hooked:
             grad = views.run_hooks(index, grad)
-        if self._guises:
-            grad = self._guises.get(index, PLAIN).local(grad)
-        self._window.land(index, grad)
-        self.on_landed()
+        if self._adapters:
+            grad = self._adapters.get(index, PLAIN).to_local(grad)
+        self._grad_buffer.add_grad(index, grad)
+        self.on_grad_ready()
 
-    def _new_window(self, device: torch.device) -> GradientWindow:
-        window, self._spare_window = self._spare_window, None
-        if window is None or not window.fits(self.window_dtype, device):
-            return GradientWindow(self.layout, self.window_dtype, device)
+    def _new_grad_buffer(self, device: torch.device) -> FlatGradBuffer:
+        window, self._spare_grad_buffer = self._spare_grad_buffer, None
+        if window is None or not window.fits(self.grad_buffer_dtype, device):
+            return FlatGradBuffer(self.layout, self.grad_buffer_dtype, device)
         return window
 
     @property
-    def num_landed(self) -> int:
-        """Parameters that have a gradient waiting here."""
-        return 0 if self._window is None else self._window.num_landed
+    def num_grads_ready(self) -> int:
+        """Number of parameters whose gradient waits in the handle."""
+        return 0 if self._grad_buffer is None else self._grad_buffer.num_grads_ready
 
     @property
-    def landed(self) -> bytes:
-        """One byte a parameter: 1 where a gradient waits here."""
-        return bytes(len(self.layout.slots)) if self._window is None else bytes(self._window.landed)
+    def grads_ready(self) -> bytes:
+        """One byte per parameter: 1 where a gradient waits in the handle."""
+        return (
+            bytes(len(self.layout.param_infos)) if self._grad_buffer is None else bytes(self._grad_buffer.grads_ready)
+        )
 
-    def _landed_slots(self) -> list[int]:
-        return [index for index, has_landed in enumerate(self.landed) if has_landed]
+    def _params_with_grad(self) -> list[int]:
+        return [index for index, has_landed in enumerate(self.grads_ready) if has_landed]
 
-    def take_landed(self) -> bytes:
-        """As :attr:`landed`, for gradients about to be reduced: those that the caller has cleared are dropped."""
-        self._withdraw_partial()
-        return self.landed
+    def take_grads_ready(self) -> bytes:
+        """Drop gradients that the caller has cleared, and return :attr:`grads_ready`, before gradients are reduced."""
+        self._hide_unreduced_grads()
+        return self.grads_ready
 
-    def take_gradient(self) -> tuple[torch.Tensor, GradientWindow | None]:
-        """The flat gradient (1-D, ``layout.numel``, reduce dtype), zero where nothing came; it leaves the handle.
+    def take_gradient(self) -> tuple[torch.Tensor, FlatGradBuffer | None]:
+        """Return the flat gradient and remove it from the handle.
 
         Returns:
-            The gradient, and what to :meth:`recycle` once nobody needs it any more, if there is anything.
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
+            :meth:`recycle` once the gradient is no longer used, or None.
         """
-        self._withdraw_partial()
-        window, self._window = self._window, None
+        self._hide_unreduced_grads()
+        window, self._grad_buffer = self._grad_buffer, None
         if window is None:
             return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device), None
         closed = window.close(self.pool)
@@ -373,42 +381,44 @@ class FlatParamHandle:
             return flat, None
         return flat, window
 
-    def recycle(self, window: GradientWindow) -> None:
-        """Keep an emptied window for the next gradient; its memory is free for others."""
+    def recycle(self, window: FlatGradBuffer) -> None:
+        """Keep a used buffer object for the next gradient, and return its memory to the pool."""
         if not window.is_shown:
             window.release(self.pool)
-            self._spare_window = window
+            self._spare_grad_buffer = window
 
     @property
-    def window_dtype(self) -> torch.dtype:
-        """Dtype in which gradients wait: never shorter than that in which they are computed."""
+    def grad_buffer_dtype(self) -> torch.dtype:
+        """Dtype of waiting gradients, at least as wide as the compute dtype."""
         return torch.promote_types(self.compute_dtype, self.reduce_dtype)
 
     def drop_gradient(self) -> None:
-        """Forget what came."""
-        self._window = None
-        for shown in self._partial:
-            shown.withdraw()
-        self._partial = []
-        for leaf in self.views.leaves:
-            leaf.grad = None
+        """Drop all gradients."""
+        self._grad_buffer = None
+        for shown in self._unreduced:
+            shown.take_back()
+        self._unreduced = []
+        for unsharded_param in self.views.unsharded_params:
+            unsharded_param.grad = None
 
-    def show_partial(self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]) -> None:
-        """Inside ``no_sync``: lets ``.grad`` show this rank's part of the waiting gradient, not yet reduced.
+    def show_unreduced_grads(self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]) -> None:
+        """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
-        It costs no memory, unless shards are offloaded, and shows by its absence that the caller has cleared the
-        gradients.
+        It costs no memory unless shards are offloaded. A later missing ``.grad`` means that the caller has cleared
+        the gradients.
 
         Args:
-            copy_to: copies a tensor to another device and dtype, if it is not there.
+            copy_to: copies a tensor to a device and dtype, unless it has them already.
         """
-        if self._window is not None and not self._partial:
-            self._window.is_shown = True
-            own = self._window.close(self.pool)[self.layout.shard(self.spec.rank).to_slice()]
-            self._partial = self.views.show_partial(copy_to(own, self.spec.shard_device, self.orig_dtype), self.landed)
+        if self._grad_buffer is not None and not self._unreduced:
+            self._grad_buffer.is_shown = True
+            own = self._grad_buffer.close(self.pool)[self.layout.shard(self.spec.rank).to_slice()]
+            self._unreduced = self.views.show_unreduced_grads(
+                copy_to(own, self.spec.shard_device, self.orig_dtype), self.grads_ready
+            )
 
-    def _withdraw_partial(self) -> None:
-        partial, self._partial = self._partial, []
+    def _hide_unreduced_grads(self) -> None:
+        partial, self._unreduced = self._unreduced, []
         if not partial:
             return
         kept = [shown for shown in partial if not shown.is_cleared]
@@ -418,39 +428,40 @@ class FlatParamHandle:
                 "There they are this rank's own, not yet reduced, and it holds a slice of them only: scale or clip "
                 "after the first backward outside of no_sync."
             )
-        hidden = set(self._landed_slots()).difference(*(shown.slots for shown in partial))
+        hidden = set(self._params_with_grad()).difference(*(shown.param_infos for shown in partial))
         if hidden and kept and len(kept) < len(partial):
             raise UsageError(
                 f"Gradients of some parameters of unit {self.spec.unit_name!r} were cleared between backwards inside "
                 f"no_sync, and others were kept. Rank {self.spec.rank} of the shard group has no elements of "
-                f"{self.layout.slots[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of them. "
-                "Clear all gradients of a unit at once, or clear some after the first backward outside of no_sync."
+                f"{self.layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of "
+                "them. Clear all gradients of a unit at once, or clear some after the first backward outside of "
+                "no_sync."
             )
         for shown in partial:
-            if self._window is not None and shown not in kept:
-                for index in shown.slots:
-                    self._window.forget(index)
-            shown.withdraw()
+            if self._grad_buffer is not None and shown not in kept:
+                for index in shown.param_infos:
+                    self._grad_buffer.forget(index)
+            shown.take_back()
         if not kept:
-            self._window = None
+            self._grad_buffer = None
 
-    # -- whole-module changes ------------------------------------------------------------------------------------
+    # -- changes of the whole module -----------------------------------------------------------------------------
 
     def adopt_changes(self) -> None:
-        """Take over what the user assigned to sharded parameters or to the flat parameter's data."""
+        """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         with unguarded():
             if not self._is_current(self.flat_param.data):
                 self.convert(lambda tensor: tensor)
             self.views.adopt_changes()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply ``fn`` (``Module.to`` and its like) to the shard and rebuild what is made of it."""
-        was_partial = bool(self._partial)
-        self._withdraw_partial()
+        """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
+        was_partial = bool(self._unreduced)
+        self._hide_unreduced_grads()
         with unguarded():
             self._convert(fn)
         if was_partial:
-            self.show_partial(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
+            self.show_unreduced_grads(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
 
     def _convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         converted = fn(self.flat_param.data)
@@ -464,19 +475,19 @@ class FlatParamHandle:
             self._rebuild(converted)
 
     def _rebuild(self, converted: torch.Tensor) -> None:
-        self.generation += 1
+        self.storage_epoch += 1
         self._use_dtypes(converted.dtype, converted.dtype)
         moved = converted.device != self.spec.shard_device
         self.spec = replace(
             self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
         )
-        self._variants.clear()
-        self._show_other_leaves()
+        self._dtype_buffers.clear()
+        self._switch_unsharded_params()
         self.views.bind_shard(rebuilt=True)
-        self.views.show_shard()
+        self.views.use_sharded_views()
 
     def is_changed_by(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether ``fn`` gives tensors another dtype or device."""
+        """Return whether ``fn`` changes the dtype or device of tensors."""
         probe = fn(self.flat_param.data[:0])
         return probe.dtype != self.orig_dtype or probe.device != self.spec.shard_device
 
@@ -488,45 +499,50 @@ class FlatParamHandle:
         )
 
     def copy_to(self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter) -> FlatParamHandle:
-        """An independent handle of the same layout on copies of the modules; gradients are not copied.
+        """Create an independent handle of the same layout for copied modules; gradients are not copied.
 
         Args:
-            params: the managed parameters of the copy, in the layout's order, with their places in the copied modules.
+            params: the managed parameters of the copy, in layout order, with their sites in the copied modules.
             module: the copy of the spec's module.
             flat_param: the copy of the shard, from :func:`new_flat_parameter`.
         """
         twin = copy.copy(self)
         twin.spec = replace(self.spec, module=module)
         twin.flat_param = flat_param
-        twin.on_landed = lambda: None
+        twin.on_grad_ready = lambda: None
         twin._state = ShardState.SHARDED
-        twin._window, twin._spare_window, twin._partial = None, None, []
+        twin._grad_buffer, twin._spare_grad_buffer, twin._unreduced = None, None, []
         twin.pool = MemoryPool()
-        twin._num_trainable, twin._synced, twin._variants = 0, [False] * len(params), {}
-        leaves = twin._use_variant(params)
+        twin._num_trainable, twin._synced, twin._dtype_buffers = 0, [False] * len(params), {}
+        unsharded_params = twin._use_dtype_buffer(params)
         spec = twin.spec
-        twin.views = type(self.views)(params, leaves, twin.layout, spec.rank, flat_param, module, spec.unit_name)
+        twin.views = type(self.views)(
+            params, unsharded_params, twin.layout, spec.rank, flat_param, module, spec.unit_name
+        )
         twin._sync_requires_grad()
         return twin
 
 
-def _landing(handle: FlatParamHandle, index: int) -> Callable[[torch.Tensor], None]:
-    """The hook of leaf ``index``. It must not own the handle, which holds the leaf's autograd node: a cycle through
-    autograd's C++ objects is never collected, and with it no wrapped model would ever be freed."""
+def _grad_hook(handle: FlatParamHandle, index: int) -> Callable[[torch.Tensor], None]:
+    """Create the post-accumulate-grad hook of unsharded parameter ``index``.
+
+    It must not own the handle, which holds the parameter's autograd node: a cycle through autograd's C++ objects is
+    never collected, so no wrapped model would ever be freed.
+    """
     owner = weakref.ref(handle)
 
-    def landed(leaf: torch.Tensor) -> None:
+    def grads_ready(unsharded_param: torch.Tensor) -> None:
         there = owner()
         if there is not None:
-            there._landed(index, leaf)
+            there._accept_grad(index, unsharded_param)
 
-    return landed
+    return grads_ready
 
 
 @dataclass(frozen=True, slots=True)
-class _Variant:
-    """A gathered buffer, this rank's slice of it and the leaves that view it, in one compute dtype."""
+class _DtypeBuffer:
+    """Groups an unsharded buffer of one compute dtype, this rank's slice and the parameters that view it."""
 
     buffer: FlatBuffer
     own_slice: torch.Tensor
-    leaves: tuple[nn.Parameter, ...]
+    unsharded_params: tuple[nn.Parameter, ...]

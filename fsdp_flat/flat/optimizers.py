@@ -1,4 +1,4 @@
-"""A look at each optimizer before its first step over parameters of a unit."""
+"""Checks each optimizer before its first step on the parameters of a unit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 __all__ = ["check_optimizer"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
-# In lower case, parts of the names of classes whose update of an element depends on the rest of its parameter.
+# Lower-case parts of class names of optimizers whose update of an element depends on the rest of its parameter.
 _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Checks that an optimizer can work on slices, that its states are of slices, and that its groups found something.
+    """Check that an optimizer can update local shards, that its states have their shapes, and warn of empty groups.
 
-    An optimizer that was made for slices says so: ``optimizer.works_on_slices = True``.
+    An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``.
 
     Raises:
-        UsageError: it is one that needs whole parameters, or it has states of whole parameters.
+        UsageError: if it needs unsharded parameters, or has states of unsharded parameters.
     """
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     needs_whole = any(part in kind for kind in kinds for part in _WHOLE_PARAMETERS)
@@ -42,7 +42,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Warns of an empty group: rules by ``param.dim()`` find nothing where parameters are 1-D parts."""
+    """Warn of an empty group: rules by ``param.dim()`` match nothing on 1-D local shards."""
     if all(group["params"] for group in optimizer.param_groups):
         return
     parts = [shape for group in optimizer.param_groups for param in group["params"] for shape in _shapes_of_part(param)]
@@ -56,7 +56,7 @@ def _check_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _shapes_of_part(param: torch.Tensor) -> list[tuple[int, ...]]:
-    """The whole shapes of what ``param`` is a 1-D part of; none for a parameter that has its own shape."""
+    """Return the unsharded shapes of the parameters in a 1-D local shard; empty for any other parameter."""
     if isinstance(param, FlatParameter):
         return [tuple(shape) for shape in param._shapes]  # type: ignore[attr-defined]
     whole = unsharded_shape(param)

@@ -1,4 +1,4 @@
-"""Views of ``use_orig_params=True``: outside of compute the user's own Parameters are this rank's slices."""
+"""Implements the views of ``use_orig_params=True``: outside of compute the user's Parameters are local shards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import ShardedParameter, unguarded
-from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.storage import PartialGrad, set_grad
+from fsdp_flat.flat.storage import UnreducedLocalGrad, set_grad
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
@@ -33,51 +33,51 @@ def _unguarded(method: _Method) -> _Method:
 
 
 class OrigViews(Views):
-    """Views of ``use_orig_params=True``.
+    """Implements :class:`Views` for ``use_orig_params=True``.
 
-    ``module.weight`` is the same Parameter object at all times outside of compute; its data is a 1-D slice, possibly
-    empty, or the whole parameter where nothing is sharded or whole parameters are summoned.
+    Outside of compute ``module.weight`` is always the same Parameter object. Its data is a 1-D local shard, possibly
+    empty, or the full parameter if nothing is sharded or inside ``summon_full_params``.
     """
 
     def __init__(
         self,
         params: Sequence[ManagedParam],
-        leaves: Sequence[nn.Parameter],
+        unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
         rank: int,
         flat_param: nn.Parameter,
         module: nn.Module,
         unit_name: str,
     ) -> None:
-        super().__init__(params, leaves, layout, rank, flat_param, module, unit_name)
+        super().__init__(params, unsharded_params, layout, rank, flat_param, module, unit_name)
         self.sharded = tuple(entry.param for entry in params)
-        self.use_leaves(leaves)
+        self.use_unsharded_params(unsharded_params)
         self._pointers: tuple[int, ...] = ()
         self._stash: list[torch.Tensor | None] | None = None
         self._is_whole = layout.world_size == 1
         self.bind_shard()
         self.guard()
 
-    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
-        super().use_leaves(leaves)
+    def use_unsharded_params(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        super().use_unsharded_params(unsharded_params)
         self._places = [
             (index, (site.module._parameters, site.name))
             for index, entry in enumerate(self.params)
             for site in entry.sites
         ]
         self._bindings = [
-            (site.module._parameters, site.name, leaf, entry.param)
-            for entry, leaf in zip(self.params, self.leaves, strict=True)
+            (site.module._parameters, site.name, unsharded_param, entry.param)
+            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
             for site in entry.sites
         ]
 
-    def show_full(self) -> None:
+    def use_unsharded_views(self) -> None:
         for hooks, key, _ in self._guard_hooks:
             hooks.pop(key, None)
-        for parameters, name, leaf, _ in self._bindings:
-            parameters[name] = leaf
+        for parameters, name, unsharded_param, _ in self._bindings:
+            parameters[name] = unsharded_param
 
-    def show_shard(self) -> None:
+    def use_sharded_views(self) -> None:
         for hooks, key, guard in self._guard_hooks:
             hooks[key] = guard
         for parameters, name, _, sharded in self._bindings:
@@ -90,26 +90,26 @@ class OrigViews(Views):
             sharded.grad = None
             sharded.data = tensor
             ShardedParameter.unguard(sharded)
-        self.show_shard()
+        self.use_sharded_views()
         self.unguard()
-        self._show_guises()
+        self._show_dtensors()
 
-    def _show_guises(self) -> None:
-        """The user's Parameter cannot become a DTensor, so where it stands in for one another is shown."""
+    def _show_dtensors(self) -> None:
+        """Register a DTensor Parameter where the user's plain one replaces a DTensor, which it cannot become."""
         for entry, sharded in zip(self.params, self.sharded, strict=True):
-            if entry.guise is not PLAIN:
-                shown = nn.Parameter(entry.guise.shown(sharded.data), requires_grad=sharded.requires_grad)
+            if entry.adapter is not PLAIN:
+                shown = nn.Parameter(entry.adapter.from_local(sharded.data), requires_grad=sharded.requires_grad)
                 for site in entry.sites:
                     site.module._parameters[site.name] = shown
 
     @_unguarded
-    def hide_whole(self) -> None:
+    def remove_full_views(self) -> None:
         if self._stash is None:
             return
         stash, self._stash = self._stash, None
         for sharded in self.sharded:
             sharded.grad = None
-        self.show_shard()
+        self.use_sharded_views()
         self.bind_shard()
         for sharded, grad in zip(self.sharded, stash, strict=True):
             set_grad(sharded, grad)
@@ -120,9 +120,9 @@ class OrigViews(Views):
     @_unguarded
     def shard_grad(self) -> torch.Tensor:
         whole = torch.zeros_like(self.flat_param.data)
-        for grad, piece in zip(self._grads(), self.pieces, strict=True):
+        for grad, local_shard in zip(self._grads(), self.local_shards, strict=True):
             if grad is not None:
-                whole[piece.in_shard.to_slice()].copy_(grad.reshape(-1))
+                whole[local_shard.in_shard.to_slice()].copy_(grad.reshape(-1))
         return whole
 
     @_unguarded
@@ -130,44 +130,46 @@ class OrigViews(Views):
         return [grad is not None for grad in self._grads()]
 
     @_unguarded
-    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
-        for index, (is_there, slot) in enumerate(zip(there, self.layout.slots, strict=True)):
+    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+        for index, (is_there, param_info) in enumerate(zip(there, self.layout.param_infos, strict=True)):
             if is_there:
-                self.set_shown_grad(index, whole[slot.interval.to_slice()].view(slot.shape))
+                self.set_shown_grad(index, whole[param_info.interval.to_slice()].view(param_info.shape))
 
     @_unguarded
-    def hide_whole_grads(self, own: torch.Tensor) -> None:
-        for sharded, grad, piece in zip(self.sharded, self._grads(), self.pieces, strict=True):
+    def take_full_grads(self, own: torch.Tensor) -> None:
+        for sharded, grad, local_shard in zip(self.sharded, self._grads(), self.local_shards, strict=True):
             sharded.grad = None
             if grad is not None:
-                grad.reshape(-1).copy_(own[piece.in_shard.to_slice()])
+                grad.reshape(-1).copy_(own[local_shard.in_shard.to_slice()])
 
     def remove(self) -> None:
-        # Not absent, since the order of parameters is that in which optimizers number them, and not None, which
-        # modules that list their weights anew after a conversion (nn.RNN) would keep.
+        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
+        # rebuild their list of weights after a conversion (nn.RNN) would keep.
         for parameters, name, _, _ in self._bindings:
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
     @_unguarded
-    def dissolve(self, whole: torch.Tensor) -> None:
-        self.show_shard()
+    def unflatten(self, whole: torch.Tensor) -> None:
+        self.use_sharded_views()
         self.unguard()
-        for sharded, slot in zip(self.sharded, self.layout.slots, strict=True):
+        for sharded, param_info in zip(self.sharded, self.layout.param_infos, strict=True):
             sharded.grad = None
-            sharded.data = whole[slot.interval.to_slice()].view(slot.shape).clone()
+            sharded.data = whole[param_info.interval.to_slice()].view(param_info.shape).clone()
             sharded.__dict__.pop("_fsdp_flattened", None)
             ShardedParameter.unguard(sharded)
-        self._show_guises()
+        self._show_dtensors()
 
     @_unguarded
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
-        for sharded, piece, slot in zip(self.sharded, self.pieces, self.layout.slots, strict=True):
-            local = shard[piece.in_shard.to_slice()]
-            data = local.view(slot.shape) if self._is_whole else local
+        for sharded, local_shard, param_info in zip(
+            self.sharded, self.local_shards, self.layout.param_infos, strict=True
+        ):
+            local = shard[local_shard.in_shard.to_slice()]
+            data = local.view(param_info.shape) if self._is_whole else local
             grad, sharded.grad = sharded.grad, None
             sharded.data = data
-            # Only Module._apply changes dtype or device under a gradient; torch converts the gradient with it.
+            # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(sharded, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
             if not self._is_whole:
@@ -178,11 +180,11 @@ class OrigViews(Views):
         return list(self.sharded)
 
     @_unguarded
-    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
-        return [(entry.guise, sharded.grad) for entry, sharded in zip(self.params, self.sharded, strict=True)]
+    def grads(self) -> list[tuple[TensorAdapter, torch.Tensor | None]]:
+        return [(entry.adapter, sharded.grad) for entry, sharded in zip(self.params, self.sharded, strict=True)]
 
     def kept(self) -> dict[nn.Parameter, nn.Parameter]:
-        return dict(zip(self.leaves, self.sharded, strict=True))
+        return dict(zip(self.unsharded_params, self.sharded, strict=True))
 
     @_unguarded
     def requires_grad(self) -> list[bool]:
@@ -197,28 +199,34 @@ class OrigViews(Views):
     def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         hooked = []
         with unguarded():
-            for sharded, piece, slot, was_used in zip(self.sharded, self.pieces, self.layout.slots, used, strict=True):
-                # A parameter of which this rank has nothing gets no gradient: norms and optimizers pass it by.
-                if not was_used or (piece.is_empty and slot.numel > 0):
+            for sharded, local_shard, param_info, was_used in zip(
+                self.sharded, self.local_shards, self.layout.param_infos, used, strict=True
+            ):
+                # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+                if not was_used or (local_shard.is_empty and param_info.numel > 0):
                     continue
-                local = shard_grad[piece.in_shard.to_slice()]
+                local = shard_grad[local_shard.in_shard.to_slice()]
                 if self._is_whole:
-                    local = local.view(slot.shape)
+                    local = local.view(param_info.shape)
                 if accumulate_grad(sharded, local):
                     hooked.append(sharded)
         for sharded in hooked:
             run_grad_hooks(sharded)
 
     @_unguarded
-    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
-        there = [index for index, has_landed in enumerate(landed) if has_landed]
-        # Where this rank has nothing of any, an empty gradient shows whether the caller has cleared them.
-        shown = [index for index in there if not self.pieces[index].is_empty or self.layout.slots[index].numel == 0]
+    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
+        there = [index for index, has_landed in enumerate(grads_ready) if has_landed]
+        # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
+        shown = [
+            index
+            for index in there
+            if not self.local_shards[index].is_empty or self.layout.param_infos[index].numel == 0
+        ]
         shown = shown or there
         return [
-            PartialGrad(
+            UnreducedLocalGrad(
                 self.sharded[index],
-                own[self.pieces[index].in_shard.to_slice()].view(self.sharded[index].shape),
+                own[self.local_shards[index].in_shard.to_slice()].view(self.sharded[index].shape),
                 partial(self.describe, index),
                 [index],
             )
@@ -246,7 +254,7 @@ class OrigViews(Views):
         for index, sharded in enumerate(self.sharded):
             if sharded.data_ptr() != self._pointers[index]:
                 self._write_back(index, sharded.data)
-        self.show_shard()
+        self.use_sharded_views()
         self.bind_shard()
 
     def check_shown(self) -> None:
@@ -257,15 +265,15 @@ class OrigViews(Views):
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.rewritten()
-        slot, piece = self.layout.slots[index], self.pieces[index]
-        target = self.flat_param.data[piece.in_shard.to_slice()]
+        param_info, local_shard = self.layout.param_infos[index], self.local_shards[index]
+        target = self.flat_param.data[local_shard.in_shard.to_slice()]
         if data.shape == target.shape:
             target.copy_(data)
-        elif tuple(data.shape) == slot.shape:
-            target.copy_(data.reshape(-1)[piece.in_param.to_slice()])
+        elif tuple(data.shape) == param_info.shape:
+            target.copy_(data.reshape(-1)[local_shard.in_param.to_slice()])
         else:
             raise UsageError(
-                f"Parameter {slot.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
-                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {slot.shape} or this rank's slice "
-                f"{tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
+                f"Parameter {param_info.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
+                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {param_info.shape} or this rank's "
+                f"slice {tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
             )

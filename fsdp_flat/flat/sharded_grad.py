@@ -1,4 +1,4 @@
-"""Gradients of which a rank holds a part: their norms are not to be taken for the norm of the whole gradient."""
+"""Marks sharded gradients, so that the norm of one rank's shard is not mistaken for that of the full gradient."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from fsdp_flat.errors import UsageError
 
 __all__ = ["LocalNorm", "ShardedGrad"]
 
-# ``torch.nn.utils.get_total_norm`` takes the norm of each gradient by one of these.
+# ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 _unguarded = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedGrad(torch.Tensor):
-    """The ``.grad`` of a sharded parameter as it is read outside of an optimizer's step: this rank's part, an alias.
+    """Aliases this rank's shard of a gradient where ``.grad`` is read outside of an optimizer's step.
 
-    Every operation works as on any tensor and gives plain ones. The one exception are norms as
-    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` take them: see :class:`LocalNorm`. The gradient that
-    is stored stays a plain tensor, so a step costs the same and compiles.
+    Every operation works as on any tensor and returns plain tensors, except the norms that
+    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` compute: see :class:`LocalNorm`. The stored gradient
+    stays a plain tensor, so a step costs the same and can be compiled.
 
     Attributes:
         stored: the gradient itself.
@@ -32,8 +32,8 @@ class ShardedGrad(torch.Tensor):
 
     @classmethod
     def of(cls, grad: torch.Tensor | None, describe: Callable[[], str]) -> torch.Tensor | None:
-        """``grad``, the same memory; ``describe`` returns a sentence with parameter, unit and rank for the error."""
-        # Other classes say themselves how they are wrapped: fake tensors, gradients that are not reduced yet.
+        """Return an alias of ``grad``; ``describe`` returns a sentence about it for error texts."""
+        # Other classes do their own wrapping: fake tensors, unreduced gradients.
         if type(grad) is not torch.Tensor or torch.compiler.is_compiling():
             return grad
         alias = grad.as_subclass(cls)
@@ -48,7 +48,7 @@ class ShardedGrad(torch.Tensor):
         with _unguarded():
             result = func(*args, **(kwargs or {}))
             if getattr(func, "__name__", "") == "__set__":
-                func(args[0].stored, *args[1:])  # ``.data =``: an alias would not follow
+                func(args[0].stored, *args[1:])  # ``.data =`` on the alias does not change the stored gradient
             return LocalNorm.mark(func, args, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
@@ -61,19 +61,20 @@ class ShardedGrad(torch.Tensor):
 
 
 class LocalNorm(torch.Tensor):
-    """The norm of one rank's part of a gradient, or several of them stacked.
+    """Holds the norm of one rank's shard of a gradient, or several such norms stacked.
 
-    It is an ordinary number to its readers. The norm of stacked ones raises: that is the last step of
-    ``torch.nn.utils.get_total_norm``, whose result would be another one on every rank.
+    It can be read like any tensor. The norm of stacked norms raises: it is the last step of
+    ``torch.nn.utils.get_total_norm``, whose result would differ between ranks.
     """
 
     _part: Callable[[], str]
 
     @staticmethod
     def mark(func: Any, args: Any, result: Any) -> Any:
-        """``result`` of ``func(*args)``, as norms of one rank where it is such. To be called without torch functions.
+        """Return ``result`` of ``func(*args)``, with norms of sharded gradients as :class:`LocalNorm`.
 
-        ``args[0]`` is a gradient, or a list of gradients; those that are not whole have ``_part``, which says so.
+        Call it with torch functions disabled. ``args[0]`` is a gradient or a list of gradients; sharded ones have
+        ``_part``, which describes them.
         """
         if getattr(func, "__name__", "") not in _NORMS or not args:
             return result
@@ -98,7 +99,7 @@ class LocalNorm(torch.Tensor):
             return _marked(result, next((norm._part for norm in stacked if isinstance(norm, LocalNorm)), None))
 
     def refuse(self) -> None:
-        """Raises for a norm over gradients of which this rank holds a part."""
+        """Raise for a norm over sharded gradients."""
         raise UsageError(
             f"The norm over several gradients was taken on one rank, as torch.nn.utils.clip_grad_norm_ and "
             f"get_total_norm do. {self._part()}, so the result would be another one on every rank. Call "

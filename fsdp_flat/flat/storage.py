@@ -1,4 +1,4 @@
-"""Memory of one handle's flat tensors: gathered parameters, waiting gradients, and the pool that both come from."""
+"""Manages the memory of flat buffers: unsharded parameters, waiting gradients, and the pool for both."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from fsdp_flat.flat._torch import refuse_steps_on, swap_memory
 from fsdp_flat.flat.sharded_grad import LocalNorm
 from fsdp_flat.layout import FlatLayout
 
-__all__ = ["AliasBuffer", "FlatBuffer", "GradientWindow", "MemoryPool", "PartialGrad", "UnreducedGrad", "set_grad"]
+__all__ = [
+    "AliasBuffer",
+    "FlatBuffer",
+    "FlatGradBuffer",
+    "MemoryPool",
+    "UnreducedGrad",
+    "UnreducedLocalGrad",
+    "set_grad",
+]
 
 _MOST_IDLE = 2
 
 
 class MemoryPool:
-    """A few freed blocks of CPU memory, so that the next buffer is not filled through page faults.
+    """Keeps a few freed blocks of CPU memory, so that the next buffer does not page-fault.
 
-    What moves is the memory, from one storage object to another: a view of a freed buffer, which autograd
-    may hold, is left with a storage of no bytes and can never see what another unit puts there. Accelerators
-    have caching allocators, so nothing is kept there, nor where torch cannot move memory.
+    The memory moves from one storage object to another: a view of a freed buffer, which autograd may hold, keeps an
+    empty storage and never sees the data of another unit. Accelerators have caching allocators, so the pool keeps
+    nothing for them, nor if torch cannot move memory between storages.
     """
 
     __slots__ = ("_idle",)
@@ -33,11 +41,11 @@ class MemoryPool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes kept now."""
+        """Number of bytes that the pool keeps."""
         return sum(nbytes * len(idle) for nbytes, idle in self._idle.items())
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give an empty ``storage`` memory; the content is undefined."""
+        """Allocate ``nbytes`` for an empty ``storage``; the content is undefined."""
         idle = self._idle.get(nbytes)
         if idle and storage.device.type == "cpu":
             swap_memory(storage, idle.pop())
@@ -58,7 +66,7 @@ class MemoryPool:
         idle.append(kept)
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the shape, dtype and device of ``tensor``, whose content is undefined."""
+        """Return a tensor with the shape, dtype and device of ``tensor`` and undefined content."""
         idle = self._idle.get(tensor.nbytes)
         if not idle or tensor.device.type != "cpu":
             return torch.empty_like(tensor)
@@ -66,21 +74,21 @@ class MemoryPool:
         return fresh.set_(idle.pop(), 0, tensor.shape)  # type: ignore[call-overload]
 
     def clear(self) -> None:
-        """Give everything that is kept back to the system."""
+        """Return all memory of the pool to the system."""
         self._idle.clear()
 
 
 class FlatBuffer:
-    """A 1-D tensor that can be freed and filled again under the views that were made of it.
+    """Holds a 1-D tensor whose memory can be freed and allocated again while views of it exist.
 
-    Autograd saves views of gathered parameters. The storage object therefore stays and is resized to
-    zero; when the same values are gathered again, everything saved is valid again. Views that are
-    parameters have version counters of their own, which a refill does not touch.
+    Autograd saves views of unsharded parameters. The storage object therefore stays and is resized to zero; once the
+    same values are all-gathered again, all saved views are valid. Views that are parameters have separate version
+    counters, which a refill does not change.
 
     Args:
-        numel: elements of the whole buffer.
-        dtype: dtype of compute.
-        device: device of compute.
+        numel: elements of the full buffer.
+        dtype: compute dtype.
+        device: compute device.
     """
 
     __slots__ = ("_nbytes", "tensor")
@@ -91,22 +99,22 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now."""
+        """Number of bytes allocated."""
         return self.tensor.untyped_storage().nbytes()
 
     def alloc(self, pool: MemoryPool) -> None:
-        """Make sure that there is memory, from ``pool``; the content is undefined until it is filled."""
+        """Allocate memory from ``pool`` unless it is allocated; the content is undefined."""
         storage = self.tensor.untyped_storage()
         if storage.nbytes() != self._nbytes:
             pool.fill(storage, self._nbytes)
 
     def free(self, pool: MemoryPool) -> None:
-        """Give the memory back to ``pool``."""
+        """Return the memory to ``pool``."""
         pool.empty(self.tensor.untyped_storage())
 
 
 class AliasBuffer(FlatBuffer):
-    """The buffer of a unit that is not sharded: the shard itself, never freed."""
+    """Aliases the shard of a unit that is not sharded; never freed."""
 
     __slots__ = ()
 
@@ -121,11 +129,11 @@ class AliasBuffer(FlatBuffer):
         pass
 
 
-class GradientWindow:
-    """Where gradients wait as they come, and the flat buffer that they are laid into at once when it is closed.
+class FlatGradBuffer:
+    """Collects the gradients of parameters, and copies them into a flat buffer at once when closed.
 
-    Closing comes after the parameters were freed, so that the buffer can have their memory. What comes after
-    that is added to the buffer.
+    It is closed after the parameters were freed, so that the buffer can reuse their memory. Later gradients are added
+    to the buffer.
 
     Args:
         layout: the handle's layout.
@@ -133,40 +141,42 @@ class GradientWindow:
         device: device of the gradients.
 
     Attributes:
-        landed: one byte a parameter: 1 where a gradient came.
-        num_landed: how many came.
-        is_shown: somebody outside was given views of the buffer, so its memory is theirs too.
+        grads_ready: one byte per parameter: 1 where it has a gradient.
+        num_grads_ready: number of parameters with a gradient.
+        is_shown: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "is_shown", "landed", "num_landed")
+    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "grads_ready", "is_shown", "num_grads_ready")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
         flat = self._buffer.tensor
-        self._places = [flat[slot.interval.to_slice()].view(slot.shape) for slot in layout.slots]
+        self._places = [
+            flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos
+        ]
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
-        self.landed = bytearray(len(layout.slots))
-        self.num_landed = 0
+        self.grads_ready = bytearray(len(layout.param_infos))
+        self.num_grads_ready = 0
         self.is_shown = False
         self._buffer.free(MemoryPool())
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
-        """Whether gradients of ``device`` may wait here for ``dtype``."""
+        """Return whether the buffer has this dtype and device."""
         return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what waits and of the buffer."""
+        """Number of bytes of the waiting gradients and of the buffer."""
         return self._buffer.nbytes + sum(grad.nbytes for grad in self._waiting.values())
 
-    def land(self, index: int, grad: torch.Tensor) -> None:
-        """Take the gradient of slot ``index`` (the parameter's shape, any float dtype)."""
+    def add_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Add the gradient of parameter ``index`` (the parameter's shape, any float dtype)."""
         if grad.is_sparse:
             grad = grad.to_dense()
-        if not self.landed[index]:
-            self.landed[index] = 1
-            self.num_landed += 1
+        if not self.grads_ready[index]:
+            self.grads_ready[index] = 1
+            self.num_grads_ready += 1
             self._waiting[index] = grad
         elif index in self._waiting:
             self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
@@ -174,20 +184,20 @@ class GradientWindow:
             self._places[index].add_(grad)
 
     def forget(self, index: int) -> None:
-        """Drops the gradient of slot ``index``, as if none had come."""
-        if self.landed[index]:
-            self.landed[index] = 0
-            self.num_landed -= 1
+        """Drop the gradient of parameter ``index``."""
+        if self.grads_ready[index]:
+            self.grads_ready[index] = 0
+            self.num_grads_ready -= 1
             if self._waiting.pop(index, None) is None and self._buffer.nbytes:
                 self._places[index].zero_()
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
-        """The flat gradient, complete: zero where nothing came and in the padding."""
+        """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
         if self._buffer.nbytes == 0:
             self._buffer.alloc(pool)
             for padding in self._paddings:
                 padding.zero_()
-            for place, there in zip(self._places, self.landed, strict=True):
+            for place, there in zip(self._places, self.grads_ready, strict=True):
                 if not there:
                     place.zero_()
         if self._waiting:
@@ -196,18 +206,18 @@ class GradientWindow:
         return self._buffer.tensor
 
     def release(self, pool: MemoryPool) -> None:
-        """Be empty again and give the memory back; nobody may hold a view of it."""
+        """Drop all gradients and return the memory to ``pool``; no views of the buffer may be in use."""
         self._buffer.free(pool)
-        self.landed = bytearray(len(self._places))
-        self.num_landed = 0
+        self.grads_ready = bytearray(len(self._places))
+        self.num_grads_ready = 0
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set ``param.grad``, also to a tensor of another dtype (``keep_low_precision_grads``)."""
+    """Set ``param.grad``, which may have a different dtype than ``param`` (``keep_low_precision_grads``)."""
     if grad is None or grad.dtype == param.dtype:
         param.grad = grad
         return
-    # torch refuses a gradient of another dtype unless it comes in through ``.data``.
+    # torch rejects a gradient of another dtype unless it is assigned through ``.data``.
     shown = torch.empty_like(param).as_subclass(type(grad))
     shown.__dict__.update(grad.__dict__)
     param.grad = shown
@@ -216,17 +226,17 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
 
 
 class UnreducedGrad(torch.Tensor):
-    """A ``.grad`` between two backwards inside ``no_sync``: this rank's own, not yet reduced over ranks.
+    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
 
-    Reading it works as for any tensor. Writing it, or anything computed from it, into another tensor raises: that is an
-    optimizer's step (or a gradient scaler's), which would go on with one rank's gradient.
+    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
+    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
     """
 
     _describe: Callable[[], str]
 
     @classmethod
     def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
-        """``grad``, the same memory; ``describe`` returns the parameter's name for the error."""
+        """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
         refuse_steps_on(cls)
         unreduced = grad.as_subclass(cls)
         unreduced._describe = describe
@@ -236,7 +246,7 @@ class UnreducedGrad(torch.Tensor):
         return f"The gradient of {self._describe()} is this rank's own, not reduced yet (no_sync)"
 
     def refuse(self, operation: str) -> NoReturn:
-        """Raises for an operation that would go on with this rank's gradient alone."""
+        """Raise for an operation that would use this rank's unreduced gradient."""
         raise UsageError(
             f"{operation} was called on the gradient of {self._describe()}, which is not reduced: the backwards since "
             "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
@@ -263,7 +273,7 @@ class UnreducedGrad(torch.Tensor):
 
 
 def _marked(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
-    """A result of an operation on an unreduced gradient; scalars, norms for example, are for reading."""
+    """Mark a result computed from an unreduced gradient; scalars, such as norms, stay as they are."""
     is_plain = result.dim() == 0 or isinstance(result, UnreducedGrad)
     return result if is_plain else UnreducedGrad.of(result, describe)
 
@@ -274,28 +284,26 @@ def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
     return next(item for item in flat if isinstance(item, UnreducedGrad))
 
 
-class PartialGrad:
-    """The ``.grad`` of a parameter as it was set, or was left, between two backwards inside ``no_sync``.
+class UnreducedLocalGrad:
+    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards.
 
     Args:
         param: the parameter that the optimizer holds.
-        piece: this rank's part of the waiting gradient, in the parameter's shape.
-        describe: returns the parameter's name for errors.
-
-    Attributes:
-        slots: slots of the layout that the parameter stands for.
+        local_shard: this rank's shard of the waiting gradient, in the parameter's shape.
+        describe: returns the parameter's name for error texts.
+        param_infos: indices of the layout's parameters that ``param`` holds elements of.
     """
 
-    __slots__ = ("_before", "_grad", "_param", "_version", "slots")
+    __slots__ = ("_before", "_grad", "_param", "_version", "param_infos")
 
     def __init__(
-        self, param: nn.Parameter, piece: torch.Tensor, describe: Callable[[], str], slots: Sequence[int]
+        self, param: nn.Parameter, local_shard: torch.Tensor, describe: Callable[[], str], param_infos: Sequence[int]
     ) -> None:
-        self.slots = slots
+        self.param_infos = param_infos
         self._param = param
         self._before = param.grad
-        # A gradient that is there is reduced, but a step must wait for what was added to it and is not.
-        shown = piece.to(param.dtype) if self._before is None else self._before
+        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
+        shown = local_shard.to(param.dtype) if self._before is None else self._before
         set_grad(param, UnreducedGrad.of(shown, describe))
         assert param.grad is not None
         self._grad = param.grad
@@ -303,21 +311,21 @@ class PartialGrad:
 
     @property
     def is_cleared(self) -> bool:
-        """Whether somebody has set the gradient to None, or to zero, since."""
+        """Return whether a caller has set the gradient to None or zero since it was shown."""
         grad = self._param.grad
         return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody has written into the gradient since."""
+        """Return whether a caller has written into the gradient since it was shown."""
         return self._before is None and self._changed_in_place
 
     @property
     def _changed_in_place(self) -> bool:
         return self._param.grad is self._grad and self._grad._version != self._version
 
-    def withdraw(self) -> None:
-        """Take back what was shown; where it was filled with zeros, zeros stay, as in plain torch."""
+    def take_back(self) -> None:
+        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
         if self._param.grad is self._grad:
             zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
             set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)

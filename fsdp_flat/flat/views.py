@@ -1,13 +1,13 @@
-"""What a unit's modules point at, and where reduced gradients appear.
+"""Sets the tensors that a unit's modules point at, and the ``.grad`` of reduced gradients.
 
-There are two kinds, chosen once when the handle is built:
+There are two implementations, chosen when the handle is built:
 
-* ``OrigViews`` (``use_orig_params=True``): outside of compute ``module.weight`` is the user's own
-  Parameter, whose data is this rank's 1-D slice (possibly empty).
-* ``FlatViews`` (``use_orig_params=False``): the originals leave ``module._parameters``; the optimizer
-  sees the flat parameter alone.
+* ``OrigViews`` (``use_orig_params=True``): outside of compute ``module.weight`` is the user's Parameter, whose data is
+  this rank's 1-D local shard (possibly empty).
+* ``FlatViews`` (``use_orig_params=False``): the original parameters leave ``module._parameters``; the optimizer sees
+  only the flat parameter.
 
-In compute, both show ``leaves``: one Parameter per original, a view of the gathered buffer.
+During compute, both show ``unsharded_params``: one Parameter per original, a view of the unsharded buffer.
 """
 
 from __future__ import annotations
@@ -23,34 +23,34 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.guards import ModuleGuard
-from fsdp_flat.flat.guise import PLAIN, Guise
-from fsdp_flat.flat.storage import PartialGrad, set_grad
+from fsdp_flat.flat.storage import UnreducedLocalGrad, set_grad
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FLAT_PARAM, FlatLayout, SlotShard
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
 __all__ = ["Views", "accumulate_grad", "run_grad_hooks"]
 
 
 class Views:
-    """What is common to both kinds.
+    """Defines the interface and the shared code of both implementations.
 
     Args:
-        params: the managed parameters, in the layout's order.
-        leaves: one Parameter per managed parameter, a view of the gathered buffer.
+        params: the managed parameters, in layout order.
+        unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
         layout: the handle's layout.
-        rank: this rank on the shard axis.
+        rank: this rank in the shard group.
         flat_param: the flat parameter.
         module: the unit's module, where a visible flat parameter is registered.
         unit_name: name of the unit, for error texts.
 
     Attributes:
-        hooks: by parameter, the gradient hooks that were there when it was flattened.
+        hooks: per parameter, the gradient hooks that were registered when it was flattened.
     """
 
     def __init__(
         self,
         params: Sequence[ManagedParam],
-        leaves: Sequence[nn.Parameter],
+        unsharded_params: Sequence[nn.Parameter],
         layout: FlatLayout,
         rank: int,
         flat_param: nn.Parameter,
@@ -59,38 +59,40 @@ class Views:
     ) -> None:
         self.unit_name = unit_name
         self.params = tuple(params)
-        self.leaves = tuple(leaves)
+        self.unsharded_params = tuple(unsharded_params)
         self.layout = layout
         self.rank = rank
         self.flat_param = flat_param
         self.module = module
-        self.pieces: tuple[SlotShard, ...] = tuple(layout.piece(i, rank) for i in range(len(layout.slots)))
+        self.local_shards: tuple[LocalShard, ...] = tuple(
+            layout.local_shard(i, rank) for i in range(len(layout.param_infos))
+        )
         self.hooks = [entry.param._backward_hooks for entry in params]
-        # What the modules held is let go of, so that whoever still holds it can be found.
+        # Only weak references to the replaced parameters are kept, so that other owners of one can be found.
         self._originals = {index: entry.replaced for index, entry in enumerate(params) if entry.replaced is not None}
         self._num_rewrites = 0
         self._guards: dict[nn.Module, ModuleGuard] = {}
         if layout.world_size > 1:
-            for entry, slot in zip(params, layout.slots, strict=True):
+            for entry, param_info in zip(params, layout.param_infos, strict=True):
                 for site in entry.sites:
-                    guard = ModuleGuard(id(self), lambda: self.unit_name, slot.fqn, slot.shape)
+                    guard = ModuleGuard(id(self), lambda: self.unit_name, param_info.fqn, param_info.shape)
                     self._guards.setdefault(site.module, guard)
         self._guard_hooks: list[tuple[Any, str, ModuleGuard]] = [
             (module._forward_pre_hooks, guard.key, guard) for module, guard in self._guards.items()
         ]
 
     def guard(self) -> None:
-        """Have the modules raise when they are called: their parameters are sharded."""
+        """Register guards that raise when the modules are called with sharded parameters."""
         for hooks, key, guard in self._guard_hooks:
             hooks[key] = guard
 
     def unguard(self) -> None:
-        """Let the modules run."""
+        """Remove the guards from the modules."""
         for hooks, key, _ in self._guard_hooks:
             hooks.pop(key, None)
 
     def run_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Pass a whole local gradient through the hooks that the user registered on the original parameter."""
+        """Pass an unsharded local gradient through the user's hooks on the original parameter."""
         hooks = self.params[index].param._backward_hooks or self.hooks[index]
         for hook in hooks.values() if hooks else ():
             result = hook(grad)
@@ -98,47 +100,49 @@ class Views:
         return grad
 
     def describe(self, index: int) -> str:
-        """A parameter and its unit, for error texts."""
-        return f"{self.layout.slots[index].fqn!r} of unit {self.unit_name!r}"
+        """Return the FQN of a parameter and its unit, for error texts."""
+        return f"{self.layout.param_infos[index].fqn!r} of unit {self.unit_name!r}"
 
-    def use_leaves(self, leaves: Sequence[nn.Parameter]) -> None:
-        """Show other leaves from now on (another compute dtype)."""
-        self.leaves = tuple(leaves)
+    def use_unsharded_params(self, unsharded_params: Sequence[nn.Parameter]) -> None:
+        """Use other unsharded parameters from now on (of another compute dtype)."""
+        self.unsharded_params = tuple(unsharded_params)
         self._storages = [
-            leaf.untyped_storage()._cdata if entry.guise is PLAIN else 0
-            for leaf, entry in zip(self.leaves, self.params, strict=True)
+            unsharded_param.untyped_storage()._cdata if entry.adapter is PLAIN else 0
+            for unsharded_param, entry in zip(self.unsharded_params, self.params, strict=True)
         ]
 
-    def show_full(self) -> None:
-        """Point the modules at the gathered parameters."""
+    def use_unsharded_views(self) -> None:
+        """Point the modules at the unsharded parameters."""
         raise NotImplementedError
 
-    def show_shard(self) -> None:
-        """Point the modules at what this rank holds."""
+    def use_sharded_views(self) -> None:
+        """Point the modules at the sharded parameters or their placeholders."""
         raise NotImplementedError
 
-    def show_whole(self, whole: torch.Tensor) -> None:
-        """Point the modules at whole Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
-        self.show_tensors([whole[slot.interval.to_slice()].view(slot.shape) for slot in self.layout.slots])
+    def use_full_views(self, whole: torch.Tensor) -> None:
+        """Point the modules at full Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
+        self.show_tensors(
+            [whole[param_info.interval.to_slice()].view(param_info.shape) for param_info in self.layout.param_infos]
+        )
 
     def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Point the modules at whole Parameters, each made of one of ``tensors``; undone by :meth:`hide_whole`."""
+        """Point the modules at full Parameters made from ``tensors``, until :meth:`remove_full_views`."""
         raise NotImplementedError
 
     def show_names(self) -> None:
-        """Register something under every original name; undone by :meth:`hide_whole`."""
+        """Register a parameter under every original name, until :meth:`remove_full_views`."""
 
-    def hide_whole(self) -> None:
-        """Undo :meth:`show_whole`; does nothing if nothing is shown."""
+    def remove_full_views(self) -> None:
+        """Undo :meth:`use_full_views`; does nothing if no full parameters are shown."""
         raise NotImplementedError
 
     def shown(self, index: int) -> torch.Tensor:
-        """What this process holds of parameter ``index`` at its first place while whole parameters are shown."""
-        return self.params[index].guise.local(self._at(index))
+        """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
+        return self.params[index].adapter.to_local(self._at(index))
 
     def set_shown_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Give that parameter a gradient, of which this process holds ``grad``."""
-        self._at(index).grad = self.params[index].guise.shown(grad)
+        """Set the gradient of that parameter, given its local tensor ``grad``."""
+        self._at(index).grad = self.params[index].adapter.from_local(grad)
 
     def _at(self, index: int) -> nn.Parameter:
         site = self.params[index].sites[0]
@@ -147,30 +151,30 @@ class Views:
         return current
 
     def shard_grad(self) -> torch.Tensor:
-        """A copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
+        """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
         raise NotImplementedError
 
     def has_grads(self) -> list[bool]:
-        """For each original parameter whether this rank's shard of it has a gradient."""
+        """Return for each original parameter whether this rank's local shard has a gradient."""
         raise NotImplementedError
 
-    def show_whole_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
-        """While whole parameters are shown: give them whole gradients, where any rank has one (``there``)."""
+    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+        """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
         raise NotImplementedError
 
-    def hide_whole_grads(self, own: torch.Tensor) -> None:
-        """Undo :meth:`show_whole_grads`; ``own`` (1-D, ``shard_numel``) becomes this rank's gradient."""
+    def take_full_grads(self, own: torch.Tensor) -> None:
+        """Undo :meth:`show_full_grads` and copy ``own`` (1-D, ``shard_numel``) into this rank's gradient."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Take the managed parameters off the modules, so that ``Module._apply`` passes them by."""
+        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
         raise NotImplementedError
 
     @contextmanager
-    def lifted(self) -> Iterator[None]:
-        """Inside the block the modules hold None where they hold tensors of this handle, and no guards: to copy them.
+    def detached(self) -> Iterator[None]:
+        """Replace the handle's tensors by None and remove the guards inside the block, to copy the modules.
 
-        What they hold now, sharded or gathered, comes back at the end.
+        The current tensors, sharded or unsharded, are restored at the end.
         """
         guarded = [(module, guard) for module, guard in self._guards.items() if guard.is_on(module)]
         held: list[tuple[dict[str, Any], str, Any]] = []
@@ -191,57 +195,57 @@ class Views:
             for module, guard in guarded:
                 guard.put(module)
 
-    def dissolve(self, whole: torch.Tensor) -> None:
-        """Give the modules ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``), for good."""
+    def unflatten(self, whole: torch.Tensor) -> None:
+        """Register ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``) permanently."""
         raise NotImplementedError
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
-        """Let sharded parameters be views of ``flat_param``'s data."""
+        """Make sharded parameters views of the data of ``flat_param``."""
         raise NotImplementedError
 
     def visible_params(self) -> list[nn.Parameter]:
-        """The parameters that an optimizer of this handle holds."""
+        """Return the parameters of this handle that an optimizer holds."""
         raise NotImplementedError
 
-    def grads(self) -> list[tuple[Guise, torch.Tensor | None]]:
-        """This rank's gradients as the optimizer has them, by what they are further split over."""
+    def grads(self) -> list[tuple[TensorAdapter, torch.Tensor | None]]:
+        """Return this rank's gradients for the optimizer, each with the adapter of its parameter."""
         raise NotImplementedError
 
     def kept(self) -> dict[nn.Parameter, nn.Parameter]:
-        """For each leaf that modules may show, the parameter that an optimizer holds, where that is another one."""
+        """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
         return {}
 
     def requires_grad(self) -> list[bool]:
-        """For each original parameter whether it is to get a gradient."""
+        """Return for each original parameter whether it requires a gradient."""
         raise NotImplementedError
 
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
-        """Take over the ``requires_grad`` that the user set on gathered parameters (``shown``; it was ``before``)."""
+        """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
 
     def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
-        """Add a reduced gradient (1-D, the shard's numel) to ``.grad`` of what the optimizer holds."""
+        """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters."""
         raise NotImplementedError
 
     def adopt_changes(self) -> None:
-        """Take over what the user assigned to sharded parameters since they were last shown."""
+        """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
 
     def check_shown(self) -> None:
-        """Raises if a parameter was assigned while the modules pointed at gathered ones: it would be lost.
+        """Check that no parameter was assigned while the modules pointed at unsharded ones.
 
         Raises:
-            PhaseError: it was.
+            PhaseError: if one was; the assignment would be lost.
         """
         raise NotImplementedError
 
     def _is_shown(self, index: int, current: Any) -> bool:
-        """Whether ``current``, which a module holds, is the leaf of a parameter as it was made."""
-        leaf = self.leaves[index]
-        if current is not leaf or self.params[index].guise is not PLAIN:
-            return current is leaf
-        return leaf.untyped_storage()._cdata == self._storages[index]
+        """Return whether ``current``, the module's tensor, is the unchanged unsharded parameter."""
+        unsharded_param = self.unsharded_params[index]
+        if current is not unsharded_param or self.params[index].adapter is not PLAIN:
+            return current is unsharded_param
+        return unsharded_param.untyped_storage()._cdata == self._storages[index]
 
     def _check_not_dtensor(self, index: int, current: Any) -> None:
-        if isinstance(current, DTensor) and self.params[index].guise is PLAIN:
+        if isinstance(current, DTensor) and self.params[index].adapter is PLAIN:
             self._raise_replaced(f"Parameter {self.describe(index)}")
 
     def _raise_replaced(self, what: str) -> NoReturn:
@@ -259,22 +263,22 @@ class Views:
             "summon_full_params."
         )
 
-    def show_partial(self, own: torch.Tensor, landed: bytes) -> list[PartialGrad]:
-        """Show this rank's part of a waiting gradient (1-D, ``shard_numel``) where one has landed."""
+    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
+        """Set ``.grad`` to this rank's shard of a waiting gradient (1-D, ``shard_numel``) where one is ready."""
         raise NotImplementedError
 
     def originals_in_optimizers(self) -> list[str]:
-        """Names of original parameters that some optimizer still holds, although wrapping replaced them."""
+        """Return the FQNs of original parameters that wrapping replaced but an optimizer still holds."""
         alive = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
         self._originals = {}
-        return [self.layout.slots[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
+        return [self.layout.param_infos[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
 
     def rewritten(self) -> None:
-        """Note that the shard got new values past every version counter: a load, a write-back, ``.data =``."""
+        """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
         self._num_rewrites += 1
 
     def version(self) -> int:
-        """A number that changes when sharded values change."""
+        """Return a number that changes when sharded values change."""
         raise NotImplementedError
 
 
@@ -288,7 +292,7 @@ def _is_in_an_optimizer(param: nn.Parameter) -> bool:
 
 
 def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
-    """Add a reduced gradient to what the optimizer holds. Returns whether :func:`run_grad_hooks` has to follow."""
+    """Add a reduced gradient to ``param.grad``, and return whether :func:`run_grad_hooks` must follow."""
     if param.grad is not None:
         param.grad.add_(grad)
     else:
@@ -297,7 +301,7 @@ def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
 
 
 def run_grad_hooks(param: nn.Parameter) -> None:
-    """Run what the user hung on a gradient: the parameter is no leaf of the graph, so torch never does."""
+    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
     for hook in (param._post_accumulate_grad_hooks or {}).values():
         hook(param)
     for optimizer in getattr(param, "_in_backward_optimizers", ()):

@@ -1,4 +1,4 @@
-"""Finding the parameters that a unit manages."""
+"""Finds the parameters that a unit manages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import TiedParameterError
-from fsdp_flat.flat.guise import PLAIN, Guise, guise_of
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter, adapter_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, clean_fqn, join_fqn
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """One place where a parameter is registered: ``module._parameters[name]``."""
+    """Locates one registration of a parameter: ``module._parameters[name]``."""
 
     module: nn.Module
     name: str
@@ -36,27 +36,27 @@ class Site:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ManagedParam:
-    """A parameter and every place in its unit that holds it; the first place gives it its name.
+    """Lists all sites of a parameter in its unit; the first site gives its FQN.
 
     Attributes:
-        param: a plain Parameter, once the unit has taken it.
-        sites: the places.
-        guise: what the places show when the parameter is there.
-        replaced: the user's own Parameter if ``param`` stands in for it.
+        param: the parameter, a plain one once the unit manages it.
+        sites: its registrations.
+        adapter: converts between ``param`` and the tensor that the sites show.
+        replaced: returns the user's Parameter if ``param`` replaces it.
     """
 
     param: nn.Parameter
     sites: tuple[Site, ...]
-    guise: Guise = PLAIN
+    adapter: TensorAdapter = PLAIN
     replaced: Callable[[], nn.Parameter | None] | None = None
 
     @property
     def fqn(self) -> str:
-        """Name relative to the unit's module, without wrapper components."""
+        """FQN relative to the unit's module, without wrapper components."""
         return self.sites[0].fqn
 
     def mark(self, owner: FlattenedBy) -> None:
-        """Have the parameter say which unit took it."""
+        """Mark the parameter as flattened by a unit."""
         replaced = self.replaced() if self.replaced is not None else None
         for param in (self.param, replaced):
             if param is not None:
@@ -64,12 +64,12 @@ class ManagedParam:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole parameter."""
+        """Unsharded shape of the parameter."""
         return self.param.shape
 
 
 def modules_of(root: nn.Module) -> Iterator[nn.Module]:
-    """What ``root.modules()`` gives, without a generator for every level of nesting and without names."""
+    """Iterate over ``root.modules()`` without names and without one generator per level of nesting."""
     seen: set[nn.Module] = set()
     ahead = [root]
     while ahead:
@@ -81,10 +81,10 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """The module inside wrappers for activation checkpoints, offload and compilation; ``module`` if it is none.
+    """Return the module inside wrappers for activation checkpoints, offload and compilation, or ``module`` itself.
 
-    These wrappers move the names in state dicts one level down when they load, so a name of the unit itself has to be
-    registered where its parameters are.
+    These wrappers move the names in state dicts one level down when they load, so the unit's flat parameter has to be
+    registered on the module that holds its parameters.
     """
     for word in (CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE):
         inner = module._modules.get(word)
@@ -94,7 +94,7 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 
 
 def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:
-    """Every registration of every parameter below ``root``, duplicates included, in registration order."""
+    """Iterate over all registrations of parameters below ``root``, duplicates included, in registration order."""
     for prefix, module in root.named_modules(remove_duplicate=False):
         for name, param in module._parameters.items():
             if param is not None:
@@ -108,18 +108,18 @@ def collect_params(
     skip: Callable[[nn.Parameter], bool],
     is_managed_below: Callable[[nn.Module, str], bool],
 ) -> list[ManagedParam]:
-    """The parameters of ``root`` that no nested unit manages, in FSDP1's order.
+    """Collect the parameters of ``root`` that no nested unit manages, in FSDP1's order.
 
     Args:
         root: the unit's module.
-        unit_name: what error texts call the unit.
-        skip: true for parameters that this unit leaves alone (ignored, or owned by an outer unit).
+        unit_name: name of the unit, for error texts.
+        skip: true for parameters that this unit does not manage (ignored, or owned by an outer unit).
         is_managed_below: true for a registration that a nested unit manages.
 
     Raises:
-        TiedParameterError: a parameter that some unit already flattened is registered here as well.
+        TiedParameterError: if a parameter that another unit has flattened is registered here as well.
     """
-    # By name and not by module: a module registered at two places has every name of its parameters in state dicts.
+    # By FQN and not by module: a module registered twice contributes both names of its parameters to state dicts.
     found: dict[nn.Parameter, dict[str, Site]] = {}
     for site, param in named_sites(root):
         if is_managed_below(site.module, site.name) or skip(param):
@@ -137,24 +137,24 @@ def collect_params(
 
 
 def held_locally(entry: ManagedParam) -> ManagedParam:
-    """``entry`` as a plain Parameter: itself, or in place of a DTensor one of the local tensor, put in the modules."""
+    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged."""
     shown = entry.param
-    guise = guise_of(shown, entry.fqn)
-    if guise is PLAIN:
+    adapter = adapter_of(shown, entry.fqn)
+    if adapter is PLAIN:
         return entry
     with torch.no_grad():
-        param = nn.Parameter(guise.local(shown.detach()), requires_grad=shown.requires_grad)
+        param = nn.Parameter(adapter.to_local(shown.detach()), requires_grad=shown.requires_grad)
     param.__dict__.update({key: value for key, value in shown.__dict__.items() if key != "_is_param"})
     param._backward_hooks = shown._backward_hooks
     param._post_accumulate_grad_hooks = shown._post_accumulate_grad_hooks
     for site in entry.sites:
         site.module._parameters[site.name] = param
-    return replace(entry, param=param, guise=guise, replaced=TensorWeakRef(shown))
+    return replace(entry, param=param, adapter=adapter, replaced=TensorWeakRef(shown))
 
 
 @dataclass(frozen=True, slots=True)
 class FlattenedBy:
-    """What ``_fsdp_flattened`` is set to on a parameter that a unit took: true, and it says who."""
+    """Identifies the unit that flattened a parameter; the always true value of its ``_fsdp_flattened``."""
 
     fqn: str
     unit_name: str
@@ -164,11 +164,11 @@ class FlattenedBy:
         return True
 
     def describe(self) -> str:
-        """Name, shape and unit, for error texts."""
+        """Return FQN, shape and unit, for error texts."""
         return f"{self.fqn!r} {tuple(self.shape)} of unit {self.unit_name!r}"
 
 
 def unsharded_shape(param: torch.Tensor) -> torch.Size | None:
-    """Return the shape that a unit's parameter has where it is unsharded; None for any other tensor."""
+    """Return the unsharded shape of a unit's parameter; None for any other tensor."""
     owner = getattr(param, "_fsdp_flattened", None)
     return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else None

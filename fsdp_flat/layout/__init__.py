@@ -1,13 +1,12 @@
-"""Floor 0: which element of which parameter lies where in a flat buffer, and on which rank.
+"""Layer 0: maps parameter elements to flat-buffer offsets and to ranks.
 
-Integers and strings only; nothing here imports torch. Unless a name says otherwise, every number counts elements.
+Uses integers and strings only and does not import torch. Sizes are in elements unless a name gives another unit.
 """
 
 from __future__ import annotations
 
 from fsdp_flat.layout.boxes import Box, boxes
-from fsdp_flat.layout.chunks import Moves, chunk_cut, chunk_rows, chunk_shape, moves_between
-from fsdp_flat.layout.flat_layout import FlatLayout, ParamSlot, SlotShard, alignment_numel
+from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo, alignment_numel
 from fsdp_flat.layout.fqn import (
     CHECKPOINT_WRAPPED_MODULE,
     COMPILED_MODULE,
@@ -19,7 +18,8 @@ from fsdp_flat.layout.fqn import (
     join_fqn,
 )
 from fsdp_flat.layout.interval import Interval
-from fsdp_flat.layout.spread import Cut, Runs, Spread, Whole
+from fsdp_flat.layout.partition import EvenPartition, IrregularPartition, Partition, ReplicatedPartition
+from fsdp_flat.layout.transfer_plan import TransferPlan, chunk_partition, chunk_rows, chunk_shape, plan_transfer
 
 __all__ = [
     "CHECKPOINT_WRAPPED_MODULE",
@@ -28,22 +28,22 @@ __all__ = [
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
     "Box",
-    "Cut",
+    "EvenPartition",
     "FlatLayout",
     "Interval",
-    "Moves",
-    "ParamSlot",
-    "Runs",
-    "SlotShard",
-    "Spread",
-    "Whole",
+    "IrregularPartition",
+    "LocalShard",
+    "ParamInfo",
+    "Partition",
+    "ReplicatedPartition",
+    "TransferPlan",
     "alignment_numel",
     "boxes",
-    "chunk_cut",
+    "chunk_partition",
     "chunk_rows",
     "chunk_shape",
     "clean_fqn",
     "clean_text",
     "join_fqn",
-    "moves_between",
+    "plan_transfer",
 ]

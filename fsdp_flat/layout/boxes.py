@@ -1,4 +1,4 @@
-"""A flat interval of a row-major tensor as a few N-d boxes, which is what a checkpoint of tensors can store."""
+"""Splits a flat interval of a row-major tensor into a few N-d boxes, the chunks that a checkpoint can store."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["Box", "boxes"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """An axis-aligned block of an N-d tensor whose elements are neighbours in the flattened tensor.
+    """Describes an N-d block of a tensor whose elements are contiguous in the flattened tensor.
 
     Args:
         offsets: per dim, the index of the first element.
         sizes: per dim, the number of elements; its product is ``interval.numel``.
-        interval: the elements of the flattened (row-major) tensor that the box covers, in the order in which
-            they lie in the box, counted from the tensor's first element.
+        interval: the elements of the flattened (row-major) tensor that the box covers, in the same order, counted
+            from the tensor's first element.
 
     Raises:
-        OptionError: if the lengths or the numbers of elements disagree.
+        OptionError: if the numbers of dims or of elements differ.
     """
 
     offsets: tuple[int, ...]
@@ -42,7 +42,10 @@ class Box:
             raise OptionError(f"a Box of sizes {self.sizes} has {numel} elements, its interval {self.interval.numel}")
 
     def within(self, start: Sequence[int]) -> Box:
-        """The same block in a larger tensor, of which this one is the part from ``start`` on; the interval stays."""
+        """Return this box with its offsets relative to a larger tensor that holds this one at ``start``.
+
+        The interval does not change.
+        """
         offsets = tuple(offset + by for offset, by in zip(self.offsets, start, strict=True))
         return Box(offsets, self.sizes, self.interval)
 
@@ -51,25 +54,25 @@ class Box:
 def boxes(shape: tuple[int, ...], interval: Interval) -> tuple[Box, ...]:
     """Split a flat interval of a row-major tensor into at most ``max(1, 2 * ndim - 1)`` boxes.
 
-    A training run asks the same of every checkpoint, so answers are kept.
+    Results are cached, because a training run needs the same boxes for every checkpoint.
 
-    Let ``stride[d]`` be the product of ``shape[d + 1:]``. From the position reached so far, the next box runs along
-    the outermost dim ``d`` with ``position % stride[d] == 0`` and ``stop - position >= stride[d]``, for
-    ``min((stop - position) // stride[d], shape[d] - position // stride[d] % shape[d])`` indices, and takes the dims
-    inside ``d`` whole. A box that ends at the end of dim ``d`` is followed by one along an outer dim, for as long as
-    one fits; from then on each box is followed by one along an inner dim. Each dim is so used at most twice, and dim
-    0 at most once, since its end is the tensor's end: hence the bound.
+    Let ``stride[d]`` be the product of ``shape[d + 1:]``. From the current position, the next box runs along the
+    outermost dim ``d`` with ``position % stride[d] == 0`` and ``stop - position >= stride[d]``, for
+    ``min((stop - position) // stride[d], shape[d] - position // stride[d] % shape[d])`` indices, and covers the dims
+    inside ``d`` completely. A box that ends at the end of dim ``d`` is followed by one along an outer dim, for as long
+    as one fits; from then on each box is followed by one along an inner dim. Each dim is thus used at most twice, and
+    dim 0 at most once, since its end is the tensor's end: hence the bound.
 
     Args:
-        shape: the tensor's shape, without a dim for scalars.
+        shape: the tensor's shape; () for a scalar.
         interval: elements of the flattened tensor.
 
     Returns:
-        The boxes in flat order; their intervals follow on one another and make up ``interval``. Nothing for an empty
-        interval; ``Box((), (), interval)`` for a scalar.
+        The boxes in flat order; their intervals are adjacent and cover ``interval``. Empty for an empty interval;
+        ``Box((), (), interval)`` for a scalar.
 
     Raises:
-        OptionError: if the interval reaches beyond the tensor, or a dim is negative.
+        OptionError: if the interval extends past the tensor's end, or a dim is negative.
     """
     strides: list[int] = []
     numel = 1

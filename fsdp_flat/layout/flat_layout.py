@@ -1,7 +1,7 @@
-"""The flat layout: where each parameter lies in the flat buffer, and which rank holds which piece of it.
+"""Describes the flat layout: the offset of each parameter in the flat buffer, and its local shard on each rank.
 
-A layout is a value, computed from names, shapes and a world size alone, so every rank can compute that of every other.
-It equals the layout of torch FSDP1 element for element; ``tests/layout`` holds it against the peer's metadata.
+A layout is a value computed from names, shapes and a world size alone, so every rank can compute every other rank's.
+It equals the layout of torch FSDP1 element for element; ``tests/layout`` compares it with torch's metadata.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dataclasses import dataclass, field
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
-from fsdp_flat.layout.spread import Cut
+from fsdp_flat.layout.partition import EvenPartition
 
-__all__ = ["FlatLayout", "ParamSlot", "SlotShard", "alignment_numel"]
+__all__ = ["FlatLayout", "LocalShard", "ParamInfo", "alignment_numel"]
 
 _ALIGNMENT_NBYTES = 16
 
 
 def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
-    """Return the multiple, in elements, at which parameters start: ``max(1, 16 // itemsize)``, or 1 for no alignment.
+    """Return the alignment of parameters in elements: ``max(1, 16 // itemsize)``, or 1 for no alignment.
 
     FSDP1 aligns parameters to 16 bytes of the dtype used in forward and backward when ``use_orig_params=True``, and
-    not at all otherwise.
+    does not align them otherwise.
 
     Args:
         itemsize: bytes per element of the forward and backward dtype.
-        use_orig_params: the option of that name.
+        use_orig_params: the constructor option.
 
     Raises:
         OptionError: if ``itemsize`` is below 1.
@@ -39,12 +39,12 @@ def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ParamSlot:
-    """Where one parameter lies in the flat buffer.
+class ParamInfo:
+    """Locates one parameter in the flat buffer.
 
     Args:
-        fqn: the parameter's name.
-        shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty slot.
+        fqn: the parameter's FQN.
+        shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty parameter.
         offset: index of its first element in the flat buffer.
 
     Attributes:
@@ -52,7 +52,7 @@ class ParamSlot:
         numel: its number of elements.
 
     Raises:
-        OptionError: if a dim or the offset is negative or no int.
+        OptionError: if a dim or the offset is negative or not an int.
     """
 
     fqn: str
@@ -72,12 +72,12 @@ class ParamSlot:
 
 
 @dataclass(frozen=True, slots=True)
-class SlotShard:
-    """The piece of one slot that lies in one rank's shard.
+class LocalShard:
+    """Locates one rank's local shard of one parameter.
 
     Args:
-        index: the slot's index in the layout.
-        in_param: the piece's elements within the flattened parameter.
+        index: the parameter's index in the layout.
+        in_param: the local shard's elements within the flattened parameter.
         in_shard: the same elements within the rank's shard.
 
     Raises:
@@ -90,73 +90,75 @@ class SlotShard:
 
     def __post_init__(self) -> None:
         if self.index < 0:
-            raise OptionError(f"a SlotShard's index is at least 0, got {self.index}")
+            raise OptionError(f"a LocalShard's index is at least 0, got {self.index}")
         if self.in_param.numel != self.in_shard.numel:
             raise OptionError(
-                f"the piece of slot {self.index} must be as long in the parameter as in the shard, "
+                f"the local shard of parameter {self.index} must be as long in the parameter as in the shard, "
                 f"got {self.in_param} and {self.in_shard}"
             )
 
     @property
     def numel(self) -> int:
-        """The number of elements of the piece."""
+        """Number of elements of the local shard."""
         return self.in_param.numel
 
     @property
     def is_empty(self) -> bool:
-        """Whether the rank holds nothing of the slot."""
+        """Return whether the rank holds no element of the parameter."""
         return self.in_param.is_empty
 
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """The flat buffer of several parameters, cut into one shard of equal length per rank.
+    """Describes the flat buffer of several parameters, split into one shard of equal length per rank.
 
     Args:
-        slots: the parameters, in the order in which they lie in the buffer, without overlap.
-        numel: elements of the whole buffer with all padding, a multiple of ``world_size``.
-        world_size: number of ranks among which the buffer is sharded; 1 for NO_SHARD.
-        unpadded_numel: elements of what FSDP1 calls the unpadded unsharded flat parameter
-            (``_unpadded_unsharded_size``), which is what a flat checkpoint holds: the parameters, the padding
-            between them, and the tail padding too with ``use_orig_params=True``.
+        param_infos: the parameters, in buffer order, without overlap.
+        numel: elements of the full buffer with all padding, a multiple of ``world_size``.
+        world_size: number of ranks over which the buffer is sharded; 1 for NO_SHARD.
+        unpadded_numel: elements of FSDP1's unpadded unsharded flat parameter (``_unpadded_unsharded_size``), the
+            content of a flat checkpoint: the parameters, the padding between them, and with
+            ``use_orig_params=True`` the tail padding too.
 
     Raises:
-        OptionError: if there are no slots, if two have one name or overlap, or if the numbers do not fit.
+        OptionError: if there are no parameters, if two have the same name or overlap, or if the sizes do not fit.
     """
 
-    slots: tuple[ParamSlot, ...]
+    param_infos: tuple[ParamInfo, ...]
     numel: int
     world_size: int
     unpadded_numel: int
     _index: dict[str, int] = field(init=False, repr=False, compare=False)
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _stops: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _shards: dict[int, tuple[SlotShard, ...]] = field(init=False, repr=False, compare=False)
+    _shards: dict[int, tuple[LocalShard, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise OptionError(f"a flat layout needs a world size of at least 1, got {self.world_size}")
-        if not self.slots:
+        if not self.param_infos:
             raise OptionError("a flat layout needs at least one parameter, got none")
         index: dict[str, int] = {}
         end = 0
-        for i, slot in enumerate(self.slots):
-            if slot.fqn in index:
-                raise OptionError(f"a flat layout needs different names, got {slot.fqn!r} at {index[slot.fqn]} and {i}")
-            if slot.offset < end:
-                raise OptionError(f"{slot.fqn!r} starts at {slot.offset}, inside of what ends at {end}")
-            index[slot.fqn] = i
-            end = slot.interval.stop
+        for i, param_info in enumerate(self.param_infos):
+            if param_info.fqn in index:
+                raise OptionError(
+                    f"a flat layout needs different names, got {param_info.fqn!r} at {index[param_info.fqn]} and {i}"
+                )
+            if param_info.offset < end:
+                raise OptionError(f"{param_info.fqn!r} starts at {param_info.offset}, inside of what ends at {end}")
+            index[param_info.fqn] = i
+            end = param_info.interval.stop
         if not end <= self.unpadded_numel <= self.numel:
             raise OptionError(
-                f"a flat layout needs end of the last slot <= unpadded_numel <= numel, "
+                f"a flat layout needs end of the last parameter <= unpadded_numel <= numel, "
                 f"got {end}, {self.unpadded_numel}, {self.numel}"
             )
         if self.numel % self.world_size:
             raise OptionError(f"{self.numel} elements cannot be cut into {self.world_size} equal shards")
         object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_starts", tuple(slot.interval.start for slot in self.slots))
-        object.__setattr__(self, "_stops", tuple(slot.interval.stop for slot in self.slots))
+        object.__setattr__(self, "_starts", tuple(param_info.interval.start for param_info in self.param_infos))
+        object.__setattr__(self, "_stops", tuple(param_info.interval.stop for param_info in self.param_infos))
         object.__setattr__(self, "_shards", {})
 
     @classmethod
@@ -170,52 +172,52 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay out ``params`` one after another, as torch FSDP1 does.
 
-        Each parameter starts at the next multiple of ``align_numel``, counted from the buffer's start; this holds for
-        a parameter without elements too. The flat parameter ends at the next multiple of ``tail_multiple``: that is
-        ``unpadded_numel``. What is then missing to a multiple of ``world_size`` is added, so that a shard has
-        ``ceil(unpadded_numel / world_size)`` elements, which is ``torch.chunk``'s rule; the last ranks may hold
-        nothing but padding. (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
+        Each parameter, also an empty one, starts at the next multiple of ``align_numel``, counted from the buffer's
+        start. The flat parameter ends at the next multiple of ``tail_multiple``, which gives ``unpadded_numel``. It is
+        then padded to a multiple of ``world_size``, so that a shard has ``ceil(unpadded_numel / world_size)``
+        elements, as in ``torch.chunk``; the last ranks may hold only padding.
+        (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
 
         Args:
             params: name and shape of each parameter, each once.
-            world_size: number of ranks of the sharding group; 1 for NO_SHARD.
+            world_size: size of the shard group; 1 for NO_SHARD.
             align_numel: in elements, see :func:`alignment_numel`.
             tail_multiple: in elements; by default ``world_size`` where ``align_numel > 1`` and 1 otherwise. NO_SHARD
                 with ``use_orig_params=True`` needs it: FSDP1 pads there to the size of the process group although
                 nothing is sharded, which is ``world_size=1, tail_multiple=<size of the process group>``.
 
         Raises:
-            OptionError: for no parameters, doubled names, or numbers below 1.
+            OptionError: if there are no parameters, if names repeat, or if a size is below 1.
         """
         if tail_multiple is None:
             tail_multiple = world_size if align_numel > 1 else 1
         for name, value in (("world_size", world_size), ("align_numel", align_numel), ("tail_multiple", tail_multiple)):
             if value < 1:
                 raise OptionError(f"FlatLayout.build: {name} is at least 1, got {value}")
-        slots: list[ParamSlot] = []
+        param_infos: list[ParamInfo] = []
         end = 0
         for fqn, shape in params:
-            slot = ParamSlot(fqn, tuple(shape), _round_up(end, align_numel))
-            slots.append(slot)
-            end = slot.interval.stop
+            param_info = ParamInfo(fqn, tuple(shape), _round_up(end, align_numel))
+            param_infos.append(param_info)
+            end = param_info.interval.stop
         unpadded_numel = _round_up(end, tail_multiple)
-        return cls(tuple(slots), _round_up(unpadded_numel, world_size), world_size, unpadded_numel)
+        return cls(tuple(param_infos), _round_up(unpadded_numel, world_size), world_size, unpadded_numel)
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included; the same on every rank."""
+        """Number of elements of one rank's shard, padding included; equal on every rank."""
         return self.numel // self.world_size
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """The parameters' names, in the buffer's order."""
-        return tuple(slot.fqn for slot in self.slots)
+        """FQNs of the parameters, in buffer order."""
+        return tuple(param_info.fqn for param_info in self.param_infos)
 
     def index_of(self, fqn: str) -> int:
-        """Return the index of the slot named ``fqn``.
+        """Return the index of the parameter ``fqn``.
 
         Raises:
-            OptionError: if there is none.
+            OptionError: if there is no such parameter.
         """
         try:
             return self._index[fqn]
@@ -232,35 +234,35 @@ class FlatLayout:
             raise OptionError(f"rank must be in 0..{self.world_size - 1}, got {rank}, for the {self.describe()}")
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
-    def piece(self, index: int, rank: int) -> SlotShard:
-        """Return the piece of slot ``index`` that ``rank`` holds, which may be empty.
+    def local_shard(self, index: int, rank: int) -> LocalShard:
+        """Return the local shard of parameter ``index`` that ``rank`` holds, which may be empty.
 
-        The ``in_param`` of ranks 0, 1, ... follow on one another and make up the parameter; an empty one lies at the
+        The ``in_param`` intervals of ranks 0, 1, ... are adjacent and cover the parameter; an empty one lies at the
         parameter's end that is nearest to the rank's shard.
 
         Raises:
-            OptionError: if there is no such slot or rank.
+            OptionError: if there is no such parameter or rank.
         """
         shard = self.shard(rank)
-        slot = self._slot(index)
-        in_buffer = slot.interval
-        return SlotShard(
+        param_info = self._slot(index)
+        in_buffer = param_info.interval
+        return LocalShard(
             index,
             in_buffer.intersect(shard).shift(-in_buffer.start),
             shard.intersect(in_buffer).shift(-shard.start),
         )
 
-    def pieces(self, index: int) -> Cut:
-        """Return the pieces of slot ``index`` that the ranks hold, as elements of the flattened parameter.
+    def partition(self, index: int) -> EvenPartition:
+        """Return the partition of the flattened parameter ``index`` over the ranks.
 
         Raises:
-            OptionError: if there is no such slot.
+            OptionError: if there is no such parameter.
         """
-        slot = self._slot(index)
-        return Cut(slot.numel, self.shard_numel, slot.offset, self.world_size)
+        param_info = self._slot(index)
+        return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
 
-    def shard_slots(self, rank: int) -> tuple[SlotShard, ...]:
-        """Return the non-empty pieces that ``rank`` holds, in the shard's order; computed once per rank.
+    def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
+        """Return the non-empty local shards that ``rank`` holds, in shard order; cached per rank.
 
         Raises:
             OptionError: if there is no such rank.
@@ -270,31 +272,33 @@ class FlatLayout:
             shard = self.shard(rank)
             first = bisect_right(self._stops, shard.start)
             last = bisect_left(self._starts, shard.stop)
-            pieces = (self.piece(index, rank) for index in range(first, last))
-            found = self._shards[rank] = tuple(piece for piece in pieces if not piece.is_empty)
+            local_shards = (self.local_shard(index, rank) for index in range(first, last))
+            found = self._shards[rank] = tuple(local_shard for local_shard in local_shards if not local_shard.is_empty)
         return found
 
     def paddings(self) -> tuple[Interval, ...]:
-        """Return the parts of the flat buffer that hold no parameter, in order: gaps of alignment, and the tail."""
+        """Return the padding intervals of the flat buffer, in order: alignment gaps and the tail."""
         stops = (0, *self._stops)
         starts = (*self._starts, self.numel)
         return tuple(Interval(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
     def describe(self) -> str:
         """Return one short line for error texts."""
-        names = repr(self.slots[0].fqn)
-        if len(self.slots) > 1:
-            names += f" to {self.slots[-1].fqn!r}"
+        names = repr(self.param_infos[0].fqn)
+        if len(self.param_infos) > 1:
+            names += f" to {self.param_infos[-1].fqn!r}"
         return (
-            f"flat layout of {len(self.slots)} parameter(s), {names}: {self.numel} elements "
-            f"({self.numel - sum(slot.numel for slot in self.slots)} of padding), "
+            f"flat layout of {len(self.param_infos)} parameter(s), {names}: {self.numel} elements "
+            f"({self.numel - sum(param_info.numel for param_info in self.param_infos)} of padding), "
             f"{self.world_size} rank(s) of {self.shard_numel}"
         )
 
-    def _slot(self, index: int) -> ParamSlot:
-        if not 0 <= index < len(self.slots):
-            raise OptionError(f"slot index must be in 0..{len(self.slots) - 1}, got {index}, for the {self.describe()}")
-        return self.slots[index]
+    def _slot(self, index: int) -> ParamInfo:
+        if not 0 <= index < len(self.param_infos):
+            raise OptionError(
+                f"parameter index must be in 0..{len(self.param_infos) - 1}, got {index}, for the {self.describe()}"
+            )
+        return self.param_infos[index]
 
 
 def _round_up(value: int, multiple: int) -> int:

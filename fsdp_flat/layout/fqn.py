@@ -1,4 +1,4 @@
-"""Parameter names: with every wrapper's component removed, and joined."""
+"""Cleans parameter FQNs of wrapper components, and joins them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COMPONENTS_IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(_WRAPPER_COMPONEN
 def clean_fqn(name: str) -> str:
     """Return the dotted ``name`` without the components that wrappers add.
 
-    Components are compared whole, so a module that is called ``x_orig_mod`` keeps its name.
+    Only complete components match, so a module named ``x_orig_mod`` keeps its name.
 
     >>> clean_fqn("_orig_mod.block._fsdp_wrapped_module.fc._checkpoint_wrapped_module.weight")
     'block.fc.weight'
@@ -46,7 +46,7 @@ def clean_fqn(name: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Return ``text``, an error of torch's for instance, with every dotted name in it as :func:`clean_fqn` gives it.
+    """Return ``text``, such as an error text from torch, with :func:`clean_fqn` applied to every dotted name in it.
 
     >>> clean_text("size mismatch for _fsdp_wrapped_module.fc._checkpoint_wrapped_module.weight: copying ...")
     'size mismatch for fc.weight: copying ...'
@@ -55,7 +55,7 @@ def clean_text(text: str) -> str:
 
 
 def join_fqn(*parts: str) -> str:
-    """Return the non-empty ``parts`` joined by dots; the empty string where there are none.
+    """Return the non-empty ``parts`` joined by dots; an empty string if there are none.
 
     >>> join_fqn("", "block", "fc", "weight")
     'block.fc.weight'

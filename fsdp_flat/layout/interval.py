@@ -1,4 +1,4 @@
-"""Half-open intervals of element indices."""
+"""Describes half-open intervals of element indices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Interval"]
 
 @dataclass(frozen=True, slots=True, order=True)
 class Interval:
-    """The elements ``start, start + 1, ..., stop - 1``; empty where ``start == stop``.
+    """Describes the elements ``start, start + 1, ..., stop - 1``; empty if ``start == stop``.
 
     Args:
         start: index of the first element, at least 0.
@@ -32,35 +32,35 @@ class Interval:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Number of elements."""
         return self.stop - self.start
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no element."""
+        """Return whether the interval has no elements."""
         return self.start == self.stop
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the elements that both hold.
+        """Return the intersection with ``other``.
 
-        The result always lies inside ``self``: where the two share nothing it is the empty interval at the end of
-        ``self`` that is nearest to ``other``, so it may be used as a slice of whatever ``self`` measures.
+        The result always lies inside ``self``: for disjoint intervals it is the empty interval at the end of ``self``
+        that is nearest to ``other``, so it is a valid slice of the tensor that ``self`` indexes.
         """
         start = min(max(self.start, other.start), self.stop)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Interval:
-        """Return this interval moved by ``by`` elements, which may be negative.
+        """Return this interval shifted by ``by`` elements, which may be negative.
 
         Raises:
-            OptionError: if it would start below 0.
+            OptionError: if the result would start below 0.
         """
         return Interval(self.start + by, self.stop + by)
 
     def contains(self, other: Interval) -> bool:
-        """Return whether ``other`` lies within this interval, its ends included."""
+        """Return whether ``other`` lies within this interval; shared ends are allowed."""
         return self.start <= other.start and other.stop <= self.stop
 
     def to_slice(self) -> slice:
-        """Return ``slice(start, stop)``, to index a 1-D tensor with."""
+        """Return ``slice(start, stop)``, which indexes a 1-D tensor."""
         return slice(self.start, self.stop)

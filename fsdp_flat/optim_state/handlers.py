@@ -108,7 +108,7 @@ def refuse_split(handle: FlatParamHandle, index: int, name: str) -> None:
         UnsupportedError: it has.
     """
     entry = handle.views.params[index]
-    if entry.guise.groups:
+    if entry.adapter.groups:
         raise UnsupportedError(
             f"State {name!r} of {entry.fqn!r} (unit {handle.spec.unit_name!r}) has a handler, which is given slices of "
             "a whole parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat.api import OptimStateKeyType
 from fsdp_flat.errors import OptionError, PhaseError
-from fsdp_flat.optim_state.names import ParamNames, names_of
+from fsdp_flat.optim_state.optim_params import ParamNames, names_of
 
 __all__ = ["rekey"]
 
@@ -60,7 +60,7 @@ def _check_shapes(
         managed = names.managed.get(params[key])
         expected = tuple(params[key].shape)
         if managed is not None:
-            expected = managed.handle.layout.slots[managed.indices[0]].shape
+            expected = managed.handle.layout.param_infos[managed.indices[0]].shape
         for name, value in row.items():
             shape = tuple(getattr(value, "shape", ()))
             if shape and shape != expected and (managed is None or len(managed.indices) == 1):

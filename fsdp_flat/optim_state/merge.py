@@ -7,21 +7,23 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_flat.comm import Axis, Transfers, dtype_named, exchange_bytes
+from fsdp_flat.comm import RankGroup, Transfers, dtype_named, exchange_bytes
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import Whole, moves_between
+from fsdp_flat.layout import ReplicatedPartition, plan_transfer
+from fsdp_flat.optim_state.handle_states import HandleStates
 from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
-from fsdp_flat.optim_state.names import ParamNames
-from fsdp_flat.optim_state.table import HandleStates
-from fsdp_flat.runtime import Unit, Words, agree
-from fsdp_flat.state_dict import axes_of
+from fsdp_flat.optim_state.optim_params import ParamNames
+from fsdp_flat.runtime import ErrorTexts, Unit, agree
+from fsdp_flat.state_dict import rank_groups_of
 
 __all__ = ["Place", "everywhere", "in_turn", "merged_states", "on_first"]
 
-# A handle, a slot of it and the name of a state.
+# A handle, a parameter of it and the name of a state.
 Place = tuple[FlatParamHandle, int, str]
 
-_WORDS = Words("merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank.")
+_WORDS = ErrorTexts(
+    "merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank."
+)
 
 
 def everywhere(_position: int, _size: int) -> int | None:
@@ -30,7 +32,7 @@ def everywhere(_position: int, _size: int) -> int | None:
 
 
 def on_first(_position: int, _size: int) -> int | None:
-    """Rank 0 of the shard axis has them."""
+    """Rank 0 of the shard group has them."""
     return 0
 
 
@@ -54,7 +56,7 @@ def merged_states(
         names: the model's.
         states: those of this rank.
         dst_of: :func:`everywhere`, :func:`on_first` or :func:`in_turn`: given the position of a state among all and the
-            size of its shard axis, the rank there that is to have it; None for every rank.
+            size of its shard group, the rank there that is to have it; None for every rank.
         offload: merged states on the CPU.
 
     Raises:
@@ -63,7 +65,7 @@ def merged_states(
     todo = [
         (unit, handle, index, name, tensor)
         for unit, handle, _ in names.handles
-        for index, row in enumerate(states[handle].handled)
+        for index, row in enumerate(states[handle].custom_handled)
         for name, tensor in row.items()
     ]
     own = [_own_part(handle, index, tensor) for _, handle, index, _, tensor in todo]
@@ -71,42 +73,42 @@ def merged_states(
     found: dict[Place, torch.Tensor] = {}
     error: Exception | None = None
     for position, (unit, handle, index, name, _) in enumerate(todo):
-        axis = unit.options.groups.shard
-        dst = dst_of(position, axis.size)
+        rank_group = unit.options.groups.shard
+        dst = dst_of(position, rank_group.size)
         parts = _gathered(unit, handle, index, own[position], kinds[position], dst)
         own[position] = None
         handler = unit.optim_state_handlers[name]
         assert isinstance(handler, OptimStateHandler)
         # A rank whose handler raises goes on taking part, or the others would wait for it.
-        if error is None and dst in (None, axis.rank):
+        if error is None and dst in (None, rank_group.rank):
             try:
-                whole = handler.merge(parts, torch.Size(handle.layout.slots[index].shape)).detach()
+                whole = handler.merge(parts, torch.Size(handle.layout.param_infos[index].shape)).detach()
                 found[handle, index, name] = whole.to("cpu" if offload else whole.device, copy=True).contiguous()
             except Exception as raised:
                 error = raised
     if todo:
         units = list(dict.fromkeys(unit for unit, *_ in todo))
-        agree([], error, axes_of(units), units[0].options.device, _WORDS)
+        agree([], error, rank_groups_of(units), units[0].options.device, _WORDS)
     return found
 
 
 def _own_part(handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or handle.views.pieces[index].is_empty:
+    if tensor is None or handle.views.local_shards[index].is_empty:
         return None
     return tensor.detach().to(handle.spec.device).contiguous()
 
 
 def _described(units: list[Unit], own: list[torch.Tensor | None]) -> list[list[tuple[str, list[int]] | None]]:
-    """For each state dtype and shape of every rank's part of it, by rank of its shard axis; one exchange an axis."""
-    by_axis: dict[Axis, list[int]] = {}
+    """For each state dtype and shape of every rank's part of it, by rank of its shard group; one exchange a group."""
+    by_axis: dict[RankGroup, list[int]] = {}
     for position, unit in enumerate(units):
         by_axis.setdefault(unit.options.groups.shard, []).append(position)
     found: list[list[tuple[str, list[int]] | None]] = [[] for _ in own]
-    for axis, positions in by_axis.items():
+    for rank_group, positions in by_axis.items():
         mine = [own[position] for position in positions]
         text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine])
         device = units[positions[0]].options.device
-        texts = [text.encode()] if axis.group is None else exchange_bytes(text.encode(), axis.group, device)
+        texts = [text.encode()] if rank_group.group is None else exchange_bytes(text.encode(), rank_group.group, device)
         rows = [json.loads(each) for each in texts]
         for at, position in enumerate(positions):
             found[position] = [row[at] for row in rows]
@@ -121,21 +123,25 @@ def _gathered(
     kinds: list[tuple[str, list[int]] | None],
     dst: int | None,
 ) -> list[StatePart]:
-    """The parts of one state, on rank ``dst`` of the shard axis or, for None, on every rank."""
-    axis, pieces, device = unit.options.groups.shard, handle.layout.pieces(index), unit.options.device
-    lane = Transfers(axis, device)
+    """The parts of one state, on rank ``dst`` of the shard group or, for None, on every rank."""
+    rank_group, local_shards, device = unit.options.groups.shard, handle.layout.partition(index), unit.options.device
+    lane = Transfers(rank_group, device)
     found = []
     for rank, kind in enumerate(kinds):
         if kind is None:
             continue
-        is_own, is_wanted = rank == axis.rank, dst in (None, axis.rank)
+        is_own, is_wanted = rank == rank_group.rank, dst in (None, rank_group.rank)
         part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype_named(kind[0]), device=device)
         assert part is not None
         numel = torch.Size(kind[1]).numel()
-        moves = moves_between(Whole(numel, rank, axis.size), Whole(numel, dst, axis.size), axis.rank)
+        moves = plan_transfer(
+            ReplicatedPartition(numel, rank, rank_group.size),
+            ReplicatedPartition(numel, dst, rank_group.size),
+            rank_group.rank,
+        )
         # What is here need not move, wherever it is wanted too.
         lane.add(moves, part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None)
         if is_wanted:
-            found.append(StatePart(part, pieces[rank].start, pieces[rank].stop))
+            found.append(StatePart(part, local_shards[rank].start, local_shards[rank].stop))
     lane.wait()
     return found

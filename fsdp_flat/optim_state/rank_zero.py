@@ -1,4 +1,4 @@
-"""A whole optimizer state dict that only rank 0 has: its description goes to all, of its tensors each rank's piece."""
+"""A whole optimizer state dict that only rank 0 has: its description goes to all, of its tensors each rank's local shard."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import UnitGroups, dtype_named, exchange_bytes
+from fsdp_flat.comm import ShardingGroups, dtype_named, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
-from fsdp_flat.optim_state.names import ParamNames
+from fsdp_flat.optim_state.optim_params import ParamNames
 
 __all__ = ["FromRankZero", "shared_from_rank_zero"]
 
@@ -26,7 +26,7 @@ class FromRankZero:
     """
 
     def __init__(
-        self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: UnitGroups
+        self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: ShardingGroups
     ) -> None:
         self.tensor = tensor
         self.shape = torch.Size(shape)
@@ -48,7 +48,7 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
     groups, device = unit.options.groups, unit.options.device
     if groups.num_ranks == 1:
         return dict(given or {})
-    is_first = not any(axis.rank for axis in groups.axes)
+    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
     error: Exception | None = None
     payload = b""
     if is_first:
@@ -57,9 +57,9 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
         except Exception as found:
             error = found
             payload = json.dumps({"error": f"{type(found).__name__}: {found}"}).encode()
-    for axis in groups.axes:
-        if axis.group is not None:
-            payload = exchange_bytes(payload, axis.group, device)[0]
+    for rank_group in groups.rank_groups:
+        if rank_group.group is not None:
+            payload = exchange_bytes(payload, rank_group.group, device)[0]
     described = json.loads(payload)
     if error is not None:
         raise error
@@ -112,7 +112,7 @@ def _encoded(value: Any, what: str, *, whole: bool = False) -> list[Any]:
     )
 
 
-def _decoded(encoded: list[Any], own: torch.Tensor | None, groups: UnitGroups) -> Any:
+def _decoded(encoded: list[Any], own: torch.Tensor | None, groups: ShardingGroups) -> Any:
     kind, *rest = encoded
     if kind == "value":
         return rest[0]

@@ -1,6 +1,6 @@
-"""Floor 2: a unit's step. Building units, forward, backward, order and prefetch, whole parameters."""
+"""Layer 2: a unit's step. Building units, forward, backward, order and prefetch, whole parameters."""
 
-from fsdp_flat.runtime.agreement import Words, agree, agree_on_structure, agree_on_weights, true_on_any_rank
+from fsdp_flat.runtime.agreement import ErrorTexts, agree, agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.build import build_unit, handles_of, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
@@ -24,12 +24,12 @@ from fsdp_flat.runtime.unwrap import unwrap
 
 __all__ = [
     "LOW_PRECISION_HOOKS",
+    "ErrorTexts",
     "Ignored",
     "Phase",
     "Schedule",
     "Unit",
     "UnitOptions",
-    "Words",
     "agree",
     "agree_on_structure",
     "agree_on_weights",

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm import Axis, UnitGroups, digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.comm import RankGroup, ShardingGroups, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
-from fsdp_flat.flat import guise_of
+from fsdp_flat.flat import adapter_of
 from fsdp_flat.runtime.options import SyncStates
 
-__all__ = ["Words", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
+__all__ = ["ErrorTexts", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
 
 _COLUMNS = 512
 _ADVICE = (
@@ -26,16 +26,18 @@ _ADVICE = (
 )
 
 
-def agree_on_structure(lines: Sequence[str], error: Exception | None, groups: UnitGroups, device: torch.device) -> None:
+def agree_on_structure(
+    lines: Sequence[str], error: Exception | None, groups: ShardingGroups, device: torch.device
+) -> None:
     """Raise on every rank if any rank failed or is about to build something else; see :func:`agree`."""
-    words = Words(
+    words = ErrorTexts(
         "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
     )
-    agree(lines, error, groups.axes, device, words)
+    agree(lines, error, groups.rank_groups, device, words)
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ErrorTexts:
     """How errors of :func:`agree` call what goes on.
 
     Attributes:
@@ -50,16 +52,20 @@ class Words:
 
 
 def agree(
-    lines: Sequence[str], error: Exception | None, axes: Sequence[Axis], device: torch.device, words: Words
+    lines: Sequence[str],
+    error: Exception | None,
+    rank_groups: Sequence[RankGroup],
+    device: torch.device,
+    words: ErrorTexts,
 ) -> None:
     """Raise on every rank if any rank failed or is about to do something else.
 
-    Every rank of the axes must call this; a rank that failed passes its exception.
+    Every rank of the groups must call this; a rank that failed passes its exception.
 
     Args:
         lines: what this rank is about to do, one fact a line, the same on every rank.
         error: the exception that stopped this rank, or None.
-        axes: axes over which to compare.
+        groups: groups over which to compare.
         device: the compute device.
         words: how errors call it.
 
@@ -68,35 +74,39 @@ def agree(
         RankMismatchError: lines differ; the text shows the first difference.
     """
     text = "\n".join(lines)
-    # What is found on one axis travels along the next before anybody raises: else other rows would wait for ever.
+    # What is found on one group travels along the next before anybody raises: else other rows would wait for ever.
     found = error
-    for axis in axes:
-        if axis.group is None or axis.size == 1:
+    for rank_group in rank_groups:
+        if rank_group.group is None or rank_group.size == 1:
             continue
-        rows = exchange_ints([int(found is None), digest_of(text.encode()) if found is None else 0], axis.group, device)
+        rows = exchange_ints(
+            [int(found is None), digest_of(text.encode()) if found is None else 0], rank_group.group, device
+        )
         if not all(ok for ok, _ in rows):
-            heard = _hear_of(found, axis, device, words, own=found is error)
+            heard = _first_finding(found, rank_group, device, words, own=found is error)
             found = found or heard
         elif len({digest for _, digest in rows}) > 1:
-            found = _difference(text, axis, device, words)
+            found = _difference(text, rank_group, device, words)
     if found is not None:
         raise found
 
 
-def true_on_any_rank(flag: bool, groups: UnitGroups, device: torch.device) -> bool:
+def true_on_any_rank(flag: bool, groups: ShardingGroups, device: torch.device) -> bool:
     """Whether any rank of the groups has a true ``flag``. Every rank of the groups must call this."""
-    for axis in groups.axes:
-        if axis.group is not None and axis.size > 1:
-            flag = any(row[0] for row in exchange_ints([int(flag)], axis.group, device))
+    for rank_group in groups.rank_groups:
+        if rank_group.group is not None and rank_group.size > 1:
+            flag = any(row[0] for row in exchange_ints([int(flag)], rank_group.group, device))
     return flag
 
 
-def _hear_of(found: Exception | None, axis: Axis, device: torch.device, words: Words, *, own: bool) -> Exception:
-    """The first thing that any rank of the axis has found; ``own`` if it is this rank's failure, not another's."""
-    assert axis.group is not None
+def _first_finding(
+    found: Exception | None, rank_group: RankGroup, device: torch.device, words: ErrorTexts, *, own: bool
+) -> Exception:
+    """The first thing that any rank of the group has found; ``own`` if it is this rank's failure, not another's."""
+    assert rank_group.group is not None
     kind = "failure" if own else "difference" if isinstance(found, RankMismatchError) else "heard"
     told = "" if found is None else f"{kind}\n" + (f"{type(found).__name__}: {found}" if own else str(found))
-    texts = [payload.decode() for payload in exchange_bytes(told.encode(), axis.group, device)]
+    texts = [payload.decode() for payload in exchange_bytes(told.encode(), rank_group.group, device)]
     rank, first = next((rank, text) for rank, text in enumerate(texts) if text)
     kind, _, text = first.partition("\n")
     if kind == "difference":
@@ -106,9 +116,9 @@ def _hear_of(found: Exception | None, axis: Axis, device: torch.device, words: W
     return PeerFailureError(f"Rank {rank} of the group failed while {words.doing}, so this rank stops too: {text}")
 
 
-def _difference(text: str, axis: Axis, device: torch.device, words: Words) -> RankMismatchError:
-    assert axis.group is not None
-    texts = [payload.decode().split("\n") for payload in exchange_bytes(text.encode(), axis.group, device)]
+def _difference(text: str, rank_group: RankGroup, device: torch.device, words: ErrorTexts) -> RankMismatchError:
+    assert rank_group.group is not None
+    texts = [payload.decode().split("\n") for payload in exchange_bytes(text.encode(), rank_group.group, device)]
     first = texts[0]
     rank = next(rank for rank, lines in enumerate(texts) if lines != first)
     other = texts[rank]
@@ -137,7 +147,7 @@ def fingerprint(param: torch.Tensor) -> int:
 
 
 def agree_on_weights(
-    named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: UnitGroups, device: torch.device
+    named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups, device: torch.device
 ) -> bool:
     """Compare initial weights. Returns whether rank 0's are to be broadcast.
 
@@ -149,25 +159,25 @@ def agree_on_weights(
     if sync == "broadcast":
         return True
     found = ""
-    prints = [fingerprint(guise_of(param, name).local(param.detach())) for name, param in named]
+    prints = [fingerprint(adapter_of(param, name).to_local(param.detach())) for name, param in named]
     total = digest_of(repr(prints).encode())
-    for axis in groups.axes:
-        if axis.group is None or axis.size == 1 or not prints:
+    for rank_group in groups.rank_groups:
+        if rank_group.group is None or rank_group.size == 1 or not prints:
             continue
-        # What is found on one axis is told along the next, so that all ranks do the same afterwards.
-        summary = exchange_ints([total, int(bool(found))], axis.group, device)
+        # What is found on one group is told along the next, so that all ranks do the same afterwards.
+        summary = exchange_ints([total, int(bool(found))], rank_group.group, device)
         if any(already for _, already in summary):
-            told = [payload.decode() for payload in exchange_bytes(found.encode(), axis.group, device)]
+            told = [payload.decode() for payload in exchange_bytes(found.encode(), rank_group.group, device)]
             found = found or next(text for text in told if text)
         elif len({row[0] for row in summary}) > 1:
-            rows = exchange_ints(prints, axis.group, device)
+            rows = exchange_ints(prints, rank_group.group, device)
             index = next(i for i in range(len(prints)) if len({row[i] for row in rows}) > 1)
             rank = next(rank for rank, row in enumerate(rows) if row[index] != rows[0][index])
             found = (
                 f"Ranks start from different weights: {named[index][0]!r} of rank {rank} differs from that of rank 0 "
                 "of the group"
             )
-            if sync == "warn" and axis.rank == 0:
+            if sync == "warn" and rank_group.rank == 0:
                 warnings.warn(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=6)
     if found and sync == "raise":
         raise RankMismatchError(f"{found}. {_ADVICE}")

@@ -13,10 +13,10 @@ from fsdp_flat.flat import (
     FlatParamHandle,
     HandleSpec,
     ManagedParam,
-    check_guise,
+    adapter_if_dtensor,
+    adapter_of,
+    check_adapter,
     collect_params,
-    guise_if_dtensor,
-    guise_of,
     held_locally,
     inside_wrappers,
     named_sites,
@@ -101,9 +101,9 @@ def build_unit(
     for inner in units_of(module):
         inner.is_nested = True
     for handle in handles:
-        for index, slot in enumerate(handle.layout.slots):
-            if slot.fqn in unwritten_params:
-                unwritten.append(Unwritten(slot.fqn, partial(_held, handle, index), is_param=True))
+        for index, param_info in enumerate(handle.layout.param_infos):
+            if param_info.fqn in unwritten_params:
+                unwritten.append(Unwritten(param_info.fqn, partial(_held, handle, index), is_param=True))
     unit.unwritten = unwritten if on_meta else None
     for child in full_precision:
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
@@ -140,8 +140,8 @@ def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritt
 
 
 def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
-    """This rank's piece of a parameter."""
-    return handle.flat_param.data[handle.views.pieces[index].in_shard.to_slice()]
+    """This rank's local shard of a parameter."""
+    return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
 
 
 def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
@@ -161,7 +161,7 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
     buffers = [
-        guise_if_dtensor(buffer).local(buffer)
+        adapter_if_dtensor(buffer).to_local(buffer)
         for _, module in modules
         for buffer in module._buffers.values()
         if buffer is not None
@@ -284,7 +284,7 @@ def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOpt
         UnsupportedError: a parameter is of a kind that cannot be flattened.
         OptionError: tensor parallelism has split a parameter over the ranks that it is to be sharded over.
     """
-    groups = [axis.group for axis in options.groups.axes if axis.group is not None]
+    groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
     precision = options.precision
     lines = [
         f"strategy {options.strategy.member.name}, use_orig_params={options.use_orig_params}, "
@@ -294,7 +294,7 @@ def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOpt
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            check_guise(guise_of(param, clean_fqn(name)), clean_fqn(name), groups)
+            check_adapter(adapter_of(param, clean_fqn(name)), clean_fqn(name), groups)
             # What a nested unit holds already is this rank's slice; the unit compared the shapes when it was made.
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")

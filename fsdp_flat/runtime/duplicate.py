@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedStandIn, Site, copy_flat_parameter
+from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, copy_flat_parameter
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.summon import check_idle
 from fsdp_flat.runtime.unit import Unit, units_of
@@ -52,7 +52,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
             _copy_params(handle, memo)
         with ExitStack() as stack:
             for handle in unit.handles:
-                stack.enter_context(handle.views.lifted())
+                stack.enter_context(handle.views.detached())
             module = copy.deepcopy(unit.module, memo)
     finally:
         if outermost:
@@ -68,7 +68,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     twin.policy = copy.copy(unit.policy)
     twin.is_nested = unit.is_nested and not outermost
     for handle in handles:
-        handle.views.show_shard()
+        handle.views.use_sharded_views()
     return twin
 
 
@@ -84,7 +84,7 @@ def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
     memo[id(handle.flat_param)] = copy_flat_parameter(handle.flat_param, memo.get(id(handle.flat_param)))
     for entry in handle.views.params:
         if id(entry.param) not in memo:
-            kind = type(entry.param) if entry.guise is PLAIN else nn.Parameter
+            kind = type(entry.param) if entry.adapter is PLAIN else nn.Parameter
             twin = kind(entry.param.data, requires_grad=entry.param.requires_grad)
             memo[id(entry.param)] = twin
         marks = entry.param.__dict__
@@ -127,5 +127,5 @@ def _held(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
             if getattr(param, "_fsdp_flattened", False):
                 yield module, name, param
         for name, value in module.__dict__.items():
-            if isinstance(value, ShardedStandIn):
+            if isinstance(value, ShardedPlaceholder):
                 yield module, name, value

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fsdp_flat.comm import Axis, CollectiveLog, UnitGroups, begin_all_reduce, host_group, is_simulated
+from fsdp_flat.comm import CollectiveLog, RankGroup, ShardingGroups, begin_all_reduce, host_group, is_simulated
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 
@@ -36,19 +36,19 @@ class BackwardExchange:
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog) -> None:
         self._log = log
-        self._handles: dict[UnitGroups, list[FlatParamHandle]] = {}
+        self._handles: dict[ShardingGroups, list[FlatParamHandle]] = {}
         for unit in units:
             if unit.handles and unit.options.groups.num_ranks > 1:
                 self._handles.setdefault(unit.options.groups, []).extend(unit.handles)
-        self._axes: dict[UnitGroups, list[Axis]] = {}
-        self._in_flight: dict[UnitGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
+        self._axes: dict[ShardingGroups, list[RankGroup]] = {}
+        self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
         """Whether each flag is true on any rank; equally many on all of them. Waits for the other ranks."""
         tensor = torch.tensor(flags, dtype=torch.uint8)
         for groups in self._handles:
-            for axis in self._axes_of(groups):
-                begin_all_reduce(tensor, axis, largest=True, doing=_DOING).wait()
+            for rank_group in self._rank_groups_of(groups):
+                begin_all_reduce(tensor, rank_group, largest=True, doing=_DOING).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
     def begin(self, used: Mapping[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> None:
@@ -59,32 +59,32 @@ class BackwardExchange:
             unreduced: handles that hold gradients still to be reduced.
         """
         for groups, handles in self._handles.items():
-            flags = [used.get(handle) or bytes(len(handle.layout.slots)) for handle in handles]
-            late = bytes([handle in unreduced for handle in handles])
+            flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
+            timeout_error = bytes([handle in unreduced for handle in handles])
             digest = self._log.digest(groups)
             # The greatest byte over ranks is taken: with its complement that is the least one too.
-            row = bytearray(b"".join([*flags, late, digest, bytes([255 - byte for byte in digest])]))
+            row = bytearray(b"".join([*flags, timeout_error, digest, bytes([255 - byte for byte in digest])]))
             tensor = torch.frombuffer(row, dtype=torch.uint8)
             self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
 
-    def _begin_maximum(self, tensor: torch.Tensor, groups: UnitGroups) -> Callable[[], torch.Tensor]:
+    def _begin_maximum(self, tensor: torch.Tensor, groups: ShardingGroups) -> Callable[[], torch.Tensor]:
         pending = None
-        for axis in self._axes_of(groups):
+        for rank_group in self._rank_groups_of(groups):
             if pending is not None:
                 pending.wait()
-            pending = begin_all_reduce(tensor, axis, largest=True, doing=_DOING)
+            pending = begin_all_reduce(tensor, rank_group, largest=True, doing=_DOING)
         return (lambda: tensor) if pending is None else pending.wait
 
-    def _axes_of(self, groups: UnitGroups) -> list[Axis]:
+    def _rank_groups_of(self, groups: ShardingGroups) -> list[RankGroup]:
         if groups not in self._axes:
             self._axes[groups] = [
-                Axis.of(host_group(axis.group))
-                for axis in groups.axes
-                if axis.group is not None and axis.size > 1 and not is_simulated(axis.group)
+                RankGroup.of(host_group(rank_group.group))
+                for rank_group in groups.rank_groups
+                if rank_group.group is not None and rank_group.size > 1 and not is_simulated(rank_group.group)
             ]
         return self._axes[groups]
 
-    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> UnitGroups | None:
+    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> ShardingGroups | None:
         """Waits for the other ranks.
 
         Args:
@@ -100,11 +100,11 @@ class BackwardExchange:
             position = 0
             handles = self._handles[groups]
             for handle in handles:
-                num_slots = len(handle.layout.slots)
+                num_slots = len(handle.layout.param_infos)
                 used[handle] = row[position : position + num_slots]
                 position += num_slots
-            late = row[position : position + len(handles)]
-            unreduced.update([handle for handle, is_late in zip(handles, late, strict=True) if is_late])
+            timeout_error = row[position : position + len(handles)]
+            unreduced.update([handle for handle, is_late in zip(handles, timeout_error, strict=True) if is_late])
             greatest, least = row[position + len(handles) :][:8], row[-8:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups

@@ -36,7 +36,7 @@ def check_units(units: Sequence[Unit]) -> None:
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
         for handle in unit.handles if not unit.options.use_orig_params else ():
-            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.leaves)):
+            if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.unsharded_params)):
                 raise UsageError(
                     f"Unit {unit.name!r} has use_orig_params=False and parameters with an optimizer that runs in "
                     "backward (_apply_optimizer_in_backward), which needs use_orig_params=True."
@@ -49,7 +49,7 @@ def check_values(units: Sequence[Unit]) -> None:
     if on_meta:
         options = on_meta[0].options
         entries = [(unit.name, entry) for unit in on_meta for entry in unit.unwritten or ()]
-        check_written(entries, options.groups.axes, options.device)
+        check_written(entries, options.groups.rank_groups, options.device)
         for unit in on_meta:
             unit.unwritten = None
 
@@ -69,7 +69,7 @@ def check_gradients(units: Sequence[Unit]) -> None:
     short = next((h for u in units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
     if short is not None:
         warnings.warn(
-            f"{short.layout.slots[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, so "
+            f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, so "
             "an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
             "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
             stacklevel=2,
@@ -85,7 +85,7 @@ def log_units(units: Sequence[Unit]) -> None:
         _logger.info(
             "unit %r: %d parameters in %d bytes a rank, %s over %d x %d ranks (shard x replicate)",
             unit.name,
-            sum(len(handle.layout.slots) for handle in unit.handles),
+            sum(len(handle.layout.param_infos) for handle in unit.handles),
             sum(handle.flat_param.nbytes for handle in unit.handles),
             unit.options.strategy.member.name,
             groups.shard.size,

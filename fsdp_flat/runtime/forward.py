@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_flat.comm import profiled
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import active_compiler, in_backward, untraced, untraced_here
+from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.records import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
@@ -23,7 +23,7 @@ from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 __all__ = ["forward", "participate", "register_forward_method", "unshard_for"]
 
 
-@untraced_here
+@dynamo_disabled_here
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the wrapped module with its parameters gathered. Every rank of the unit's groups must call this.
 
@@ -41,7 +41,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return _run_forward(self, unit, args, kwargs, wrapped)
 
 
-@untraced_here
+@dynamo_disabled_here
 def _run_forward(
     wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
@@ -92,7 +92,7 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
         forward.leave_open()
 
 
-@untraced
+@dynamo_disabled
 def participate(module: nn.Module, *inputs: Any) -> None:
     """Take part in the collectives of units that other ranks run and this rank skips, without computing anything.
 
@@ -165,7 +165,7 @@ class _Forward:
 
     __slots__ = ("_entered", "_gated", "_outermost", "_record", "_schedule", "_unit")
 
-    @untraced
+    @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
         self._schedule = schedule = schedule_of(wrapper, unit)
@@ -182,12 +182,12 @@ class _Forward:
             self._outermost = schedule.iteration is None
             self._record = schedule.begin_forward(unit)
 
-    @untraced
+    @dynamo_disabled
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gathers, begins the next all-gather, and prepares the inputs."""
         unit, schedule, record = self._unit, self._schedule, self._record
         with profiled("pre_forward", unit.name):
-            schedule.note("pre_forward", unit)
+            schedule.log_event("pre_forward", unit)
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
             unit.enter_forward()
@@ -202,7 +202,7 @@ class _Forward:
                 args, kwargs = _gate(record, args, kwargs, self._gated)
         return args, kwargs
 
-    @untraced
+    @dynamo_disabled
     def fail(self, error: BaseException) -> None:
         """Leaves a forward that raised ``error``.
 
@@ -218,7 +218,7 @@ class _Forward:
         if self._outermost:
             self._schedule.end_iteration()
 
-    @untraced
+    @dynamo_disabled
     def leave(self, output: Any) -> None:
         """Hooks the outputs and frees the parameters, or keeps them for backward.
 
@@ -240,7 +240,7 @@ class _Forward:
     def _close(self, returns: bool, *, open_ended: bool = False) -> None:
         unit, schedule, record = self._unit, self._schedule, self._record
         with profiled("post_forward", unit.name):
-            schedule.note("post_forward", unit)
+            schedule.log_event("post_forward", unit)
             iteration = record.iteration
             reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
             # Outputs may need gradients on some ranks only; what every rank does next may depend on the unit alone.
@@ -255,7 +255,7 @@ class _Forward:
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
             unit.exit_forward(keep=keep, keep_memory=keep_memory)
             if keep_memory:
-                schedule.note_kept(unit)
+                schedule.keep_until_next_unit(unit)
             if self._outermost:
                 schedule.end_iteration()
 
@@ -297,7 +297,7 @@ def _schedule_now(unit: Unit) -> Schedule:
     return unit.context
 
 
-@untraced
+@dynamo_disabled
 def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
     _schedule_now(record.unit).outputs_reached(record)
 
@@ -317,7 +317,7 @@ class _InputGate(torch.autograd.Function):
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
-    @untraced
+    @dynamo_disabled
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         record = ctx.record
         _schedule_now(record.unit).inputs_complete(record)
@@ -382,12 +382,12 @@ def _gate(
         return aliases, kwargs
     found: dict[int, torch.Tensor] = {}
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
+    def log_event(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             found[id(tensor)] = tensor
         return tensor
 
-    map_tensors((args, kwargs), note)
+    map_tensors((args, kwargs), log_event)
     unique = list(found.values())
     if not unique:
         return args, kwargs

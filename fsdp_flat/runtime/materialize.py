@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import UnitGroups
+from fsdp_flat.comm import ShardingGroups
 from fsdp_flat.errors import MaterializeError, OptionError, UsageError
 from fsdp_flat.flat import named_sites
 from fsdp_flat.layout import clean_fqn
@@ -60,10 +60,10 @@ def materialize(
         OptionError: ``init_fn`` is not callable.
         MaterializeError: a module with meta tensors has no ``reset_parameters``.
     """
-    listed = list(modules)
+    list_steps = list(modules)
     meta = [
         (name, module)
-        for name, module in listed
+        for name, module in list_steps
         if any(tensor.is_meta for tensor in _own_tensors(module, ignored_params))
     ]
     if not meta:
@@ -73,7 +73,7 @@ def materialize(
     ties = _ties(root)
     with torch.no_grad(), MarksEmpty():
         if init_fn is not None:
-            for _, module in listed:
+            for _, module in list_steps:
                 init_fn(module)
         else:
             for name, module in meta:
@@ -81,7 +81,7 @@ def materialize(
     _tie_again(ties)
     left = [
         f"{name}.{key}" if name else key
-        for name, module in listed
+        for name, module in list_steps
         for key, param in module._parameters.items()
         if param is not None and param.is_meta and param not in ignored_params
     ]
@@ -163,22 +163,22 @@ def move_to_device(
                 tensor.data = tensor.data.to(device)
 
 
-def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: UnitGroups) -> None:
-    """Overwrite ``tensors`` with those of rank 0: over the replicate axis first, then over the shard axis.
+def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups) -> None:
+    """Overwrite ``tensors`` with those of rank 0: over the replicate group first, then over the shard group.
 
     Every rank of the groups must call this with tensors of the same shapes.
     """
-    for axis in reversed(groups.axes):
-        if axis.group is None or axis.size == 1:
+    for rank_group in reversed(groups.rank_groups):
+        if rank_group.group is None or rank_group.size == 1:
             continue
-        source = dist.get_global_rank(axis.group, 0)
+        source = dist.get_global_rank(rank_group.group, 0)
         works = []
         for tensor in tensors:
             data = tensor.detach()
             received = data.contiguous()
             # As bytes: backends know few dtypes (gloo neither float8 nor int16).
             sent = received.view(-1).view(torch.uint8)
-            works.append((dist.broadcast(sent, src=source, group=axis.group, async_op=True), received, data))
+            works.append((dist.broadcast(sent, src=source, group=rank_group.group, async_op=True), received, data))
         for work, received, target in works:
             if work is not None:
                 work.wait()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import Strategy, UnitGroups
+from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.precision import Precision
 
@@ -42,7 +42,7 @@ class UnitOptions:
 
     Attributes:
         strategy: row of the strategy table.
-        groups: the shard and the replicate axis.
+        groups: the shard and the replicate group.
         device: device of compute.
         device_given: the caller named the device, so parameters are moved there.
         use_orig_params: original parameters stay visible, as 1-D slices.
@@ -56,7 +56,7 @@ class UnitOptions:
     """
 
     strategy: Strategy
-    groups: UnitGroups
+    groups: ShardingGroups
     device: torch.device
     device_given: bool
     use_orig_params: bool

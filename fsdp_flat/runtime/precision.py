@@ -80,7 +80,7 @@ def _classes(value: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _names(value: Any) -> frozenset[str]:
-    # One name is no set of letters.
+    # One name is no set of messages.
     found = frozenset({value} if isinstance(value, str) else value)
     for name in found:
         if not isinstance(name, str):

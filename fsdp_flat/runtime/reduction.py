@@ -210,7 +210,7 @@ class Reductions:
         while self._in_flight:
             self._finish_oldest()
 
-    def abandon(self, streams: Streams) -> None:
+    def reset(self, streams: Streams) -> None:
         """Waits for everything and drops it. One that fails adds nothing to the reason for which it is dropped."""
         while self._in_flight:
             with suppress(RuntimeError):

@@ -21,13 +21,13 @@ from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import UnitGroups, profiled, tell_failure
+from fsdp_flat.comm import ShardingGroups, profiled, report_failure
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import FlatParamHandle, in_backward, look_at_operations, untraced
+from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.agreement import Words, agree
+from fsdp_flat.runtime.agreement import ErrorTexts, agree
 from fsdp_flat.runtime.backward import Backward
-from fsdp_flat.runtime.context import CommContext
+from fsdp_flat.runtime.comm_context import CommContext
 from fsdp_flat.runtime.exchange import BackwardExchange
 from fsdp_flat.runtime.first_use import check_gradients, check_units, check_values, log_units
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
@@ -40,7 +40,7 @@ _logger = logging.getLogger("fsdp_flat")
 _MOST_AWAITED = 32
 # Gradients between two looks for reductions that have arrived; a look is a system call a rank.
 _LANDINGS_A_LOOK = 4
-_ORDER = Words(
+_ORDER = ErrorTexts(
     "the comparison of their collectives",
     "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
     "gradients are dropped.",
@@ -105,7 +105,7 @@ class Schedule(CommContext):
                 self._awaited.extend(it for it in before._awaited if it not in self._awaited)
         unit.use_context(self)
         for handle in unit.handles:
-            handle.on_landed = partial(self.landed, unit)
+            handle.on_grad_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
         """Brings buffers to the dtype in which the next forward computes."""
@@ -140,7 +140,7 @@ class Schedule(CommContext):
             stacklevel=5,
         )
 
-    def note(self, event: str, unit: Unit) -> None:
+    def log_event(self, event: str, unit: Unit) -> None:
         """Appends to the trace, if there is one, and to the log."""
         if self.trace is not None:
             self.trace.append((event, unit.name))
@@ -170,7 +170,7 @@ class Schedule(CommContext):
         """Records the begin of a unit's forward outside of a backward of this tree."""
         if self._iteration is None:
             self.recover()
-            look_at_operations()
+            enable_torch_function()
             if not self._checked_first_forward:
                 check_values(self.units)
                 self._checked_first_forward = True
@@ -208,7 +208,7 @@ class Schedule(CommContext):
                 Event(self._position, record.unit, is_begin=False, in_grad=in_grad, weights=weights)
             )
 
-    def note_kept(self, unit: Unit) -> None:
+    def keep_until_next_unit(self, unit: Unit) -> None:
         """Notes that a unit has kept its memory after its forward; it is freed when another unit runs.
 
         The last unit of a forward is the first of its backward, so it is not gathered anew in between.
@@ -245,8 +245,8 @@ class Schedule(CommContext):
 
     def fail(self, error: BaseException) -> None:
         """Ends a step in which a forward raised, and leaves the reason for ranks that wait for this one."""
-        for axis in self.root.options.groups.axes:
-            tell_failure(axis, f"raised {type(error).__name__}: {error}")
+        for rank_group in self.root.options.groups.rank_groups:
+            report_failure(rank_group, f"raised {type(error).__name__}: {error}")
         self.abort()
 
     def abort(self) -> None:
@@ -258,7 +258,7 @@ class Schedule(CommContext):
         self._used.clear()
         self._prefetched = None
         self._last_run = None
-        self.reductions.abandon(self.streams)
+        self.reductions.reset(self.streams)
         for unit in self.units:
             unit.abort()
         self.pool.clear()
@@ -355,7 +355,7 @@ class Schedule(CommContext):
             backward.include([record.iteration])
         backward.complete(record)
 
-    def landed(self, unit: Unit) -> None:
+    def grads_ready(self, unit: Unit) -> None:
         """Notes that a parameter of a unit has got its gradient."""
         if unit.phase is not Phase.BACKWARD:
             # No output of the unit was on the way here: a parameter, or a tensor that the unit kept, was used directly.
@@ -400,11 +400,11 @@ class Schedule(CommContext):
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
     def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
-        landed, before = handle.take_landed(), self._used.get(handle)
-        self._used[handle] = landed if before is None else bytes(map(max, landed, before))
+        grads_ready, before = handle.take_grads_ready(), self._used.get(handle)
+        self._used[handle] = grads_ready if before is None else bytes(map(max, grads_ready, before))
         unit.begin_reduction(handle)
 
-    @untraced
+    @dynamo_disabled
     def _end_of_backward(self) -> None:
         """Passes all events that are left, reduces everything that still waits, and publishes the gradients."""
         backward = self.backward
@@ -421,7 +421,7 @@ class Schedule(CommContext):
                 check_gradients(self.units)
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
-                    handle.show_partial(self.streams.copy_to)
+                    handle.show_unreduced_grads(self.streams.copy_to)
                 self.streams.wait_for_host_copies()
             elif any(unit.is_trainable for unit in self.units):
                 self._publish()
@@ -430,17 +430,17 @@ class Schedule(CommContext):
         if not backward.keeps_graph:
             self._awaited = [iteration for iteration in self._awaited if iteration not in backward.iterations]
         self.pool.clear()
-        self.note("end_of_backward", self.root)
+        self.log_event("end_of_backward", self.root)
 
     def _publish(self) -> None:
         used, self._used = self._used, {}
         unreduced = set()
         for unit in self.units:
             for handle in unit.handles:
-                landed = handle.take_landed()
-                if any(landed):
+                grads_ready = handle.take_grads_ready()
+                if any(grads_ready):
                     unreduced.add(handle)
-                    used[handle] = landed if handle not in used else bytes(map(max, landed, used[handle]))
+                    used[handle] = grads_ready if handle not in used else bytes(map(max, grads_ready, used[handle]))
         self._exchange.begin(used, unreduced)
         self.reductions.finish_all()
         differing = self._exchange.finish(used, unreduced)
@@ -455,11 +455,11 @@ class Schedule(CommContext):
         for handle, shard in shards.items():
             handle.views.publish(shard, used[handle])
 
-    def _raise_different_order(self, groups: UnitGroups) -> None:
+    def _raise_different_order(self, groups: ShardingGroups) -> None:
         lines = self.collectives.lines(groups)
         self.collectives.clear()
         self.abort()
-        agree(lines, None, groups.axes, self.root.options.device, _ORDER)
+        agree(lines, None, groups.rank_groups, self.root.options.device, _ORDER)
 
 
 def _is_compiled(module: nn.Module) -> bool:

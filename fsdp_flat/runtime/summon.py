@@ -80,7 +80,7 @@ def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool =
     finally:
         unit.whole = None
         if was_unsharded:
-            unit.show_full()
+            unit.use_unsharded_views()
 
 
 @contextmanager
@@ -91,11 +91,11 @@ def _shown(unit: Unit, whole: WholeParams, *, already: bool) -> Iterator[None]:
     try:
         if whole.is_shown:
             for handle, tensor in whole.by_handle.items():
-                handle.views.show_whole(tensor)
+                handle.views.use_full_views(tensor)
         yield
     finally:
         for handle in unit.handles:
-            handle.views.hide_whole()
+            handle.views.remove_full_views()
 
 
 @contextmanager
@@ -168,20 +168,20 @@ def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
                 if tensor._version != versions[handle]:
                     # Also where the whole tensor is the shard, into which changes went as they were made.
                     handle.views.rewritten()
-                for piece in handle.layout.shard_slots(unit.options.groups.shard.rank):
-                    target = handle.flat_param.data[piece.in_shard.to_slice()]
-                    source = handle.views.shown(piece.index).detach().reshape(-1)[piece.in_param.to_slice()]
+                for local_shard in handle.layout.local_shards(unit.options.groups.shard.rank):
+                    target = handle.flat_param.data[local_shard.in_shard.to_slice()]
+                    source = handle.views.shown(local_shard.index).detach().reshape(-1)[local_shard.in_param.to_slice()]
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
 
 
 def _check_shapes(unit: Unit, handle: FlatParamHandle) -> None:
-    for index, slot in enumerate(handle.layout.slots):
+    for index, param_info in enumerate(handle.layout.param_infos):
         shape = tuple(handle.views.shown(index).shape)
-        if shape != slot.shape:
+        if shape != param_info.shape:
             raise UsageError(
-                f"Inside summon_full_params {slot.fqn!r} of unit {unit.name!r} became a tensor of shape {shape}; "
-                f"expected {slot.shape}. Nothing of this unit was written back."
+                f"Inside summon_full_params {param_info.fqn!r} of unit {unit.name!r} became a tensor of shape {shape}; "
+                f"expected {param_info.shape}. Nothing of this unit was written back."
             )
 
 
@@ -191,7 +191,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     Every rank must call this. Ranks may have used other units, so all of them raise if one has such gradients.
     """
     for groups, device in dict.fromkeys((unit.options.groups, unit.options.device) for unit in units if unit.gathers):
-        own = [unit for unit in units if unit.options.groups == groups and any(h.num_landed for h in unit.handles)]
+        own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
         if true_on_any_rank(bool(own), groups, device):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
@@ -223,11 +223,11 @@ def _whole_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     wholes = unit.gather_whole(shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.views.show_whole_grads(whole, there[handle])
+        handle.views.show_full_grads(whole, there[handle])
     try:
         yield
     finally:
         rank = unit.options.groups.shard.rank
         for handle, whole in zip(unit.handles, wholes, strict=True):
             own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
-            handle.views.hide_whole_grads(own)
+            handle.views.take_full_grads(own)

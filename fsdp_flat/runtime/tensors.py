@@ -18,7 +18,7 @@ __all__ = ["StoredTensors", "differentiable_tensors", "map_tensors"]
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
     """Every tensor in ``value`` that requires a gradient, through containers, iterators over them and objects.
 
-    An object of a class that is no container is searched through its attributes and slots, so that outputs in a
+    An object of a class that is no container is searched through its attributes and parameters, so that outputs in a
     caller's own result class are found as well; a function through the variables that it closes over. No iterator
     is advanced.
     """
@@ -72,13 +72,13 @@ def _children(value: Any) -> Iterable[Any]:
         return (value.__self__, value.__func__)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    param_infos = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     attributes = getattr(value, "__dict__", {}).values()
-    return [*attributes, *(getattr(value, name, None) for name in slots)] if slots else attributes
+    return [*attributes, *(getattr(value, name, None) for name in param_infos)] if param_infos else attributes
 
 
 def _slots_of(kind: type) -> list[str]:
-    """Names of the slots that ``kind`` itself declares in Python."""
+    """Names of the parameters that ``kind`` itself declares in Python."""
     if "__slots__" not in kind.__dict__:
         return []
     return [name for name, member in kind.__dict__.items() if isinstance(member, types.MemberDescriptorType)]

@@ -18,7 +18,7 @@ from torch import nn
 from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for, profiled, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
-from fsdp_flat.runtime.context import CommContext
+from fsdp_flat.runtime.comm_context import CommContext
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import Reduction, ReductionPolicy
@@ -49,7 +49,7 @@ class Weights(NamedTuple):
     """
 
     full_precision: bool
-    generation: int = -1
+    storage_epoch: int = -1
     version: int = -1
 
 
@@ -189,9 +189,9 @@ class Unit:
         return any(handle.is_trainable for handle in self.handles)
 
     @property
-    def generation(self) -> int:
-        """How often shards were replaced (``.to(dtype)``), and with them the gathered buffers."""
-        return sum([handle.generation for handle in self.handles])
+    def storage_epoch(self) -> int:
+        """How often shards were replaced (``.to(dtype)``), and with them the unsharded buffers."""
+        return sum([handle.storage_epoch for handle in self.handles])
 
     def _trace(self, event: str) -> None:
         if self.context.trace is not None:
@@ -227,12 +227,12 @@ class Unit:
             return False
         for handle in self.handles:
             handle.adopt_changes()
-        if in_backward() == -1 or self._kept != self.generation:
+        if in_backward() == -1 or self._kept != self.storage_epoch:
             self.drop_kept()
             return False
         self._kept = None
         for handle in self.handles:
-            handle.reuse()
+            handle.undo_reshard()
         # Where weights have changed since the forward, activate() sees it by this and raises. A rank on which they
         # have must not gather: the others do not.
         self.gathered_version = self._version()
@@ -270,7 +270,7 @@ class Unit:
         if self.is_sharded:
             self.begin_unshard()
         self.finish_unshard()
-        self.show_full()
+        self.use_unsharded_views()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -286,23 +286,23 @@ class Unit:
 
     def weights(self, full_precision: bool) -> Weights:
         """The weights with which a forward that begins now runs."""
-        return Weights(full_precision, self.generation, self.gathered_version)
+        return Weights(full_precision, self.storage_epoch, self.gathered_version)
 
-    def params_kept(self) -> dict[nn.Parameter, nn.Parameter]:
+    def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Maps parameters shown while nothing is computed but parameters are gathered to those an optimizer holds."""
         if self.is_sharded or self._depth > 0 or in_backward() != -1:
             return {}
         return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
 
-    def show_full(self) -> None:
+    def use_unsharded_views(self) -> None:
         """Points the modules at the gathered parameters."""
         for handle in self.handles:
-            handle.show_full()
+            handle.use_unsharded_views()
 
-    def show_shard(self) -> None:
+    def use_sharded_views(self) -> None:
         """Points the modules at this rank's local shards."""
         for handle in self.handles:
-            handle.views.show_shard()
+            handle.views.use_sharded_views()
 
     def reshard(self, *, keep_memory: bool = False) -> None:
         """Frees the gathered parameters; an all-gather on its way is waited for first.
@@ -315,9 +315,9 @@ class Unit:
             return
         self.finish_unshard()
         for handle in self.handles:
-            handle.views.show_shard()
+            handle.views.use_sharded_views()
             handle.reshard()
-        self._kept = self.generation
+        self._kept = self.storage_epoch
         if not keep_memory:
             self.drop_kept()
 
@@ -394,7 +394,7 @@ class Unit:
         if self.is_sharded:
             for handle in self.handles:
                 handle.adopt_changes()
-        if weights.generation != self.generation:
+        if weights.storage_epoch != self.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
                 "the forward of this backward, whose buffers are gone. Convert between steps."
@@ -432,7 +432,7 @@ class Unit:
             self.reshard()
         elif not self.is_sharded:
             self.finish_unshard()
-            self.show_shard()
+            self.use_sharded_views()
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begins to reduce a handle's gradient, zeros where none came. Every rank of its groups must call this."""
@@ -460,7 +460,7 @@ class Unit:
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
-            handle.abandon()
+            handle.reset()
         self.phase = Phase.IDLE
         self.context.streams.buffers_freed()
 

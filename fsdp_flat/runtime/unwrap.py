@@ -66,7 +66,7 @@ def _make_whole(unit: Unit) -> None:
         handle.adopt_changes()
     wholes = unit.gather_whole(lambda handle: handle.flat_param.data)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.views.dissolve(whole)
+        handle.views.unflatten(whole)
     unit.buffers.cast(full=True)
 
 

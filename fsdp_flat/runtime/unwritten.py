@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_flat.comm import Axis
+from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import guise_if_dtensor, unguarded
-from fsdp_flat.runtime.agreement import Words, agree
+from fsdp_flat.flat import adapter_if_dtensor, unguarded
+from fsdp_flat.runtime.agreement import ErrorTexts, agree
 
 __all__ = ["MarksEmpty", "Unwritten", "check_written", "is_marked"]
 
@@ -27,7 +27,7 @@ _MARKS = {
 }
 # 0x7F may be a value of an integer of one byte; of as many at once it is none.
 _FEWEST_BYTES = 8
-_WORDS = Words(
+_WORDS = ErrorTexts(
     "the check of weights that left the meta device", "", "Initialise every parameter, or load it, on every rank."
 )
 _aten = torch.ops.aten
@@ -48,7 +48,7 @@ class MarksEmpty(TorchDispatchMode):
 
 
 def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
-    local = guise_if_dtensor(tensor).local(tensor.detach())
+    local = adapter_if_dtensor(tensor).to_local(tensor.detach())
     if local.is_meta or local.layout is not torch.strided or local.is_quantized or local.itemsize not in _MARKS:
         return None, 0
     dtype, mark = _MARKS[local.itemsize]
@@ -92,12 +92,14 @@ class Unwritten:
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
 
 
-def check_written(entries: Iterable[tuple[str, Unwritten]], axes: Sequence[Axis], device: torch.device) -> None:
-    """Names every tensor that left the meta device and has no values. Every rank of the axes must call this.
+def check_written(
+    entries: Iterable[tuple[str, Unwritten]], rank_groups: Sequence[RankGroup], device: torch.device
+) -> None:
+    """Names every tensor that left the meta device and has no values. Every rank of the groups must call this.
 
     Args:
         entries: names of units, and their tensors that had no values when the unit was made.
-        axes: the ranks that hold parts.
+        groups: the ranks that hold parts.
         device: the compute device.
 
     Raises:
@@ -119,4 +121,4 @@ def check_written(entries: Iterable[tuple[str, Unwritten]], axes: Sequence[Axis]
             f"Parameters left the meta device and were never written, so their values are undefined: "
             f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
         )
-    agree((), error, axes, device, _WORDS)
+    agree((), error, rank_groups, device, _WORDS)

@@ -1,43 +1,43 @@
-"""Floor 3: model state dicts, made of layout and shard."""
+"""Layer 3: model state dicts, made of layout and shard."""
 
 from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_of, boxes_to_shard, check_boxes
-from fsdp_flat.state_dict.chunks import (
-    ChunkForm,
-    Row,
-    chunk_form,
+from fsdp_flat.state_dict.chunk_specs import (
+    ChunkSpec,
+    SpecTensor,
+    chunk_spec,
     chunks_of,
     fitting_chunk,
-    whole_moves,
+    plan_full_transfer,
     write_chunks,
 )
-from fsdp_flat.state_dict.common import LOADING, LoadReport, axes_of, failed_anywhere, own_piece
-from fsdp_flat.state_dict.forms import FORMS, Form
+from fsdp_flat.state_dict.codecs import CODECS, StateDictCodec
+from fsdp_flat.state_dict.common import LOADING, LoadReport, failed_anywhere, local_shard_of, rank_groups_of
 from fsdp_flat.state_dict.settings import DEFAULT_SETTINGS, settings_for
 from fsdp_flat.state_dict.torch_types import dtype_of, is_chunked, shape_of
 
 __all__ = [
+    "CODECS",
     "DEFAULT_SETTINGS",
-    "FORMS",
     "LOADING",
     "BoxedTensor",
-    "ChunkForm",
-    "Form",
+    "ChunkSpec",
     "LoadReport",
-    "Row",
-    "axes_of",
+    "SpecTensor",
+    "StateDictCodec",
     "boxed_value",
     "boxes_of",
     "boxes_to_shard",
     "check_boxes",
-    "chunk_form",
+    "chunk_spec",
     "chunks_of",
     "dtype_of",
     "failed_anywhere",
     "fitting_chunk",
     "is_chunked",
-    "own_piece",
+    "local_shard_of",
+    "plan_full_transfer",
+    "rank_groups_of",
     "settings_for",
     "shape_of",
-    "whole_moves",
     "write_chunks",
 ]

@@ -1,6 +1,6 @@
 """The communication-free form: a parameter as boxes of this rank's flat shard, which checkpoints store as they are.
 
-A rank's piece of a parameter is a flat interval, and an interval is at most ``2 * ndim - 1`` boxes (``layout.boxes``).
+A rank's local shard of a parameter is a flat interval, and an interval is at most ``2 * ndim - 1`` boxes (``layout.boxes``).
 ``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so nothing has to move between
 ranks to write a checkpoint that every sharding can read.
 """
@@ -119,30 +119,30 @@ def _chunk(box: Box) -> Any:
 
 
 def boxes_of(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Of a slot the shape of the whole tensor, and the boxes of it that this rank holds."""
-    shape, guise = handle.layout.slots[index].shape, handle.views.params[index].guise
-    start, found = guise.start(shape), boxes(shape, handle.views.pieces[index].in_param)
-    return guise.whole_shape(shape), tuple(box.within(start) for box in found) if any(start) else found
+    """Of a parameter the shape of the whole tensor, and the boxes of it that this rank holds."""
+    shape, adapter = handle.layout.param_infos[index].shape, handle.views.params[index].adapter
+    start, found = adapter.offsets(shape), boxes(shape, handle.views.local_shards[index].in_param)
+    return adapter.full_shape(shape), tuple(box.within(start) for box in found) if any(start) else found
 
 
-def boxed_value(handle: FlatParamHandle, index: int, piece: torch.Tensor) -> torch.Tensor:
-    """A parameter, or an optimizer's state of one, as boxes of this rank's piece; nothing is communicated or copied.
+def boxed_value(handle: FlatParamHandle, index: int, local_shard: torch.Tensor) -> torch.Tensor:
+    """A parameter, or an optimizer's state of one, as boxes of this rank's local shard; nothing is communicated or copied.
 
     Args:
         handle: the handle that holds the parameter.
-        index: the parameter's slot.
-        piece: 1-D, what this rank holds.
+        index: the parameter's parameter.
+        local shard: 1-D, what this rank holds.
 
     Returns:
-        A :class:`BoxedTensor` whose parts are views of ``piece``; a plain empty tensor where the whole has no
+        A :class:`BoxedTensor` whose parts are views of ``local_shard``; a plain empty tensor where the whole has no
         elements, of which no box could tell that it exists.
     """
     shape, found = boxes_of(handle, index)
     if math.prod(shape) == 0:
-        return piece.new_empty(shape)
-    start = handle.views.pieces[index].in_param.start
-    parts = [piece[box.interval.shift(-start).to_slice()].view(box.sizes) for box in found]
-    return BoxedTensor(shape, found, parts, piece.dtype, piece.device)
+        return local_shard.new_empty(shape)
+    start = handle.views.local_shards[index].in_param.start
+    parts = [local_shard[box.interval.shift(-start).to_slice()].view(box.sizes) for box in found]
+    return BoxedTensor(shape, found, parts, local_shard.dtype, local_shard.device)
 
 
 def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None:
@@ -151,7 +151,7 @@ def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None
     Raises:
         LoadError: the shape, or the boxes, are not those of this rank.
     """
-    fqn, run = handle.layout.slots[index].fqn, handle.views.pieces[index].in_param
+    fqn, run = handle.layout.param_infos[index].fqn, handle.views.local_shards[index].in_param
     shape, expected = boxes_of(handle, index)
     if tuple(value.shape) != shape:
         raise LoadError(f"{fqn!r}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
@@ -163,10 +163,10 @@ def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None
         )
 
 
-def boxes_to_shard(value: BoxedTensor, handle: FlatParamHandle, index: int, piece: torch.Tensor) -> None:
-    """Copy checked boxes into this rank's piece (1-D), where they are not views of it already."""
-    run = handle.views.pieces[index].in_param
+def boxes_to_shard(value: BoxedTensor, handle: FlatParamHandle, index: int, local_shard: torch.Tensor) -> None:
+    """Copy checked boxes into this rank's local shard (1-D), where they are not views of it already."""
+    run = handle.views.local_shards[index].in_param
     for box, part in zip(value.boxes, value.parts, strict=True):
-        target = piece[box.interval.shift(-run.start).to_slice()]
+        target = local_shard[box.interval.shift(-run.start).to_slice()]
         if target.data_ptr() != part.data_ptr():
             target.copy_(part.reshape(-1))

@@ -12,31 +12,31 @@ import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.overrides import is_tensor_like
 
-from fsdp_flat.comm import Axis, meet
+from fsdp_flat.comm import RankGroup, barrier
 from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
-from fsdp_flat.runtime import Unit, Words, agree
-from fsdp_flat.state_dict.chunks import Row, write_chunks
+from fsdp_flat.runtime import ErrorTexts, Unit, agree
+from fsdp_flat.state_dict.chunk_specs import SpecTensor, write_chunks
 from fsdp_flat.state_dict.torch_types import shape_of
 
 __all__ = [
     "LOADING",
     "LoadReport",
-    "axes_of",
     "copy_whole",
     "failed_anywhere",
     "finish_load",
-    "own_piece",
-    "own_pieces",
+    "local_shard_of",
+    "local_shards_of",
     "prepare_load",
     "put",
+    "rank_groups_of",
     "restore_buffers",
 ]
 
 _FLAT_NAME = re.compile(rf"{FLAT_PARAM}(_\d+)?")
 
-LOADING = Words(
+LOADING = ErrorTexts(
     "loading a state dict",
     "Ranks were given state dicts with different entries, so nothing was loaded.",
     "Load the same checkpoint on every rank.",
@@ -51,7 +51,7 @@ class LoadReport:
         missing: names that are missing, the list that ``nn.Module.load_state_dict`` makes its error of.
         errors: one line per value that does not fit, likewise.
         writes: to be done if everything fits.
-        chunks: this rank's chunks that go to every rank's pieces, with their names.
+        chunks: this rank's chunks that go to every rank's local shards, with their names.
         units: units that take chunks as well as whole tensors.
         has_chunks, has_own: some value for them is a chunk; is one that this rank needs no other for.
     """
@@ -59,13 +59,13 @@ class LoadReport:
     missing: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     writes: list[Callable[[], object]] = field(default_factory=list)
-    chunks: list[tuple[str, Row, torch.Tensor]] = field(default_factory=list)
+    chunks: list[tuple[str, SpecTensor, torch.Tensor]] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     has_chunks: bool = False
     has_own: bool = False
 
     @property
-    def meets(self) -> list[Unit]:
+    def exchanging_units(self) -> list[Unit]:
         """Units whose ranks exchange chunks; none where all values are whole, which each rank may load by itself."""
         if self.has_chunks:
             return self.units
@@ -80,7 +80,7 @@ class LoadReport:
             f"the shape in current model is {torch.Size(expected)}."
         )
 
-    def carry_out(self, *, refused: bool) -> None:
+    def commit(self, *, refused: bool) -> None:
         """Write everything, or on any error nothing. Where chunks are exchanged, one rank's error is every rank's.
 
         Args:
@@ -89,8 +89,8 @@ class LoadReport:
         error: FsdpFlatError | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
         if refused and error is None:
             error = LoadError("keys are missing or unexpected")
-        lines = [f"{name}: {'x'.join(map(str, row.form.shape))}" for name, row, _ in self.chunks]
-        elsewhere = failed_anywhere(self.meets, error, lines)
+        lines = [f"{name}: {'x'.join(map(str, row.spec.shape))}" for name, row, _ in self.chunks]
+        elsewhere = failed_anywhere(self.exchanging_units, error, lines)
         self.errors.extend(elsewhere)
         if error is not None or elsewhere:
             return
@@ -100,7 +100,7 @@ class LoadReport:
             write_chunks([(row, chunk) for _, row, chunk in self.chunks])
 
 
-def failed_anywhere(meets: list[Unit], error: FsdpFlatError | None, lines: Sequence[str] = ()) -> list[str]:
+def failed_anywhere(exchanging_units: list[Unit], error: FsdpFlatError | None, lines: Sequence[str] = ()) -> list[str]:
     """What is wrong on other ranks, in a line; nothing if all is well there or nobody is to be asked.
 
     Args:
@@ -108,12 +108,12 @@ def failed_anywhere(meets: list[Unit], error: FsdpFlatError | None, lines: Seque
         error: what is wrong here.
         lines: what has to be the same on every rank.
     """
-    if meets:
-        axes = axes_of(meets)
-        for axis in axes:
-            meet("load_state_dict", axis)
+    if exchanging_units:
+        rank_groups = rank_groups_of(exchanging_units)
+        for rank_group in rank_groups:
+            barrier("load_state_dict", rank_group)
         try:
-            agree(lines, error, axes, meets[0].options.device, LOADING)
+            agree(lines, error, rank_groups, exchanging_units[0].options.device, LOADING)
         except (PeerFailureError, RankMismatchError) as found:
             return [str(found)]
         except LoadError:
@@ -121,15 +121,15 @@ def failed_anywhere(meets: list[Unit], error: FsdpFlatError | None, lines: Seque
     return []
 
 
-def axes_of(units: list[Unit]) -> list[Axis]:
-    """Every axis along which the units' ranks have to agree: their own, and those of tensor parallelism."""
-    found: dict[Axis, None] = {}
+def rank_groups_of(units: list[Unit]) -> list[RankGroup]:
+    """Every group along which the units' ranks have to agree: their own, and those of tensor parallelism."""
+    found: dict[RankGroup, None] = {}
     for unit in units:
-        found.update(dict.fromkeys(unit.options.groups.axes))
+        found.update(dict.fromkeys(unit.options.groups.rank_groups))
         for handle in unit.handles:
             for entry in handle.views.params:
-                found.update(dict.fromkeys(Axis.of(group) for group in entry.guise.groups))
-    return [axis for axis in found if axis.size > 1]
+                found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
+    return [rank_group for rank_group in found if rank_group.size > 1]
 
 
 def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix: str, value: Any) -> None:
@@ -143,17 +143,17 @@ def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix
                 destination[name] = value
 
 
-def own_pieces(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor]:
-    """This rank's piece of each slot (1-D), a view of the shard as it is now."""
+def local_shards_of(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor]:
+    """This rank's local shard of each parameter (1-D), a view of the shard as it is now."""
     if unit.is_sharded:
         # While parameters are gathered the modules show those, and nothing can be assigned to the shard.
         handle.adopt_changes()
-    return [own_piece(handle, index) for index in range(len(handle.layout.slots))]
+    return [local_shard_of(handle, index) for index in range(len(handle.layout.param_infos))]
 
 
-def own_piece(handle: FlatParamHandle, index: int) -> torch.Tensor:
-    """This rank's piece of one slot (1-D), a view of the shard, into which assigned parameters were adopted."""
-    return handle.flat_param.data[handle.views.pieces[index].in_shard.to_slice()]
+def local_shard_of(handle: FlatParamHandle, index: int) -> torch.Tensor:
+    """This rank's local shard of one parameter (1-D), a view of the shard, into which assigned parameters were adopted."""
+    return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
 
 
 def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> None:
@@ -174,19 +174,19 @@ def prepare_load(
         loads_flats: the caller takes flat parameters; without it they are an error.
 
     Returns:
-        By handle, for each slot the value found under any of its names, or None.
+        By handle, for each parameter the value found under any of its names, or None.
     """
     unit.reshard()
     for handle in unit.handles:
         # What the user assigned to sharded parameters before the load must not come after it.
         handle.adopt_changes()
         report.writes.append(handle.views.rewritten)
-    unit.show_shard()
+    unit.use_sharded_views()
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):
             name = key[len(prefix) :]
-            # Wrapper words are no part of names here; FSDP1 leaves that of torch.compile in what it saves.
+            # Wrapper words are no part of names here; FSDP1 unsharded parameters that of torch.compile in what it saves.
             state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
     flats = [key for key in state_dict if _FLAT_NAME.fullmatch(key, len(inner)) and key.startswith(inner)]
     if flats and unit.handles and not loads_flats:
@@ -197,7 +197,7 @@ def prepare_load(
             f"{flat}: an entry of a LOCAL_STATE_DICT, which is loaded as it was saved: inside "
             "FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), with the wrapping and number of ranks that "
             f"wrote it. This load of unit {unit.name!r} expects entries by parameter names, "
-            f"{prefix + unit.handles[0].layout.slots[0].fqn!r} the first."
+            f"{prefix + unit.handles[0].layout.param_infos[0].fqn!r} the first."
         )
     report.writes.extend(unit.buffers.remember(state_dict, inner))
     taken: dict[FlatParamHandle, list[Any]] = {}
@@ -215,9 +215,9 @@ def prepare_load(
 
 
 def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, report: LoadReport) -> None:
-    """Have this rank's piece of a whole tensor copied if it fits."""
-    slot = handle.layout.slots[index]
-    name = prefix + slot.fqn
+    """Have this rank's local shard of a whole tensor copied if it fits."""
+    param_info = handle.layout.param_infos[index]
+    name = prefix + param_info.fqn
     if not is_tensor_like(value):
         report.errors.append(f'While copying the parameter named "{name}", expected a tensor, but got {type(value)}.')
         return
@@ -227,20 +227,20 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
             "SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
         )
         return
-    guise = handle.views.params[index].guise
-    shape = guise.whole_shape(slot.shape)
+    adapter = handle.views.params[index].adapter
+    shape = adapter.full_shape(param_info.shape)
     if shape_of(value) != shape and not (math.prod(shape_of(value)) == 1 and math.prod(shape) == 1):
         report.mismatch(name, shape_of(value), shape)
         return
-    piece = handle.layout.piece(index, unit.options.groups.shard.rank)
-    if not piece.is_empty:
+    local_shard = handle.layout.local_shard(index, unit.options.groups.shard.rank)
+    if not local_shard.is_empty:
         # Taking a part of a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
         is_read = isinstance(value, torch.Tensor)
         whole = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
-        source = guise.part(whole.detach().reshape(shape)).reshape(-1)[piece.in_param.to_slice()]
-        # What stands for a tensor in a file (Lightning's lazy loading) is read here; only the piece is kept.
+        source = adapter.local_part(whole.detach().reshape(shape)).reshape(-1)[local_shard.in_param.to_slice()]
+        # What stands for a tensor in a file (Lightning's lazy loading) is read here; only the local shard is kept.
         source = source if is_read else source.clone()
-        report.writes.append(lambda: handle.flat_param.data[piece.in_shard.to_slice()].copy_(source))
+        report.writes.append(lambda: handle.flat_param.data[local_shard.in_shard.to_slice()].copy_(source))
 
 
 def finish_load(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:

@@ -1,7 +1,7 @@
 """FULL state dicts: whole tensors under the names of the unwrapped model.
 
-A save sends every piece straight to its place in the results, so the peak is the result (and one unit, where results
-go from an accelerator to the CPU); a load copies this rank's pieces out of the given tensors and communicates nothing.
+A save sends every local shard straight to its place in the results, so the peak is the result (and one unit, where results
+go from an accelerator to the CPU); a load copies this rank's local shards out of the given tensors and communicates nothing.
 """
 
 from __future__ import annotations
@@ -13,15 +13,22 @@ from typing import Any
 import torch
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.comm import Lanes
+from fsdp_flat.comm import P2PChannels
 from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, whole_params
-from fsdp_flat.state_dict.chunks import whole_moves
-from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, own_pieces, prepare_load, restore_buffers
+from fsdp_flat.state_dict.chunk_specs import plan_full_transfer
+from fsdp_flat.state_dict.common import (
+    LoadReport,
+    copy_whole,
+    finish_load,
+    local_shards_of,
+    prepare_load,
+    restore_buffers,
+)
 
 __all__ = ["gather_full", "load_full", "save_full"]
 
-# By handle and slot, whole tensors.
+# By handle and parameter, whole tensors.
 Wholes = list[list[torch.Tensor]]
 
 
@@ -70,7 +77,7 @@ def save_full(
                         del destination[name]
                 elif present:
                     value = destination[present[0]].detach()
-                    stored = entry.guise.whole(value)
+                    stored = entry.adapter.full_tensor(value)
                     # Inside summon_full_params a value is a view of what is summoned, unless hooks have changed it.
                     if not fresh and _shares_memory(stored, handle.views.shown(index)):
                         stored = stored.clone()
@@ -107,9 +114,9 @@ def _whole_shown(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bo
         yield True
     finally:
         for handle in unit.handles:
-            handle.views.hide_whole()
+            handle.views.remove_full_views()
         if was_unsharded:
-            unit.show_full()
+            unit.use_unsharded_views()
 
 
 def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
@@ -118,27 +125,36 @@ def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]
     Every rank of the shard groups must call this.
     """
     dst = 0 if to_zero else None
-    lanes = Lanes()
+    channels = P2PChannels()
     found: dict[Unit, Wholes] = {}
     with torch.no_grad():
         for unit in units:
-            axis, device = unit.options.groups.shard, unit.options.device
+            rank_group, device = unit.options.groups.shard, unit.options.device
             found[unit] = []
             for handle in unit.handles:
                 wholes = []
-                for index, (slot, piece) in enumerate(zip(handle.layout.slots, own_pieces(unit, handle), strict=True)):
-                    shape = slot.shape if dst in (None, axis.rank) else (0,)
-                    target = torch.empty(shape, dtype=piece.dtype, device=device)
-                    moves = whole_moves(handle, index, axis.rank, dst)
-                    lanes.add(axis, device, moves, piece, target.view(-1), nbytes=slot.numel * piece.itemsize)
+                for index, (param_info, local_shard) in enumerate(
+                    zip(handle.layout.param_infos, local_shards_of(unit, handle), strict=True)
+                ):
+                    shape = param_info.shape if dst in (None, rank_group.rank) else (0,)
+                    target = torch.empty(shape, dtype=local_shard.dtype, device=device)
+                    moves = plan_full_transfer(handle, index, rank_group.rank, dst)
+                    channels.add(
+                        rank_group,
+                        device,
+                        moves,
+                        local_shard,
+                        target.view(-1),
+                        nbytes=param_info.numel * local_shard.itemsize,
+                    )
                     wholes.append(target)
                 found[unit].append(wholes)
-        lanes.wait()
+        channels.wait()
     return found
 
 
 def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Have one unit's pieces copied out of whole tensors; no communication."""
+    """Have one unit's local shards copied out of whole tensors; no communication."""
     check_idle(unit, "load_state_dict")
     for handle, values in prepare_load(unit, state_dict, prefix, report).items():
         for index, value in enumerate(values):

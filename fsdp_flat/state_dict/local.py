@@ -52,7 +52,7 @@ def save_local(
         return save_full(unit, config, prefix, inner)
     destination = inner()
     for handle in unit.handles:
-        for index, _ in enumerate(handle.layout.slots):
+        for index, _ in enumerate(handle.layout.param_infos):
             put(destination, handle, index, prefix, None)
         if unit.is_sharded:
             handle.adopt_changes()

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.errors import UsageError
-from fsdp_flat.state_dict.forms import FORMS
+from fsdp_flat.state_dict.codecs import CODECS
 
 __all__ = ["DEFAULT_SETTINGS", "settings_for"]
 
@@ -23,7 +23,7 @@ def settings_for(
         UsageError: a config does not belong to the type, or there is no such type.
     """
     kind = _member(state_dict_type)
-    form = FORMS[kind]
+    form = CODECS[kind]
     for given, expected in ((state_dict_config, form.model_config), (optim_state_dict_config, form.optim_config)):
         if given is not None and type(given).__name__ != expected.__name__:
             raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")

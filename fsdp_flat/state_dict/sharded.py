@@ -1,4 +1,4 @@
-"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of pieces."""
+"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of local shards."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
 from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
-from fsdp_flat.state_dict.chunks import ChunkForm, Row, chunk_form, chunks_of, fitting_chunk
+from fsdp_flat.state_dict.chunk_specs import ChunkSpec, SpecTensor, chunk_spec, chunks_of, fitting_chunk
 from fsdp_flat.state_dict.common import (
     LoadReport,
     copy_whole,
     finish_load,
-    own_pieces,
+    local_shards_of,
     prepare_load,
     put,
     restore_buffers,
@@ -31,7 +31,7 @@ __all__ = ["gather_sharded", "load_sharded", "save_sharded"]
 
 
 def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
-    """The chunks of every unit, by handle and slot, exchanged at once; of none where their device could not hold all.
+    """The chunks of every unit, by handle and parameter, exchanged at once; of none where their device could not hold all.
 
     It is not for boxes, which nothing is exchanged for.
 
@@ -47,9 +47,9 @@ def _chunks(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[A
     for unit in units:
         check_idle(unit, "state_dict")
         for handle in unit.handles:
-            for index, piece in enumerate(own_pieces(unit, handle)):
+            for index, local_shard in enumerate(local_shards_of(unit, handle)):
                 places.append(unit)
-                rows.append(Row(chunk_form(unit, handle, index), piece))
+                rows.append(SpecTensor(chunk_spec(unit, handle, index), local_shard))
     found: dict[Unit, list[Any]] = {unit: [] for unit in units}
     with torch.no_grad():
         for unit, value in zip(places, chunks_of(rows, offload=config.offload_to_cpu), strict=True):
@@ -90,7 +90,7 @@ def save_sharded(
         )
     values = iter(_chunks([unit], config)[unit] if gathered is None else gathered)
     for handle in unit.handles:
-        for index in range(len(handle.layout.slots)):
+        for index in range(len(handle.layout.param_infos)):
             put(destination, handle, index, prefix, next(values))
     restore_buffers(unit, destination, prefix)
     return destination
@@ -105,19 +105,19 @@ def _names_shown(unit: Unit) -> Iterator[None]:
         yield
     finally:
         for handle in unit.handles:
-            handle.views.hide_whole()
+            handle.views.remove_full_views()
 
 
 def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: dict[str, Any]) -> None:
     for handle in unit.handles:
-        for index, piece in enumerate(own_pieces(unit, handle)):
-            own = piece.to("cpu", copy=True) if config.offload_to_cpu else piece
+        for index, local_shard in enumerate(local_shards_of(unit, handle)):
+            own = local_shard.to("cpu", copy=True) if config.offload_to_cpu else local_shard
             put(destination, handle, index, prefix, boxed_value(handle, index, own))
     restore_buffers(unit, destination, prefix)
 
 
 def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Have one unit's pieces made of chunked tensors. Plain whole tensors are taken as well.
+    """Have one unit's local shards made of chunked tensors. Plain whole tensors are taken as well.
 
     Where any value of a load is chunked, every rank of the shard group must call this, with the same names.
     """
@@ -126,18 +126,20 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
     if unit.handles:
         report.units.append(unit)
     for handle, values in given.items():
-        pieces = [handle.flat_param.data[piece.in_shard.to_slice()] for piece in handle.views.pieces]
+        local_shards = [
+            handle.flat_param.data[local_shard.in_shard.to_slice()] for local_shard in handle.views.local_shards
+        ]
         for index, value in enumerate(values):
             if value is None:
                 continue
-            name = prefix + handle.layout.slots[index].fqn
+            name = prefix + handle.layout.param_infos[index].fqn
             report.has_chunks = report.has_chunks or is_chunked(value)
             report.has_own = report.has_own or not is_chunked(value)
             if isinstance(value, BoxedTensor):
-                _load_boxes(handle, index, value, prefix, pieces[index], report)
+                _load_boxes(handle, index, value, prefix, local_shards[index], report)
             elif is_chunked(value):
-                row = Row(chunk_form(unit, handle, index).as_given(value), pieces[index])
-                chunk = _checked(row.form, value, name, report)
+                row = SpecTensor(chunk_spec(unit, handle, index).as_given(value), local_shards[index])
+                chunk = _checked(row.spec, value, name, report)
                 if chunk is not None:
                     report.chunks.append((name, row, chunk))
             else:
@@ -146,21 +148,21 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
 
 
 def _load_boxes(
-    handle: FlatParamHandle, index: int, value: BoxedTensor, prefix: str, piece: torch.Tensor, report: LoadReport
+    handle: FlatParamHandle, index: int, value: BoxedTensor, prefix: str, local_shard: torch.Tensor, report: LoadReport
 ) -> None:
     try:
         check_boxes(value, handle, index)
     except LoadError as error:
         report.errors.append(f"{prefix}{error}")
     else:
-        report.writes.append(lambda: boxes_to_shard(value, handle, index, piece))
+        report.writes.append(lambda: boxes_to_shard(value, handle, index, local_shard))
 
 
-def _checked(form: ChunkForm, value: Any, name: str, report: LoadReport) -> torch.Tensor | None:
-    if shape_of(value) != form.shape:
-        report.mismatch(name, shape_of(value), form.shape)
+def _checked(spec: ChunkSpec, value: Any, name: str, report: LoadReport) -> torch.Tensor | None:
+    if shape_of(value) != spec.shape:
+        report.mismatch(name, shape_of(value), spec.shape)
         return None
-    chunk, problem = fitting_chunk(form, value)
+    chunk, problem = fitting_chunk(spec, value)
     if problem:
         report.errors.append(f"{name}: {problem}")
     return chunk

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_flat.comm import Axis
+from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import chunk_rows, chunk_shape
 
@@ -43,23 +43,23 @@ def dtensor(
     return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> ShardedTensor:
-    """A ShardedTensor of ``shape`` in dim-0 chunks over ``axis``, of which this rank holds ``chunk``.
+def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
+    """A ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
 
     Source of the form: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
     a chunk have no local shard).
     """
     metadata = []
-    for rank in range(axis.size):
-        size = chunk_shape(shape, axis.size, rank)
+    for rank in range(rank_group.size):
+        size = chunk_shape(shape, rank_group.size, rank)
         if size and size[0] == 0:
             continue
         offsets = [0] * len(shape)
         if shape:
-            offsets[0] = chunk_rows(shape[0], axis.size, rank).start
+            offsets[0] = chunk_rows(shape[0], rank_group.size, rank).start
         metadata.append((rank, offsets, list(size)))
     # A tensor without rows has a chunk all the same: torch refuses one without any.
-    return _sharded_tensor(chunk, shape, axis, metadata or [(0, [0] * len(shape), list(shape))])
+    return _sharded_tensor(chunk, shape, rank_group, metadata or [(0, [0] * len(shape), list(shape))])
 
 
 class ShardedTensors:
@@ -72,12 +72,12 @@ class ShardedTensors:
     def __init__(self) -> None:
         self._first: dict[Any, ShardedTensor] = {}
 
-    def make(self, chunk: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
-        """A ShardedTensor of ``shape`` in dim-0 chunks over ``axis``, of which this rank holds ``chunk``."""
-        kind = (shape, axis, chunk.dtype, chunk.device, chunk.is_pinned())
+    def make(self, chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> torch.Tensor:
+        """A ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``."""
+        kind = (shape, rank_group, chunk.dtype, chunk.device, chunk.is_pinned())
         first = self._first.get(kind)
         if first is None:
-            made = self._first[kind] = sharded_tensor(chunk, shape, axis)
+            made = self._first[kind] = sharded_tensor(chunk, shape, rank_group)
             return made
         properties = first.metadata().tensor_properties
         made = ShardedTensor.__new__(
@@ -90,25 +90,27 @@ class ShardedTensors:
             requires_grad=properties.requires_grad,
         )
         made._local_shards = [Shard(chunk, replace(shard.metadata)) for shard in first.local_shards()]
-        made._prepare_init(process_group=axis.group)
+        made._prepare_init(process_group=rank_group.group)
         return made
 
 
-def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, axis: Axis) -> torch.Tensor:
+def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, rank_group: RankGroup) -> torch.Tensor:
     """A 1-D ShardedTensor of ``numel`` elements, ``shard_numel`` a rank, of which this rank holds ``local``."""
     metadata = [
         (rank, [rank * shard_numel], [min(shard_numel, numel - rank * shard_numel)])
-        for rank in range(axis.size)
+        for rank in range(rank_group.size)
         if rank * shard_numel < numel
     ]
-    return _sharded_tensor(local, (numel,), axis, metadata or [(0, [0], [0])])
+    return _sharded_tensor(local, (numel,), rank_group, metadata or [(0, [0], [0])])
 
 
 def _sharded_tensor(
-    local: torch.Tensor, shape: tuple[int, ...], axis: Axis, metadata: list[tuple[int, list[int], list[int]]]
+    local: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup, metadata: list[tuple[int, list[int], list[int]]]
 ) -> ShardedTensor:
-    shards = [ShardMetadata(offsets, sizes, _placement(axis, rank, local.device)) for rank, offsets, sizes in metadata]
-    own = [Shard(local, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == axis.rank]
+    shards = [
+        ShardMetadata(offsets, sizes, _placement(rank_group, rank, local.device)) for rank, offsets, sizes in metadata
+    ]
+    own = [Shard(local, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == rank_group.rank]
     properties = TensorProperties(
         dtype=local.dtype,
         layout=local.layout,
@@ -118,13 +120,13 @@ def _sharded_tensor(
     )
     whole = ShardedTensorMetadata(shards_metadata=shards, size=torch.Size(shape), tensor_properties=properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
-        own, sharded_tensor_metadata=whole, process_group=axis.group
+        own, sharded_tensor_metadata=whole, process_group=rank_group.group
     )
 
 
-def _placement(axis: Axis, rank: int, device: torch.device) -> str:
-    assert axis.group is not None
-    world_rank = dist.get_global_rank(axis.group, rank)
+def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
+    assert rank_group.group is not None
+    world_rank = dist.get_global_rank(rank_group.group, rank)
     if device.type == "cpu":
         return f"rank:{world_rank}/cpu"
     return f"rank:{world_rank}/{device.type}:{rank % torch.accelerator.device_count()}"

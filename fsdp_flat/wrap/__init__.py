@@ -1,13 +1,13 @@
-"""Floor 1: which submodules become units. The path that FSDP1 users import policies from.
+"""Layer 1: which submodules become units. The path that FSDP1 users import policies from.
 
-Everything here works on module trees; the wrapper is passed in, so this floor knows nothing of
+Everything here works on module trees; the wrapper is passed in, so this layer knows nothing of
 sharding. Users' names equal those of ``torch.distributed.fsdp.wrap``; ``plan_units`` and
 ``apply_plan`` are what a wrapper's constructor calls.
 """
 
 from __future__ import annotations
 
-from fsdp_flat.wrap.context import _ConfigAutoWrap, enable_wrap, wrap
+from fsdp_flat.wrap.annotation import _ConfigAutoWrap, enable_wrap, wrap
 from fsdp_flat.wrap.plan import UnitPlan, WrapPlan, apply_plan, plan_units
 from fsdp_flat.wrap.policies import (
     CustomPolicy,

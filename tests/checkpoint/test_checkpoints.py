@@ -285,7 +285,7 @@ DAMAGE = {
 def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(
     how: str, tmp_path: Path, rank: int
 ) -> None:
-    damage, text = DAMAGE[how]
+    verify_files, text = DAMAGE[how]
     model = shard(seeded())
     optimizer = adamw(model)
     train(model, optimizer, rank, range(1))
@@ -295,7 +295,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_what_was_passed_over_is_said(
     save_checkpoint(tmp_path, model, optimizer, "second")
     dist.barrier()
     if rank == 0:
-        damage(tmp_path / "step-00000001")
+        verify_files(tmp_path / "step-00000001")
     dist.barrier()
     if rank == 0:
         with pytest.warns(UserWarning, match=f"passed over: .*{text}"):

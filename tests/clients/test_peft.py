@@ -32,7 +32,7 @@ def wrapped(model: nn.Module, by_policy_of_peft: bool) -> Any:
     layer = type(model.get_base_model().model.layers[0])
     policy = partial(transformer_auto_wrap_policy, transformer_layer_cls={layer})
     if by_policy_of_peft:
-        leaves = partial(
+        unsharded_params = partial(
             lambda_auto_wrap_policy,
             lambda_fn=lambda module: (
                 not list(module.named_children())
@@ -40,7 +40,7 @@ def wrapped(model: nn.Module, by_policy_of_peft: bool) -> Any:
                 and module.weight.requires_grad
             ),
         )
-        policy = partial(_or_policy, policies=[leaves, policy])
+        policy = partial(_or_policy, policies=[unsharded_params, policy])
     return FSDP(model, auto_wrap_policy=policy, use_orig_params=not by_policy_of_peft, device_id=torch.device("cpu"))
 
 

@@ -1,4 +1,4 @@
-"""Every implementation of gather and reduction gives a plain concatenation and a plain sum."""
+"""Every implementation of all-gather and reduce-scatter gives a plain concatenation and a plain sum."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import (
-    Axis,
     Pending,
+    RankGroup,
     begin_all_reduce,
     collectives_for,
     exchange_bytes,
@@ -19,7 +19,12 @@ from fsdp_flat.comm import (
     gather_bytes,
     scatter_bytes,
 )
-from fsdp_flat.comm.collectives import BackendCollectives, CpuCollectives, GlooAcceleratorCollectives, GlooCollectives
+from fsdp_flat.comm.flat_collectives import (
+    BackendCollectives,
+    CpuCollectives,
+    GlooAcceleratorCollectives,
+    GlooCollectives,
+)
 from tests.support import assert_equal, on_ranks
 
 KINDS = [BackendCollectives, GlooAcceleratorCollectives, GlooCollectives, CpuCollectives]
@@ -28,10 +33,10 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 MEMBERS = {2: [1, 3], 3: [0, 2, 3], 4: [0, 1, 2, 3]}
 
 
-def axis_of(size: int) -> Axis | None:
-    """The axis over ``MEMBERS[size]``, or None on a rank outside of it."""
+def axis_of(size: int) -> RankGroup | None:
+    """The group over ``MEMBERS[size]``, or None on a rank outside of it."""
     group = dist.new_group(MEMBERS[size])
-    return Axis.of(group) if dist.get_rank() in MEMBERS[size] else None
+    return RankGroup.of(group) if dist.get_rank() in MEMBERS[size] else None
 
 
 def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -44,14 +49,14 @@ def contribution(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_gather_is_the_concatenation_of_every_ranks_slice(kind: Any, size: int) -> None:
-    axis = axis_of(size)
-    if axis is None:
+    rank_group = axis_of(size)
+    if rank_group is None:
         return
     for dtype in DTYPES:
         slices = [contribution(rank, 5, dtype) for rank in range(size)]
         full = torch.full((5 * size,), 99, dtype=dtype)
-        full[5 * axis.rank : 5 * (axis.rank + 1)] = slices[axis.rank]
-        pending = kind(axis).begin_all_gather(full)
+        full[5 * rank_group.rank : 5 * (rank_group.rank + 1)] = slices[rank_group.rank]
+        pending = kind(rank_group).begin_all_gather(full)
         assert pending.wait() is full
         assert_equal(full, torch.cat(slices), what=f"{dtype}")
 
@@ -60,26 +65,26 @@ def test_a_gather_is_the_concatenation_of_every_ranks_slice(kind: Any, size: int
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_reduction_is_this_ranks_slice_of_the_sum(kind: Any, size: int) -> None:
-    axis = axis_of(size)
-    if axis is None:
+    rank_group = axis_of(size)
+    if rank_group is None:
         return
     for dtype in DTYPES:
         everyone = [contribution(rank, 5 * size, dtype) for rank in range(size)]
         total = torch.stack(everyone).sum(0).to(dtype)
-        full = everyone[axis.rank].clone()
-        result = kind(axis).begin_reduce_scatter(full).wait()
-        assert_equal(result, total[5 * axis.rank : 5 * (axis.rank + 1)], what=f"{dtype}")
+        full = everyone[rank_group.rank].clone()
+        result = kind(rank_group).begin_reduce_scatter(full).wait()
+        assert_equal(result, total[5 * rank_group.rank : 5 * (rank_group.rank + 1)], what=f"{dtype}")
         full.zero_()
-        assert_equal(result, total[5 * axis.rank : 5 * (axis.rank + 1)], what=f"{dtype}, its own memory")
+        assert_equal(result, total[5 * rank_group.rank : 5 * (rank_group.rank + 1)], what=f"{dtype}, its own memory")
 
 
 @on_ranks(4)
 def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
-    axis = axis_of(4)
-    assert axis is not None
-    collectives = collectives_for(axis, torch.device("cpu"))
+    rank_group = axis_of(4)
+    assert rank_group is not None
+    collectives = collectives_for(rank_group, torch.device("cpu"))
     assert isinstance(collectives, CpuCollectives)
-    fulls = [torch.full((4 * n,), float(axis.rank + n)) for n in (1, 2, 3)]
+    fulls = [torch.full((4 * n,), float(rank_group.rank + n)) for n in (1, 2, 3)]
     gathers = [collectives.begin_all_gather(full) for full in fulls[:2]]
     reduction = collectives.begin_reduce_scatter(fulls[2])
     assert_equal(reduction.wait(), torch.full((3,), float(sum(rank + 3 for rank in range(4)))))
@@ -92,10 +97,10 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
 @pytest.mark.parametrize("kind", [GlooCollectives, CpuCollectives])
 def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks(kind: Any) -> None:
     """256 + 1 + 1 + 1 in bf16 steps would stay 256."""
-    axis = axis_of(4)
-    assert axis is not None
-    full = torch.full((4,), 256.0 if axis.rank == 0 else 1.0, dtype=torch.bfloat16)
-    result = kind(axis).begin_reduce_scatter(full).wait()
+    rank_group = axis_of(4)
+    assert rank_group is not None
+    full = torch.full((4,), 256.0 if rank_group.rank == 0 else 1.0, dtype=torch.bfloat16)
+    result = kind(rank_group).begin_reduce_scatter(full).wait()
     assert result.dtype is torch.bfloat16
     assert result.item() == 260.0  # the bf16 nearest to 259
     assert (torch.tensor(256.0, dtype=torch.bfloat16) + 1).item() == 256.0
@@ -106,14 +111,14 @@ def test_short_floats_are_summed_in_fp32_over_more_than_two_ranks(kind: Any) -> 
 def test_sums_have_the_same_bits_by_shared_memory_and_by_gloo_whoever_comes_first(
     dtype: torch.dtype, rank: int, num_ranks: int
 ) -> None:
-    axis = Axis.of(dist.group.WORLD)
+    rank_group = RankGroup.of(dist.group.WORLD)
     full = torch.randn(1000 * num_ranks, generator=torch.Generator().manual_seed(rank)).to(dtype)
-    expected = GlooCollectives(axis).begin_reduce_scatter(full.clone()).wait()
-    for late in range(num_ranks):
-        if rank == late:
+    expected = GlooCollectives(rank_group).begin_reduce_scatter(full.clone()).wait()
+    for timeout_error in range(num_ranks):
+        if rank == timeout_error:
             time.sleep(0.01)
         for kind in (GlooCollectives, CpuCollectives):
-            assert_equal(kind(axis).begin_reduce_scatter(full.clone()).wait(), expected)
+            assert_equal(kind(rank_group).begin_reduce_scatter(full.clone()).wait(), expected)
 
 
 class Work:
@@ -144,56 +149,58 @@ def test_a_pending_waits_for_its_works_and_finishes_once() -> None:
 
 def test_an_all_reduce_over_one_rank_is_the_tensor_itself() -> None:
     tensor = torch.ones(3)
-    assert begin_all_reduce(tensor, Axis(None, 0, 1)).wait() is tensor
+    assert begin_all_reduce(tensor, RankGroup(None, 0, 1)).wait() is tensor
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_an_all_reduce_sums_or_takes_the_largest_in_place(size: int) -> None:
-    axis = axis_of(size)
-    if axis is None:
+    rank_group = axis_of(size)
+    if rank_group is None:
         return
-    tensor = torch.tensor([float(axis.rank), -float(axis.rank)])
-    begin_all_reduce(tensor, axis).wait()
+    tensor = torch.tensor([float(rank_group.rank), -float(rank_group.rank)])
+    begin_all_reduce(tensor, rank_group).wait()
     total = float(sum(range(size)))
     assert_equal(tensor, torch.tensor([total, -total]))
-    tensor = torch.tensor([float(axis.rank), -float(axis.rank)])
-    begin_all_reduce(tensor, axis, largest=True).wait()
+    tensor = torch.tensor([float(rank_group.rank), -float(rank_group.rank)])
+    begin_all_reduce(tensor, rank_group, largest=True).wait()
     assert_equal(tensor, torch.tensor([float(size - 1), -0.0]))
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_exchanged_integers_come_back_in_rank_order_with_all_64_bits(size: int) -> None:
-    axis = axis_of(size)
-    if axis is None:
+    rank_group = axis_of(size)
+    if rank_group is None:
         return
-    assert axis.group is not None
-    rows = exchange_ints([axis.rank, -(2**63) + axis.rank, 2**63 - 1], axis.group, torch.device("cpu"))
+    assert rank_group.group is not None
+    rows = exchange_ints(
+        [rank_group.rank, -(2**63) + rank_group.rank, 2**63 - 1], rank_group.group, torch.device("cpu")
+    )
     assert rows == [[rank, -(2**63) + rank, 2**63 - 1] for rank in range(size)]
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_exchanged_bytes_come_back_in_rank_order_whatever_their_lengths(size: int) -> None:
-    axis = axis_of(size)
-    if axis is None:
+    rank_group = axis_of(size)
+    if rank_group is None:
         return
-    assert axis.group is not None
+    assert rank_group.group is not None
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
-        got = exchange_bytes(payloads[axis.rank], axis.group, torch.device("cpu"))
+        got = exchange_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"))
         assert got == payloads[:size]
 
 
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_bytes_go_to_rank_zero_and_each_ranks_own_come_back(size: int) -> None:
-    axis = axis_of(size)
-    if axis is None:
+    rank_group = axis_of(size)
+    if rank_group is None:
         return
-    assert axis.group is not None
+    assert rank_group.group is not None
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
-        got = gather_bytes(payloads[axis.rank], axis.group, torch.device("cpu"))
-        assert got == (payloads[:size] if axis.rank == 0 else [])
-        back = scatter_bytes(got, axis.group, torch.device("cpu"))
-        assert back == payloads[axis.rank]
+        got = gather_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"))
+        assert got == (payloads[:size] if rank_group.rank == 0 else [])
+        back = scatter_bytes(got, rank_group.group, torch.device("cpu"))
+        assert back == payloads[rank_group.rank]

@@ -1,4 +1,4 @@
-"""The constructor's ``process_group`` and ``device_mesh`` become two axes, or a clear error."""
+"""The constructor's ``process_group`` and ``device_mesh`` become two groups, or a clear error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.comm import STRATEGIES, UnitGroups, resolve_groups, strategy_from
+from fsdp_flat.comm import STRATEGIES, ShardingGroups, resolve_groups, strategy_from
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from tests.support import on_ranks
 
@@ -22,7 +22,7 @@ NONE = STRATEGIES[ShardingStrategy.NO_SHARD]
 HYBRIDS = [STRATEGIES[ShardingStrategy.HYBRID_SHARD], STRATEGIES[ShardingStrategy._HYBRID_SHARD_ZERO2]]
 
 
-def resolve(strategy: Any, group: Any = None, mesh: Any = None, *, has_policy: bool = False) -> UnitGroups:
+def resolve(strategy: Any, group: Any = None, mesh: Any = None, *, has_policy: bool = False) -> ShardingGroups:
     return resolve_groups(strategy, group, mesh, has_policy=has_policy, device=CPU)
 
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import Axis, neighbours
-from fsdp_flat.comm import mailbox as module
-from fsdp_flat.comm.mailbox import Letter, Mailbox, wait_for
-from fsdp_flat.comm.neighbours import mailbox_of
+from fsdp_flat.comm import RankGroup, host_transports
+from fsdp_flat.comm import shared_memory as module
+from fsdp_flat.comm.host_transports import transport_of
+from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport, wait_for
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import RankFailure, assert_equal, on_ranks
@@ -34,17 +34,17 @@ PAGE = 4096
 EXACT = mock.patch.multiple(module, _SEGMENT_NBYTES=1, _IDLE_SENDS=64)
 
 
-def mailbox(timeout_s: float = 60) -> Mailbox:
+def shared_memory(timeout_s: float = 60) -> SharedMemoryTransport:
     """A new one, of a group of its own over all ranks."""
-    made = mailbox_of(Axis.of(dist.new_group(timeout=timedelta(seconds=timeout_s))))
+    made = transport_of(RankGroup.of(dist.new_group(timeout=timedelta(seconds=timeout_s))))
     assert made is not None
     return made
 
 
-def read(letter: Letter, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    letter.wait()
-    content = letter.content(dtype).clone()
-    letter.close()
+def read(message: Message, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    message.wait()
+    content = message.content(dtype).clone()
+    message.close()
     return content
 
 
@@ -54,68 +54,68 @@ def other(rank: int) -> int:
 
 @on_ranks(2)
 def test_messages_arrive_in_order_whether_or_not_they_are_expected_yet(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
+    box, peer = shared_memory(), other(rank)
     for first in (True, False):
         letters = [box.expect("transfer", peer, 12) for _ in range(3)] if first else []
         for index in range(3):
             box.send("transfer", [(torch.full((3,), 10.0 * index + rank), (peer,))])
         if not first:
             dist.barrier()
-            box.look(peer)
+            box.receive_ready(peer)
             letters = [box.expect("transfer", peer, 12) for _ in range(3)]
-            assert all(letter.is_completed() for letter in letters)
-        for index, letter in enumerate(letters):
-            assert_equal(read(letter), torch.full((3,), 10.0 * index + peer))
-        assert all(not letter.is_completed() for letter in letters)
+            assert all(message.is_completed() for message in letters)
+        for index, message in enumerate(letters):
+            assert_equal(read(message), torch.full((3,), 10.0 * index + peer))
+        assert all(not message.is_completed() for message in letters)
 
 
 @on_ranks(2)
 @EXACT
 def test_memory_that_nobody_has_read_is_not_used_again_and_memory_that_was_read_is(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
+    box, peer = shared_memory(), other(rank)
     letters = [box.expect("transfer", peer, 4 * PAGE) for _ in range(5)]
     for index in range(5):
         box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
     assert box.nbytes == 5 * 4 * PAGE
     assert box.unread("transfer") == {peer: 5 * 4 * PAGE}
     dist.barrier()
-    for index, letter in enumerate(letters):
-        assert_equal(read(letter), torch.full((PAGE,), float(index)))
+    for index, message in enumerate(letters):
+        assert_equal(read(message), torch.full((PAGE,), float(index)))
     while box.unread("transfer"):
         wait_for([(box, peer)], "transfer")
     for index in range(20):
-        letter = box.expect("transfer", peer, 4 * PAGE)
+        message = box.expect("transfer", peer, 4 * PAGE)
         box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
-        assert_equal(read(letter), torch.full((PAGE,), float(index)))
+        assert_equal(read(message), torch.full((PAGE,), float(index)))
     assert box.nbytes == 5 * 4 * PAGE
 
 
 @on_ranks(2)
 @EXACT
 def test_memory_grows_with_a_longer_message_and_the_reader_sees_all_of_it(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
+    box, peer = shared_memory(), other(rank)
     for numel in (10, 5 * PAGE, 3, 9 * PAGE, 0):
-        letter = box.expect("transfer", peer, 4 * numel)
+        message = box.expect("transfer", peer, 4 * numel)
         sent = torch.arange(numel, dtype=torch.float32) + rank
         box.send("transfer", [(sent, (peer,))])
-        assert_equal(read(letter), torch.arange(numel, dtype=torch.float32) + peer)
+        assert_equal(read(message), torch.arange(numel, dtype=torch.float32) + peer)
         while box.unread("transfer"):
             wait_for([(box, peer)], "transfer")
-    assert box.nbytes == 9 * 4 * PAGE, "one piece of memory, as long as the longest message"
+    assert box.nbytes == 9 * 4 * PAGE, "one local shard of memory, as long as the longest message"
 
 
 @on_ranks(2)
 @EXACT
 def test_memory_that_was_idle_for_long_goes_back_to_the_system_and_serves_again(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
+    box, peer = shared_memory(), other(rank)
 
     def swap(numel: int, how_many: int) -> None:
         letters = [box.expect("transfer", peer, 4 * numel) for _ in range(how_many)]
         for index in range(how_many):
             box.send("transfer", [(torch.full((numel,), float(index + 1)), (peer,))])
         dist.barrier()
-        for index, letter in enumerate(letters):
-            assert_equal(read(letter), torch.full((numel,), float(index + 1)))
+        for index, message in enumerate(letters):
+            assert_equal(read(message), torch.full((numel,), float(index + 1)))
         while box.unread("transfer"):
             wait_for([(box, peer)], "transfer")
 
@@ -130,17 +130,17 @@ def test_memory_that_was_idle_for_long_goes_back_to_the_system_and_serves_again(
 
 @on_ranks(2)
 def test_a_letter_that_is_dropped_does_not_keep_the_senders_memory(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
-    letter = box.expect("gather", peer, 4)
-    del letter
+    box, peer = shared_memory(), other(rank)
+    message = box.expect("gather", peer, 4)
+    del message
     box.send("gather", [(torch.ones(1), (peer,))])
     dist.barrier()
-    box.look(peer)
-    letter = box.expect("gather", peer, 4)
+    box.receive_ready(peer)
+    message = box.expect("gather", peer, 4)
     box.send("gather", [(torch.full((1,), 2.0), (peer,))])
-    letter.wait()
-    assert_equal(letter.content(torch.float32).clone(), torch.full((1,), 2.0))
-    del letter
+    message.wait()
+    assert_equal(message.content(torch.float32).clone(), torch.full((1,), 2.0))
+    del message
     gc.collect()
     while box.unread("gather"):
         wait_for([(box, peer)], "gather")
@@ -148,21 +148,21 @@ def test_a_letter_that_is_dropped_does_not_keep_the_senders_memory(rank: int) ->
 
 @on_ranks(2)
 def test_a_forked_child_that_drops_letters_tells_nobody(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
-    letter = box.expect("gather", peer, 4)
+    box, peer = shared_memory(), other(rank)
+    message = box.expect("gather", peer, 4)
     box.send("gather", [(torch.ones(1), (peer,))])
-    letter.wait()
+    message.wait()
     child = os.fork()
     if child == 0:
-        del letter
+        del message
         gc.collect()
         os._exit(0)
     os.waitpid(child, 0)
     dist.barrier()
-    box.look(peer)
+    box.receive_ready(peer)
     assert box.unread("gather") == {peer: 4}
     dist.barrier()
-    letter.close()
+    message.close()
     while box.unread("gather"):
         wait_for([(box, peer)], "gather")
 
@@ -173,20 +173,20 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
         ("gather", 2, r"came to an all-gather \(8 bytes\) where rank 1 came to an all-gather \(12 bytes\)"),
         ("reduction", 3, r"came to a reduce-scatter \(12 bytes\) where rank 1 came to an all-gather \(12 bytes\)"),
     ):
-        box = mailbox()
+        box = shared_memory()
         if rank == 0:
             box.send(purpose, [(torch.ones(numel), (1,))])
         else:
-            letter = box.expect("gather", 0, 12)
+            message = box.expect("gather", 0, 12)
             with pytest.raises(RankMismatchError, match=match):
-                letter.wait()
+                message.wait()
             with pytest.raises(RankMismatchError, match=match):
-                letter.wait()
+                message.wait()
             with pytest.raises(RankMismatchError, match=match):
                 box.send("gather", [])
             with pytest.raises(RankMismatchError, match=match):
                 box.expect("gather", 0, 4)
-            assert not letter.is_completed()
+            assert not message.is_completed()
         dist.barrier()
 
 
@@ -221,37 +221,37 @@ def test_what_one_rank_alone_does_to_a_model_and_its_class_do_not_make_it_anothe
 
 @on_ranks(2)
 def test_a_dropped_letter_does_not_swallow_another_message(rank: int) -> None:
-    box = mailbox()
+    box = shared_memory()
     if rank == 0:
         box.send("transfer", [(torch.ones(1), (1,))])
     else:
-        letter = box.expect("gather", 0, 8)
-        del letter
-        letter = box.expect("transfer", 0, 4)
+        message = box.expect("gather", 0, 8)
+        del message
+        message = box.expect("transfer", 0, 4)
         with pytest.raises(
             RankMismatchError, match=r"came to a transfer \(4 bytes\) where rank 1 came to an all-gather \(8 bytes\)"
         ):
-            letter.wait()
+            message.wait()
     dist.barrier()
 
 
 @on_ranks(2)
 def test_short_messages_share_memory_and_files(rank: int) -> None:
-    box, peer = mailbox(), other(rank)
+    box, peer = shared_memory(), other(rank)
     before = len(os.listdir("/proc/self/fd"))
     letters = [box.expect("transfer", peer, 4000) for _ in range(100)]
     for index in range(100):
         box.send("transfer", [(torch.full((1000,), float(index)), (peer,))])
     dist.barrier()
-    for index, letter in enumerate(letters):
-        assert_equal(read(letter), torch.full((1000,), float(index)))
+    for index, message in enumerate(letters):
+        assert_equal(read(message), torch.full((1000,), float(index)))
     assert len(os.listdir("/proc/self/fd")) <= before + 3
     dist.barrier()
 
 
 @on_ranks(4)
 def test_a_message_to_several_ranks_is_written_once(rank: int) -> None:
-    box = mailbox()
+    box = shared_memory()
     if rank == 0:
         box.send("transfer", [(torch.ones(module._SEGMENT_NBYTES // 4), (1, 2, 3))])
         assert box.nbytes == module._SEGMENT_NBYTES
@@ -262,7 +262,7 @@ def test_a_message_to_several_ranks_is_written_once(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) -> None:
-    box = mailbox(timeout_s=2)
+    box = shared_memory(timeout_s=2)
     if rank == 0:
         messages = [(torch.ones(1), (1,))] * 100_000
         with pytest.raises(
@@ -274,18 +274,18 @@ def test_a_rank_that_reads_nothing_is_named_after_the_groups_timeout(rank: int) 
 
 @on_ranks(2)
 def test_a_rank_that_does_not_come_is_named_after_the_groups_timeout(rank: int) -> None:
-    box = mailbox(timeout_s=2)
+    box = shared_memory(timeout_s=2)
     if rank == 0:
-        letter = box.expect("gather", 1, 4)
-        assert not letter.is_completed()
+        message = box.expect("gather", 1, 4)
+        assert not message.is_completed()
         with pytest.raises(PeerFailureError, match=r"Rank 0 of the group has heard nothing from rank\(s\) \[1\]"):
-            letter.wait()
+            message.wait()
     dist.barrier()
 
 
 @on_ranks(2)
 def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
-    box = mailbox()
+    box = shared_memory()
     box.names[7] = "layers.0"
     dist.barrier()
     if rank == 1:
@@ -309,7 +309,7 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
 
 def end_in_the_middle(seen: Path, child_s: float) -> None:
     """Rank 1 sends one message of two and is gone, with a child that lives on and with notes that it has not read."""
-    box = mailbox()
+    box = shared_memory()
     if dist.get_rank() == 1:
         box.send("gather", [(torch.ones(2), (0,))])
         if os.fork() == 0:
@@ -342,16 +342,16 @@ def test_files_and_connections_of_a_group_go_with_it(rank: int) -> None:
     before = len(os.listdir("/proc/self/fd"))
     group = dist.new_group(use_local_synchronization=True)
     opened = len(os.listdir("/proc/self/fd"))
-    box = mailbox_of(Axis.of(group))
+    box = transport_of(RankGroup.of(group))
     assert box is not None
-    letter = box.expect("gather", other(rank), 4)
+    message = box.expect("gather", other(rank), 4)
     box.send("gather", [(torch.ones(1), (other(rank),))])
-    read(letter)
+    read(message)
     assert len(os.listdir("/proc/self/fd")) == opened + 4, (
         "a socket, own memory as a file and mapped, the other's mapped"
     )
     dist.barrier()
-    del box, letter
+    del box, message
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == opened + 4, "the group is there"
     dist.destroy_process_group(group)
@@ -362,8 +362,8 @@ def test_files_and_connections_of_a_group_go_with_it(rank: int) -> None:
 
 OBSTACLES = {
     "switched off": mock.patch.dict(os.environ, {"FSDP_FLAT_SHARED_MEMORY": "0"}),
-    "no shared memory": mock.patch.object(neighbours, "_shares_memory", return_value=False),
-    "another host": mock.patch.object(neighbours, "_host", return_value=b"elsewhere"),
+    "no shared memory": mock.patch.object(host_transports, "_shares_memory", return_value=False),
+    "another host": mock.patch.object(host_transports, "_host", return_value=b"elsewhere"),
     "no connections": mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError),
 }
 
@@ -372,9 +372,9 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", list(OBSTACLES))
 def test_ranks_that_cannot_all_share_memory_do_without(obstacle: str, rank: int, num_ranks: int) -> None:
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(neighbours, "_SETUP_S", 1.0))
+        patches.enter_context(mock.patch.object(host_transports, "_SETUP_S", 1.0))
         if rank == num_ranks - 1:
             patches.enter_context(OBSTACLES[obstacle])
-        axis = Axis.of(dist.new_group())
-        assert mailbox_of(axis) is None
-    assert mailbox_of(axis) is None, "and nobody is asked again"
+        rank_group = RankGroup.of(dist.new_group())
+        assert transport_of(rank_group) is None
+    assert transport_of(rank_group) is None, "and nobody is asked again"

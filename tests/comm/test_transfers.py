@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import Axis, Transfers
-from fsdp_flat.layout import Interval, Runs, Whole, moves_between
+from fsdp_flat.comm import RankGroup, Transfers
+from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
 from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
 
@@ -19,9 +19,9 @@ def even(numel: int, size: int) -> list[Interval]:
 @on_ranks(2, 4)
 @pytest.mark.parametrize("shared", [False, True])
 def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, rank: int, num_ranks: int) -> None:
-    axis = Axis.of(dist.group.WORLD)
+    rank_group = RankGroup.of(dist.group.WORLD)
     with shared_memory(shared):
-        transfers = Transfers(axis, torch.device("cpu"))
+        transfers = Transfers(rank_group, torch.device("cpu"))
     found = []
     for numel, dtype in (
         (5, torch.float32),
@@ -34,7 +34,7 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
         whole = torch.arange(numel).to(dtype)
         held = even(numel, num_ranks)
         target = torch.empty(numel, dtype=dtype)
-        moves = moves_between(Runs(tuple(held)), Whole(numel, None, num_ranks), rank)
+        moves = plan_transfer(IrregularPartition(tuple(held)), ReplicatedPartition(numel, None, num_ranks), rank)
         transfers.add(moves, whole[held[rank].to_slice()].clone(), target)
         found.append((target, whole))
     transfers.wait()
@@ -46,13 +46,13 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
 @on_ranks(2)
 @pytest.mark.parametrize("shared", [False, True])
 def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) -> None:
-    axis = Axis.of(dist.group.WORLD)
+    rank_group = RankGroup.of(dist.group.WORLD)
     with shared_memory(shared):
-        transfers = Transfers(axis, torch.device("cpu"))
+        transfers = Transfers(rank_group, torch.device("cpu"))
     with recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):
-            moves = moves_between(Runs(tuple(even(8, 2))), Whole(8, None, 2), rank)
+            moves = plan_transfer(IrregularPartition(tuple(even(8, 2))), ReplicatedPartition(8, None, 2), rank)
             transfers.add(moves, torch.full((4,), 10.0 * index + rank), target)
         transfers.wait()
     assert record.counts() == ({"transfer": 1} if shared else {"irecv": 1, "isend": 1})

@@ -100,13 +100,13 @@ def test_every_public_name_of_fsdp1_is_replaced_and_fsdp2_is_left_alone() -> Non
 def test_installing_twice_changes_nothing_and_names_what_was_imported_since() -> None:
     first = fsdp_flat.install()
     assert fsdp_flat.install() == first
-    with imported("client_late") as late:
-        vars(late)["kept"] = PEER_CLASS["torch's"]
+    with imported("client_late") as timeout_error:
+        vars(timeout_error)["kept"] = PEER_CLASS["torch's"]
         again = fsdp_flat.install()
         assert again.replaced[: len(first.replaced)] == first.replaced
         assert [(name.module, name.name) for name in again.replaced[len(first.replaced) :]] == [("client_late", "kept")]
         fsdp_flat.uninstall()
-        assert bound(late, "kept") is PEER_CLASS["torch's"]
+        assert bound(timeout_error, "kept") is PEER_CLASS["torch's"]
     fsdp_flat.uninstall()
     assert peer_library.FullyShardedDataParallel is PEER_CLASS["torch's"]
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.flat._torch import swap_memory
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, GradientWindow, MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool
 from fsdp_flat.layout import FlatLayout
 from tests.support import assert_equal
 
@@ -84,45 +84,45 @@ LAYOUT = FlatLayout.build([("a", (2, 2)), ("b", (3,)), ("c", ())], world_size=2,
 
 
 def test_a_gradient_is_copied_where_its_parameter_lies_and_later_ones_are_added() -> None:
-    window = GradientWindow(LAYOUT, torch.float32, CPU)
-    window.land(0, torch.ones(2, 2))
-    assert (window.num_landed, bytes(window.landed)) == (1, b"\x01\x00\x00")
-    window.land(0, torch.full((2, 2), 2.0))
-    window.land(2, torch.tensor(5.0))
-    assert (window.num_landed, bytes(window.landed)) == (2, b"\x01\x00\x01")
+    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    window.add_grad(0, torch.ones(2, 2))
+    assert (window.num_grads_ready, bytes(window.grads_ready)) == (1, b"\x01\x00\x00")
+    window.add_grad(0, torch.full((2, 2), 2.0))
+    window.add_grad(2, torch.tensor(5.0))
+    assert (window.num_grads_ready, bytes(window.grads_ready)) == (2, b"\x01\x00\x01")
     expected = torch.zeros(LAYOUT.numel)
     expected[:4] = 3.0
-    expected[LAYOUT.slots[2].offset] = 5.0
+    expected[LAYOUT.param_infos[2].offset] = 5.0
     assert_equal(window.close(POOL), expected)
 
 
 def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
-    window = GradientWindow(LAYOUT, torch.float32, CPU)
+    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
     pool = MemoryPool()
     used = filled(torch.full((LAYOUT.numel,), float("nan")))
     used.free(pool)
-    window.land(1, torch.tensor([1.0, 2.0, 3.0]))
+    window.add_grad(1, torch.tensor([1.0, 2.0, 3.0]))
     flat = window.close(pool)
     expected = torch.zeros(LAYOUT.numel)
-    expected[LAYOUT.slots[1].interval.to_slice()] = torch.tensor([1.0, 2.0, 3.0])
+    expected[LAYOUT.param_infos[1].interval.to_slice()] = torch.tensor([1.0, 2.0, 3.0])
     assert_equal(flat, expected)
 
 
 def test_a_window_goes_on_after_it_was_closed() -> None:
-    window = GradientWindow(LAYOUT, torch.float32, CPU)
-    window.land(1, torch.ones(3))
+    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    window.add_grad(1, torch.ones(3))
     window.close(POOL)
-    window.land(1, torch.ones(3))
-    window.land(0, torch.ones(2, 2))
+    window.add_grad(1, torch.ones(3))
+    window.add_grad(0, torch.ones(2, 2))
     flat = window.close(POOL)
-    assert_equal(flat[LAYOUT.slots[1].interval.to_slice()], torch.full((3,), 2.0))
+    assert_equal(flat[LAYOUT.param_infos[1].interval.to_slice()], torch.full((3,), 2.0))
     assert_equal(flat[:4], torch.ones(4))
 
 
 def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() -> None:
-    window = GradientWindow(LAYOUT, torch.float64, CPU)
-    window.land(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
-    window.land(0, torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True))
+    window = FlatGradBuffer(LAYOUT, torch.float64, CPU)
+    window.add_grad(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
+    window.add_grad(0, torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True))
     flat = window.close(POOL)
     assert flat.dtype is torch.float64
     assert_equal(flat[:4], torch.tensor([0.5, 0.5, 2.5, 0.5], dtype=torch.float64))
@@ -130,12 +130,12 @@ def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() ->
 
 
 def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() -> None:
-    window = GradientWindow(LAYOUT, torch.float32, CPU)
-    window.land(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
-    window.land(1, torch.tensor(7.0).expand(3))
+    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    window.add_grad(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
+    window.add_grad(1, torch.tensor(7.0).expand(3))
     flat = window.close(POOL)
     assert_equal(flat[:4], torch.tensor([1.0, 3.0, 2.0, 4.0]))
-    assert_equal(flat[LAYOUT.slots[1].interval.to_slice()], torch.full((3,), 7.0))
+    assert_equal(flat[LAYOUT.param_infos[1].interval.to_slice()], torch.full((3,), 7.0))
 
 
 # -- memory that moves from buffer to buffer -------------------------------------------------------------------------
@@ -192,14 +192,14 @@ def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() ->
 
 def test_a_released_window_is_empty_when_it_is_opened_again() -> None:
     pool = MemoryPool()
-    window = GradientWindow(LAYOUT, torch.float32, CPU)
-    for index, slot in enumerate(LAYOUT.slots):
-        window.land(index, torch.ones(slot.shape))
+    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    for index, param_info in enumerate(LAYOUT.param_infos):
+        window.add_grad(index, torch.ones(param_info.shape))
     window.close(POOL)
     window.release(pool)
     assert window.nbytes == 0
     assert window.fits(torch.float32, CPU)
     assert not window.fits(torch.float64, CPU)
     pool.clear()
-    assert window.num_landed == 0
+    assert window.num_grads_ready == 0
     assert_equal(window.close(POOL), torch.zeros(LAYOUT.numel))

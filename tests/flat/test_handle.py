@@ -50,8 +50,10 @@ def handle_of(
 def whole_flat(handle: FlatParamHandle) -> torch.Tensor:
     """What every rank's shards make up together."""
     flat = torch.zeros(handle.layout.numel)
-    for slot, value in zip(handle.layout.slots, (torch.arange(6.0), torch.tensor([10.0, 11.0])), strict=True):
-        flat[slot.interval.to_slice()] = value
+    for param_info, value in zip(
+        handle.layout.param_infos, (torch.arange(6.0), torch.tensor([10.0, 11.0])), strict=True
+    ):
+        flat[param_info.interval.to_slice()] = value
     return flat
 
 
@@ -96,11 +98,11 @@ def test_abandoning_leads_back_to_sharded_from_anywhere(before: list[str]) -> No
     handle = handle_of(module)
     for move in before:
         getattr(handle, move)()
-    handle.abandon()
+    handle.reset()
     assert handle.state is ShardState.SHARDED
     assert handle.buffer.nbytes == 0
     gather(handle)
-    handle.show_full()
+    handle.use_unsharded_views()
     assert_equal(module.weight.detach(), torch.arange(6.0).view(2, 3))
 
 
@@ -118,11 +120,11 @@ def test_gathered_parameters_are_shown_used_and_hidden_again(use_orig_params: bo
     handle = handle_of(module, use_orig_params=use_orig_params)
     for _ in range(2):
         gather(handle)
-        handle.show_full()
+        handle.use_unsharded_views()
         x = torch.eye(3)
         assert_equal(module(x).detach(), torch.arange(6.0).view(2, 3).t() + torch.tensor([10.0, 11.0]))
-        assert module.weight is handle.views.leaves[0]
-        handle.views.show_shard()
+        assert module.weight is handle.views.unsharded_params[0]
+        handle.views.use_sharded_views()
         handle.reshard()
         handle.free()
         assert handle.buffer.nbytes == 0
@@ -142,8 +144,8 @@ def test_with_original_parameters_shards_share_memory_with_the_flat_shard() -> N
     handle = handle_of(module)
     with torch.no_grad():
         module.weight.fill_(5.0)
-    piece = handle.views.pieces[0]
-    assert_equal(handle.flat_param.data[piece.in_shard.to_slice()], torch.full((piece.numel,), 5.0))
+    local_shard = handle.views.local_shards[0]
+    assert_equal(handle.flat_param.data[local_shard.in_shard.to_slice()], torch.full((local_shard.numel,), 5.0))
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -167,15 +169,15 @@ def adopted(handle: FlatParamHandle) -> dict[str, torch.Tensor]:
     handle.adopt_changes()
     data = handle.flat_param.data
     return {
-        slot.fqn: data[piece.in_shard.to_slice()].clone()
-        for slot, piece in zip(handle.layout.slots, handle.views.pieces, strict=True)
+        param_info.fqn: data[local_shard.in_shard.to_slice()].clone()
+        for param_info, local_shard in zip(handle.layout.param_infos, handle.views.local_shards, strict=True)
     }
 
 
 def slices(handle: FlatParamHandle, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {
-        slot.fqn: values[slot.fqn].reshape(-1)[piece.in_param.to_slice()]
-        for slot, piece in zip(handle.layout.slots, handle.views.pieces, strict=True)
+        param_info.fqn: values[param_info.fqn].reshape(-1)[local_shard.in_param.to_slice()]
+        for param_info, local_shard in zip(handle.layout.param_infos, handle.views.local_shards, strict=True)
     }
 
 
@@ -221,7 +223,7 @@ def test_a_new_flat_shard_is_taken_over(use_orig_params: bool) -> None:
     own = handle.layout.shard(0).to_slice()
     assert_equal(handle.begin_unshard()[own], fresh)
     if use_orig_params:
-        assert_equal(module.weight.detach(), fresh[handle.views.pieces[0].in_shard.to_slice()])
+        assert_equal(module.weight.detach(), fresh[handle.views.local_shards[0].in_shard.to_slice()])
 
 
 @pytest.mark.parametrize("use_orig_params", [False, True])
@@ -233,7 +235,7 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
     handle.adopt_changes()
     handle.begin_unshard()
     handle.finish_unshard()
-    handle.show_full()
+    handle.use_unsharded_views()
     assert_equal(module.weight.detach(), fresh[:6].view(2, 3))
 
 
@@ -244,20 +246,20 @@ def test_a_new_flat_shard_of_an_unsharded_unit_is_what_compute_sees(use_orig_par
 def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bool) -> None:
     module = Small()
     handle = handle_of(module, use_orig_params=use_orig_params)
-    landed: list[Any] = []
-    handle.on_landed = lambda: landed.append(handle)
+    grads_ready: list[Any] = []
+    handle.on_grad_ready = lambda: grads_ready.append(handle)
     gather(handle)
-    handle.show_full()
+    handle.use_unsharded_views()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
-    assert landed == [handle] * 4
-    assert all(leaf.grad is None for leaf in handle.views.leaves)
-    assert handle.num_landed == 2
+    assert grads_ready == [handle] * 4
+    assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
+    assert handle.num_grads_ready == 2
     expected = torch.zeros(handle.layout.numel)
-    for slot in handle.layout.slots:
-        expected[slot.interval.to_slice()] = 8.0
+    for param_info in handle.layout.param_infos:
+        expected[param_info.interval.to_slice()] = 8.0
     assert_equal(handle.take_gradient()[0], expected)
-    assert handle.num_landed == 0
+    assert handle.num_grads_ready == 0
     assert_equal(handle.take_gradient()[0], torch.zeros(handle.layout.numel))
 
 
@@ -275,14 +277,14 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
 def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     module = Small()
     handle = handle_of(module)
-    assert [leaf.requires_grad for leaf in handle.views.leaves].count(True) == 2
+    assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 2
     module.bias.requires_grad_(False)
     gather(handle)
-    handle.show_full()
-    assert [leaf.requires_grad for leaf in handle.views.leaves].count(True) == 1
+    handle.use_unsharded_views()
+    assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
-    assert handle.landed == b"\x01\x00"
-    handle.views.show_shard()
+    assert handle.grads_ready == b"\x01\x00"
+    handle.views.use_sharded_views()
     module.bias.requires_grad_(True)
-    handle.show_full()
-    assert [leaf.requires_grad for leaf in handle.views.leaves].count(True) == 2
+    handle.use_unsharded_views()
+    assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 2

@@ -80,7 +80,7 @@ class ModelMaker:
         self.num_nodes = 0
         self.done: list[Node] = []
         # Many cases are to have none of a feature at all, so that features do not hide each other's defects.
-        self.leaves = {
+        self.unsharded_params = {
             kind: weight for kind, weight in LEAVES.items() if kind in ("mlp", "linear") or rng.random() < 0.4
         }
         self.containers = {kind: weight for kind, weight in CONTAINERS.items() if kind == "seq" or rng.random() < 0.5}
@@ -119,7 +119,7 @@ class ModelMaker:
 
     def leaf(self) -> Node:
         rng = self.rng
-        kind = pick(rng, self.leaves)
+        kind = pick(rng, self.unsharded_params)
         if kind == "alias" and self.done:
             return Node(kind="alias", id=self.next_id(), refers=rng.choice(self.done).id)
         mlps = [node.id for node in self.done if node.kind == "mlp"]

@@ -15,7 +15,7 @@ import torch
 
 __all__ = ["ABSENT", "Command", "Counts", "commands", "counts_in", "run_all", "verdict"]
 
-ABSENT = "No accelerator here: what needs one is left out, and its stand-ins run on the CPU."
+ABSENT = "No accelerator here: what needs one is left out, and its placeholders run on the CPU."
 # Statuses of pytest.
 PASSED, NONE_COLLECTED = 0, 5
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""``make gpu`` runs what the machine can: everything on an accelerator, stand-ins without one."""
+"""``make gpu`` runs what the machine can: everything on an accelerator, placeholders without one."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout import FlatLayout, Interval, ParamSlot, SlotShard, alignment_numel
+from fsdp_flat.layout import FlatLayout, Interval, LocalShard, ParamInfo, alignment_numel
 
 Shapes = list[tuple[int, ...]]
 
@@ -46,8 +46,8 @@ def write_out(shapes: Sequence[tuple[int, ...]], *, world_size: int, align_numel
 
 
 def owners(layout: FlatLayout, index: int) -> Sequence[int]:
-    """The ranks that hold a part of a slot."""
-    return layout.pieces(index).ranks(Interval(0, layout.slots[index].numel))
+    """The ranks that hold a part of a parameter."""
+    return layout.partition(index).ranks(Interval(0, layout.param_infos[index].numel))
 
 
 @given(shape_lists, st.integers(1, 9), st.sampled_from([1, 2, 4, 8, 16]))
@@ -55,9 +55,9 @@ def test_the_layout_is_that_of_a_buffer_written_out_element_by_element(shapes: S
     layout = FlatLayout.build(named(shapes), world_size=world, align_numel=align)
     buffer = write_out(shapes, world_size=world, align_numel=align)
     assert layout.numel == len(buffer) == layout.shard_numel * world
-    for index, slot in enumerate(layout.slots):
-        assert slot.offset % align == 0
-        assert buffer[slot.interval.to_slice()] == [(index, element) for element in range(slot.numel)]
+    for index, param_info in enumerate(layout.param_infos):
+        assert param_info.offset % align == 0
+        assert buffer[param_info.interval.to_slice()] == [(index, element) for element in range(param_info.numel)]
     padded = [i for interval in layout.paddings() for i in range(interval.start, interval.stop)]
     assert padded == [i for i, (index, _) in enumerate(buffer) if index == PADDING]
     assert not any(interval.is_empty for interval in layout.paddings())
@@ -70,26 +70,30 @@ def test_a_ranks_pieces_are_its_part_of_the_buffer(shapes: Shapes, world: int, a
     for rank in range(world):
         shard = buffer[layout.shard(rank).to_slice()]
         rebuilt = [(PADDING, PADDING)] * layout.shard_numel
-        for piece in layout.shard_slots(rank):
-            assert not piece.is_empty
-            elements = range(piece.in_param.start, piece.in_param.stop)
-            rebuilt[piece.in_shard.to_slice()] = [(piece.index, element) for element in elements]
+        for local_shard in layout.local_shards(rank):
+            assert not local_shard.is_empty
+            elements = range(local_shard.in_param.start, local_shard.in_param.stop)
+            rebuilt[local_shard.in_shard.to_slice()] = [(local_shard.index, element) for element in elements]
         assert rebuilt == shard
 
 
 @given(shape_lists, st.integers(1, 9), st.sampled_from([1, 4]))
 def test_pieces_of_all_ranks_make_up_each_parameter(shapes: Shapes, world: int, align: int) -> None:
     layout = FlatLayout.build(named(shapes), world_size=world, align_numel=align)
-    for index, slot in enumerate(layout.slots):
+    for index, param_info in enumerate(layout.param_infos):
         position = 0
         for rank in range(world):
-            piece = layout.piece(index, rank)
-            assert piece.in_param.start == position
-            assert piece.numel == piece.in_shard.numel
-            assert Interval(0, layout.shard_numel).contains(piece.in_shard)
-            assert (piece in layout.shard_slots(rank)) == (not piece.is_empty) == (rank in owners(layout, index))
-            position = piece.in_param.stop
-        assert position == slot.numel
+            local_shard = layout.local_shard(index, rank)
+            assert local_shard.in_param.start == position
+            assert local_shard.numel == local_shard.in_shard.numel
+            assert Interval(0, layout.shard_numel).contains(local_shard.in_shard)
+            assert (
+                (local_shard in layout.local_shards(rank))
+                == (not local_shard.is_empty)
+                == (rank in owners(layout, index))
+            )
+            position = local_shard.in_param.stop
+        assert position == param_info.numel
 
 
 @given(shape_lists, st.integers(1, 9))
@@ -177,14 +181,14 @@ def layout_as_the_peer_has_it(
 
 
 def numels_with_padding(layout: FlatLayout) -> tuple[int, ...]:
-    """Lengths of slots and of padding between them up to the unpadded end, as the peer lists them."""
+    """Lengths of parameters and of padding between them up to the unpadded end, as the peer lists them."""
     found: list[int] = []
     position = 0
-    for slot in layout.slots:
-        if slot.offset > position:
-            found.append(slot.offset - position)
-        found.append(slot.numel)
-        position = slot.interval.stop
+    for param_info in layout.param_infos:
+        if param_info.offset > position:
+            found.append(param_info.offset - position)
+        found.append(param_info.numel)
+        position = param_info.interval.stop
     if layout.unpadded_numel > position:
         found.append(layout.unpadded_numel - position)
     return tuple(found)
@@ -193,18 +197,18 @@ def numels_with_padding(layout: FlatLayout) -> tuple[int, ...]:
 def assert_same_as_peer(layout: FlatLayout, rank: int, handle: Any) -> None:
     flat_param = handle.flat_param
     assert tuple(flat_param._fqns) == layout.fqns
-    assert [tuple(shape) for shape in flat_param._shapes] == [slot.shape for slot in layout.slots]
-    assert tuple(flat_param._numels) == tuple(slot.numel for slot in layout.slots)
+    assert [tuple(shape) for shape in flat_param._shapes] == [param_info.shape for param_info in layout.param_infos]
+    assert tuple(flat_param._numels) == tuple(param_info.numel for param_info in layout.param_infos)
     assert tuple(flat_param._numels_with_padding) == numels_with_padding(layout)
     assert flat_param._unpadded_unsharded_size == torch.Size([layout.unpadded_numel])
     assert flat_param._sharded_size == torch.Size([layout.shard_numel]) == flat_param.shape
     tail = Interval(layout.unpadded_numel, layout.numel).intersect(layout.shard(rank))
     assert flat_param._shard_numel_padded == tail.numel
 
-    # The peer calls some parameters without elements "in shard"; nothing depends on it, and a piece has elements here.
+    # The peer calls some parameters without elements "in shard"; nothing depends on it, and a local shard has elements here.
     infos = flat_param._shard_param_infos
     theirs = [
-        SlotShard(
+        LocalShard(
             index,
             Interval(info.intra_param_start_idx, info.intra_param_end_idx + 1),
             Interval(info.offset_in_shard, info.offset_in_shard + info.numel_in_shard),
@@ -212,8 +216,8 @@ def assert_same_as_peer(layout: FlatLayout, rank: int, handle: Any) -> None:
         for index, info in enumerate(infos)
         if info.in_shard and info.numel_in_shard
     ]
-    assert len(infos) == len(layout.slots)
-    assert list(layout.shard_slots(rank)) == theirs
+    assert len(infos) == len(layout.param_infos)
+    assert list(layout.local_shards(rank)) == theirs
 
     metadata = handle.shard_metadata()
     held = [
@@ -224,9 +228,14 @@ def assert_same_as_peer(layout: FlatLayout, rank: int, handle: Any) -> None:
         if numel
     ]
     assert held == [
-        (slot.fqn, slot.shape, slot.numel, (piece.in_param.start, piece.in_param.stop - 1))
-        for piece in layout.shard_slots(rank)
-        for slot in [layout.slots[piece.index]]
+        (
+            param_info.fqn,
+            param_info.shape,
+            param_info.numel,
+            (local_shard.in_param.start, local_shard.in_param.stop - 1),
+        )
+        for local_shard in layout.local_shards(rank)
+        for param_info in [layout.param_infos[local_shard.index]]
     ]
 
 
@@ -294,9 +303,9 @@ def test_each_ranks_shard_holds_the_values_that_torch_fsdp_puts_there(use_orig_p
             model, rank=rank, world_size=4, strategy="FULL_SHARD", use_orig_params=use_orig_params
         ) as handle:
             shard = handle.flat_param.detach()
-            for piece in layout.shard_slots(rank):
-                mine = values[piece.index][piece.in_param.to_slice()]
-                assert torch.equal(shard[piece.in_shard.to_slice()], mine)
+            for local_shard in layout.local_shards(rank):
+                mine = values[local_shard.index][local_shard.in_param.to_slice()]
+                assert torch.equal(shard[local_shard.in_shard.to_slice()], mine)
 
 
 def test_the_comparison_with_the_peer_notices_each_difference() -> None:
@@ -345,14 +354,14 @@ def test_alignment_is_at_least_one_element() -> None:
 
 def test_a_known_layout_reads_as_on_paper() -> None:
     layout = FlatLayout.build([("a", (3, 5)), ("b", ()), ("c", (0,)), ("d", (7,))], world_size=4, align_numel=4)
-    assert [slot.offset for slot in layout.slots] == [0, 16, 20, 20]
+    assert [param_info.offset for param_info in layout.param_infos] == [0, 16, 20, 20]
     assert (layout.numel, layout.unpadded_numel, layout.shard_numel) == (28, 28, 7)
     assert layout.paddings() == (Interval(15, 16), Interval(17, 20), Interval(27, 28))
     assert layout.shard(2) == Interval(14, 21)
-    assert layout.shard_slots(2) == (
-        SlotShard(0, Interval(14, 15), Interval(0, 1)),
-        SlotShard(1, Interval(0, 1), Interval(2, 3)),
-        SlotShard(3, Interval(0, 1), Interval(6, 7)),
+    assert layout.local_shards(2) == (
+        LocalShard(0, Interval(14, 15), Interval(0, 1)),
+        LocalShard(1, Interval(0, 1), Interval(2, 3)),
+        LocalShard(3, Interval(0, 1), Interval(6, 7)),
     )
     assert list(owners(layout, 0)) == [0, 1, 2]
     assert list(owners(layout, 2)) == []
@@ -364,14 +373,14 @@ def test_a_known_layout_reads_as_on_paper() -> None:
 def test_some_ranks_may_hold_nothing_but_padding() -> None:
     layout = FlatLayout.build([("a", (5,))], world_size=4)
     assert (layout.shard_numel, layout.numel, layout.unpadded_numel) == (2, 8, 5)
-    assert layout.shard_slots(3) == ()
-    assert layout.piece(0, 3) == SlotShard(0, Interval(5, 5), Interval(0, 0))
+    assert layout.local_shards(3) == ()
+    assert layout.local_shard(0, 3) == LocalShard(0, Interval(5, 5), Interval(0, 0))
 
 
 def test_parameters_without_elements_are_laid_out_too() -> None:
     layout = FlatLayout.build([("a", (0,)), ("b", (2, 0))], world_size=4)
     assert (layout.numel, layout.shard_numel, layout.paddings()) == (0, 0, ())
-    assert all(layout.shard_slots(rank) == () for rank in range(4))
+    assert all(layout.local_shards(rank) == () for rank in range(4))
 
 
 def test_the_tail_may_be_padded_for_more_ranks_than_share_the_buffer() -> None:
@@ -388,28 +397,28 @@ def test_index_of_finds_each_name_and_refuses_others() -> None:
 
 def test_pieces_of_a_rank_are_computed_once() -> None:
     layout = FlatLayout.build(named([(2,), (3,)]), world_size=2)
-    assert layout.shard_slots(1) is layout.shard_slots(1)
+    assert layout.local_shards(1) is layout.local_shards(1)
 
 
 def test_a_layout_is_a_value() -> None:
     one, other = (FlatLayout.build(named([(2,), (3,)]), world_size=2) for _ in range(2))
-    one.shard_slots(0)
+    one.local_shards(0)
     assert one == other
     assert hash(one) == hash(other)
     assert one != FlatLayout.build(named([(2,), (3,)]), world_size=1)
     for copied in (pickle.loads(pickle.dumps(one)), copy.deepcopy(one)):
         assert copied == one
-        assert copied.shard_slots(1) == one.shard_slots(1)
+        assert copied.local_shards(1) == one.local_shards(1)
     with pytest.raises(AttributeError):
         one.numel = 7  # type: ignore[misc]
 
 
 def test_a_torch_size_becomes_a_plain_shape() -> None:
     layout = FlatLayout.build([("a", torch.Size([2, 3]))], world_size=1)
-    assert type(layout.slots[0].shape) is tuple
+    assert type(layout.param_infos[0].shape) is tuple
 
 
-SLOT = ParamSlot("a", (2,), 0)
+SLOT = ParamInfo("a", (2,), 0)
 
 
 @pytest.mark.parametrize(
@@ -429,15 +438,15 @@ SLOT = ParamSlot("a", (2,), 0)
         (lambda: FlatLayout((SLOT,), 2, 0, 2), "world size of at least 1, got 0"),
         (lambda: FlatLayout((SLOT,), 2, 1, 1), "got 2, 1, 2"),
         (lambda: FlatLayout((SLOT,), 2, 1, 3), "got 2, 3, 2"),
-        (lambda: FlatLayout((SLOT, ParamSlot("b", (2,), 1)), 4, 1, 4), "'b' starts at 1, inside of what ends at 2"),
-        (lambda: ParamSlot("a", (2,), -1), "offset of 'a' must be an int of at least 0, got -1"),
-        (lambda: SlotShard(0, Interval(0, 2), Interval(0, 1)), "as long in the parameter as in the shard"),
-        (lambda: SlotShard(-1, Interval(0, 1), Interval(0, 1)), "index is at least 0, got -1"),
+        (lambda: FlatLayout((SLOT, ParamInfo("b", (2,), 1)), 4, 1, 4), "'b' starts at 1, inside of what ends at 2"),
+        (lambda: ParamInfo("a", (2,), -1), "offset of 'a' must be an int of at least 0, got -1"),
+        (lambda: LocalShard(0, Interval(0, 2), Interval(0, 1)), "as long in the parameter as in the shard"),
+        (lambda: LocalShard(-1, Interval(0, 1), Interval(0, 1)), "index is at least 0, got -1"),
         (lambda: FlatLayout((SLOT,), 2, 1, 2).shard(1), "rank must be in 0..0, got 1, for the flat layout of 1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).shard_slots(-1), "rank must be in 0..0, got -1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).piece(0, 5), "rank must be in 0..0, got 5"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).piece(1, 0), "slot index must be in 0..0, got 1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).pieces(-1), "slot index must be in 0..0, got -1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).local_shards(-1), "rank must be in 0..0, got -1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).local_shard(0, 5), "rank must be in 0..0, got 5"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).local_shard(1, 0), "parameter index must be in 0..0, got 1"),
+        (lambda: FlatLayout((SLOT,), 2, 1, 2).partition(-1), "parameter index must be in 0..0, got -1"),
     ],
 )
 def test_what_cannot_be_a_layout_is_refused_with_the_reason(call: Callable[[], object], text: str) -> None:

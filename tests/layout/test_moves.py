@@ -8,7 +8,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_flat.layout import Cut, FlatLayout, Interval, Runs, Whole, chunk_cut, chunk_rows, chunk_shape, moves_between
+from fsdp_flat.layout import (
+    EvenPartition,
+    FlatLayout,
+    Interval,
+    IrregularPartition,
+    ReplicatedPartition,
+    chunk_partition,
+    chunk_rows,
+    chunk_shape,
+    plan_transfer,
+)
 
 
 def cut(numel: int, marks: list[int]) -> list[Interval]:
@@ -28,7 +38,7 @@ def test_moves_bring_every_wanted_element_from_the_one_rank_that_holds_it(
     have = cut(numel, held)
     want = [Interval(min(a, b) % (numel + 1), max(min(a, b) % (numel + 1), max(a, b) % (numel + 1))) for a, b in wanted]
     whole = torch.arange(numel)
-    plans = [moves_between(Runs(tuple(have)), Runs(tuple(want)), rank) for rank in range(4)]
+    plans = [plan_transfer(IrregularPartition(tuple(have)), IrregularPartition(tuple(want)), rank) for rank in range(4)]
     for rank, plan in enumerate(plans):
         target = torch.full((want[rank].numel,), -1)
         if plan.kept is not None:
@@ -49,7 +59,7 @@ def test_chunks_are_those_of_torch_chunk(shape: tuple[int, ...], world_size: int
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     rows = tensor.chunk(world_size) if shape and shape[0] else [tensor]
     for rank in range(world_size):
-        run = tensor.reshape(-1)[chunk_cut(shape, world_size)[rank].to_slice()]
+        run = tensor.reshape(-1)[chunk_partition(shape, world_size)[rank].to_slice()]
         expected = rows[rank].reshape(-1) if rank < len(rows) else tensor.new_empty(0)
         assert torch.equal(run, expected)
         assert torch.Size(chunk_shape(shape, world_size, rank)).numel() == run.numel()
@@ -67,7 +77,7 @@ def test_chunks_are_those_of_torch_chunk(shape: tuple[int, ...], world_size: int
 def test_a_cut_names_the_ranks_that_have_to_do_with_a_run_and_no_others(
     numel: int, step: int, offset: int, size: int, marks: tuple[int, int]
 ) -> None:
-    cut = Cut(numel, step, offset, size)
+    cut = EvenPartition(numel, step, offset, size)
     run = Interval(min(*marks, numel), min(max(marks), numel))
     having = [rank for rank in range(size) if not cut[rank].intersect(run).is_empty]
     assert [*cut.ranks(run)] == having
@@ -81,29 +91,29 @@ def test_pieces_as_a_cut_are_those_of_each_rank(shapes: list[tuple[int, ...]], w
     named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
     layout = FlatLayout.build(named, world_size=world_size, align_numel=4)
     for index in range(len(shapes)):
-        pieces = layout.pieces(index)
-        assert [pieces[rank] for rank in range(world_size)] == [
-            layout.piece(index, rank).in_param for rank in range(world_size)
+        local_shards = layout.partition(index)
+        assert [local_shards[rank] for rank in range(world_size)] == [
+            layout.local_shard(index, rank).in_param for rank in range(world_size)
         ]
 
 
 def test_a_plan_for_thousands_of_ranks_looks_at_those_it_has_to_do_with() -> None:
     seen: list[int] = []
 
-    class Counted(Cut):
+    class Counted(EvenPartition):
         def __getitem__(self, rank: int) -> Interval:
             seen.append(rank)
             return super().__getitem__(rank)
 
     held, wanted = Counted(4096 * 10, 10, 0, 4096), Counted(4096 * 10, 15, 5, 4096)
-    moves = moves_between(held, wanted, 2000)
+    moves = plan_transfer(held, wanted, 2000)
     assert moves.sends
     assert moves.receives
     assert len(seen) < 10
 
 
 def test_a_whole_tensor_is_on_one_rank_or_on_all() -> None:
-    one, every = Whole(6, 1, 3), Whole(6, None, 3)
+    one, every = ReplicatedPartition(6, 1, 3), ReplicatedPartition(6, None, 3)
     assert [one[rank].numel for rank in range(3)] == [0, 6, 0]
     assert [*one.ranks(Interval(2, 4))] == [1]
     assert [every[rank].numel for rank in range(3)] == [6, 6, 6]

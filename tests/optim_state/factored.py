@@ -59,9 +59,9 @@ def factored(model: Any) -> Factored:
     for module in FSDP.fsdp_modules(model):
         for handle in module._unit.handles:
             params, pieces = handle.views.visible_params(), handle.views.pieces
-            for param, slot, piece in zip(params, handle.layout.slots, pieces, strict=True):
-                if len(slot.shape) == 2:
-                    shapes[param] = (torch.Size(slot.shape), piece.in_param.start)
+            for param, param_info, piece in zip(params, handle.layout.param_infos, pieces, strict=True):
+                if len(param_info.shape) == 2:
+                    shapes[param] = (torch.Size(param_info.shape), piece.in_param.start)
     optimizer = Factored(model.parameters(), shapes)
     square_loss(model, batch(0)).backward()
     optimizer.step()

@@ -18,7 +18,7 @@ from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import batch, seeded, shard, square_loss
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-FORMS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
+CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
 RANK0 = FullOptimStateDictConfig(rank0_only=True)
 TASK = TASKS["uneven"]
 
@@ -50,7 +50,7 @@ def pair(use_orig_params: bool, seed: int = 0, optim: Any = None) -> tuple[Any, 
 
 
 @KINDS
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_scalars_none_and_tuples_ride_along_whatever_order_ranks_made_them_in(kind: Any, use_orig_params: bool) -> None:
     model, optimizer = pair(use_orig_params)
@@ -193,7 +193,7 @@ def test_a_dict_with_too_few_groups_leaves_the_optimizer_as_it_was() -> None:
     assert_equal(save(model, optimizer, FULL)[1], before)
 
 
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_the_padding_of_a_flat_state_that_was_loaded_is_zero(kind: Any) -> None:
     model, optimizer = pair(use_orig_params=False)
@@ -210,7 +210,7 @@ def test_the_padding_of_a_flat_state_that_was_loaded_is_zero(kind: Any) -> None:
 # ------------------------------------------------------------------------------------------- states of other shapes
 
 
-@FORMS
+@CODECS
 @on_ranks(2, 4)
 def test_a_registered_handler_saves_and_loads_factored_states(kind: Any, rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)

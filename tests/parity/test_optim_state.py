@@ -58,7 +58,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def values(states: dict[str, Any]) -> dict[str, Any]:
-    """A state dict of an optimizer without order: names sorted, tensors copied, sharded ones as their pieces."""
+    """A state dict of an optimizer without order: names sorted, tensors copied, sharded ones as their local shards."""
     state = {
         name: {key: plain(value) if isinstance(value, torch.Tensor) else value for key, value in one.items()}
         for name, one in states["state"].items()
@@ -210,7 +210,7 @@ def test_a_saved_optimizer_goes_on_in_another_wrapping(
     side: Side, layout: Layout, use_orig_params: bool, kind: str, to: str
 ) -> Any:
     if kind == "SHARDED" and to == "not sharded":
-        return None  # pieces for two ranks do not fit one
+        return None  # local shards for two ranks do not fit one
     options = dict(WRAPPINGS[to])
     to_kind = use_orig_params ^ options.pop("other_kind", False)
     first = trained_pair(side, layout, use_orig_params)

@@ -42,7 +42,7 @@ WHOLE_KINDS = pytest.mark.parametrize("kind", ["FULL", "SHARDED"])
 
 
 def plain(value: Any) -> Any:
-    """The part of a state dict's value that both sides have: shape and the pieces of this rank."""
+    """The part of a state dict's value that both sides have: shape and the local shards of this rank."""
     if isinstance(value, ShardedTensor):
         parts = [
             [list(part.metadata.shard_offsets), list(part.metadata.shard_sizes), part.tensor.detach().clone()]

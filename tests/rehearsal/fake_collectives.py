@@ -113,7 +113,7 @@ class FakeCollectives:
         return call
 
     def functions(self) -> dict[str, Callable[..., Any]]:
-        """Return the stand-ins for functions of ``torch.distributed``, by name."""
+        """Return the placeholders for functions of ``torch.distributed``, by name."""
         return {
             "all_gather_single": self.all_gather_single,
             "all_gather_into_tensor": self.all_gather_single,

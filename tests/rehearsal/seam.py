@@ -1,10 +1,10 @@
 """Puts the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.context.streams_for`` makes the streams of a tree. Here it makes :class:`AcceleratorStreams` over
+* ``fsdp_flat.runtime.comm_context.streams_for`` makes the streams of a tree. Here it makes :class:`AcceleratorStreams` over
   recording streams, in the order in which a step first uses them.
 * ``fsdp_flat.construction.compute_device_from`` answers the accelerator.
 * ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
-* :func:`names_of_storages` asks units for their handles, shards, gathered buffers and flat gradients.
+* :func:`names_of_storages` asks units for their handles, shards, unsharded buffers and flat gradients.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_flat.construction
-import fsdp_flat.runtime.context
+import fsdp_flat.runtime.comm_context
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
-from fsdp_flat.flat.storage import GradientWindow
+from fsdp_flat.flat.storage import FlatGradBuffer
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine
 
-__all__ = ["PLANTED", "USED_PARAMETERS", "GradientWindow", "installed", "names_of_storages", "planted"]
+__all__ = ["PLANTED", "USED_PARAMETERS", "FlatGradBuffer", "installed", "names_of_storages", "planted"]
 
 
 def _recorded_streams(machine: Machine, device: torch.device) -> AcceleratorStreams:
@@ -47,7 +47,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
         def replace(owner: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        replace(fsdp_flat.runtime.context, "streams_for", functools.partial(_recorded_streams, machine))
+        replace(fsdp_flat.runtime.comm_context, "streams_for", functools.partial(_recorded_streams, machine))
         replace(fsdp_flat.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
         for owner in (dist, comm_torch):
             for name, function in functions.items():
@@ -70,9 +70,9 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
         for handle in unit.handles:
             add(handle.flat_param.data, f"the shard of {unit.name!r}")
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
-            for dtype, variant in handle._variants.items():
-                add(variant.buffer.tensor, f"the gathered buffer of {unit.name!r} in {dtype}")
-            for window in (handle._window, handle._spare_window):
+            for dtype, dtype_buffer in handle._dtype_buffers.items():
+                add(dtype_buffer.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
+            for window in (handle._grad_buffer, handle._spare_grad_buffer):
                 if window is not None:
                     add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
     return names

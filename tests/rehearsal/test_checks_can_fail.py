@@ -306,7 +306,7 @@ def test_a_defect_planted_into_the_library_is_found(defect: str, use_orig_params
 
 @pytest.mark.parametrize("method", ["land", "close"])
 def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = getattr(seam.GradientWindow, method)
+    plain = getattr(seam.FlatGradBuffer, method)
 
     def wait_first(*args: Any) -> Any:
         torch.accelerator.synchronize()
@@ -316,7 +316,7 @@ def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: p
         model = run.wrap()
         train(run, model, num_steps=1)
         run.check_waits_come_last()
-        monkeypatch.setattr(seam.GradientWindow, method, wait_first)
+        monkeypatch.setattr(seam.FlatGradBuffer, method, wait_first)
         train(run, model, num_steps=1)
     assert "host wait: device synchronize" in run.kinds()
     with pytest.raises(AssertionError, match="backward goes on after a wait"):
@@ -324,13 +324,13 @@ def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: p
 
 
 def test_a_value_read_in_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    land = seam.GradientWindow.land
+    land = seam.FlatGradBuffer.land
 
     def land_and_look(window: Any, index: int, grad: torch.Tensor) -> None:
         assert grad.isfinite().all()
         land(window, index, grad)
 
-    monkeypatch.setattr(seam.GradientWindow, "land", land_and_look)
+    monkeypatch.setattr(seam.FlatGradBuffer, "land", land_and_look)
     with rehearsal() as run:
         train(run, run.wrap(), num_steps=1)
     assert "host wait: a value is read" in run.kinds()

@@ -17,9 +17,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import _torch as comm_torch
-from fsdp_flat.comm import collectives, transfers
-from fsdp_flat.comm.mailbox import Mailbox
-from fsdp_flat.comm.neighbours import mailbox_of
+from fsdp_flat.comm import flat_collectives, transfers
+from fsdp_flat.comm.host_transports import transport_of
+from fsdp_flat.comm.shared_memory import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
@@ -74,7 +74,7 @@ def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
 
 
 def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
-    """``device_mesh`` for a hybrid strategy: half of the ranks on each axis; nothing for the others."""
+    """``device_mesh`` for a hybrid strategy: half of the ranks on each group; nothing for the others."""
     if "HYBRID" not in strategy.name:
         return {}
     return {"device_mesh": mesh(2, dist.get_world_size() // 2)}
@@ -177,8 +177,8 @@ def assert_idle(model: nn.Module) -> None:
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
         assert not unit._gathers, f"{unit.name} has gathers on their way"
         for handle in unit.handles:
-            assert handle.num_landed == 0, f"{unit.name} has a gradient waiting"
-            assert all(leaf.grad is None for leaf in handle.views.leaves)
+            assert handle.num_grads_ready == 0, f"{unit.name} has a gradient waiting"
+            assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
             if unit.gathers:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
         assert unit.context.reductions.is_empty
@@ -197,7 +197,7 @@ def traced(model: FSDP) -> list[tuple[str, str]]:
 def exchange_nbytes(model: nn.Module) -> int:
     """Bytes of the exchange at the end of a backward: one a parameter, one a handle, and a digest twice."""
     handles = [handle for unit in units_of(model) for handle in unit.handles]
-    return sum(len(handle.layout.slots) for handle in handles) + len(handles) + 16
+    return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 16
 
 
 def units_by_name(model: nn.Module) -> dict[str, Unit]:
@@ -285,7 +285,7 @@ class Record:
 
 @contextmanager
 def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
-    """Record every collective called through ``torch.distributed`` inside the block, and every message of a mailbox."""
+    """Record every collective called through ``torch.distributed`` inside the block, and every message of a transport."""
     record = Record(on_call=on_call)
     originals: list[tuple[Any, str, Any]] = []
     places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
@@ -294,18 +294,21 @@ def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
         original = getattr(owner, name)
         originals.append((owner, name, original))
         setattr(owner, name, functools.partial(_note, record, name, original))
-    send = Mailbox.send
-    originals.append((Mailbox, "send", send))
+    send = SharedMemoryTransport.send
+    originals.append((SharedMemoryTransport, "send", send))
 
     def note_and_send(
-        mailbox: Mailbox, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], **whose: int
+        transport: SharedMemoryTransport,
+        purpose: str,
+        messages: Sequence[tuple[torch.Tensor, Sequence[int]]],
+        **whose: int,
     ) -> None:
         nbytes = sum(tensor.nbytes * len(ranks) for tensor, ranks in messages)
         record.calls.append(Call(purpose, nbytes, dist.get_world_size(), is_source=True))
         record.on_call()
-        send(mailbox, purpose, messages, **whose)
+        send(transport, purpose, messages, **whose)
 
-    Mailbox.send = note_and_send  # type: ignore[method-assign]
+    SharedMemoryTransport.send = note_and_send  # type: ignore[method-assign]
     try:
         yield record
     finally:
@@ -319,20 +322,20 @@ def shared_memory(use: bool) -> Iterator[None]:
     if use:
         yield
         return
-    for module in (collectives, transfers):
-        module.mailbox_of = lambda axis: None  # type: ignore[attr-defined]
+    for module in (flat_collectives, transfers):
+        module.transport_of = lambda rank_group: None  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        for module in (collectives, transfers):
-            module.mailbox_of = mailbox_of  # type: ignore[attr-defined]
+        for module in (flat_collectives, transfers):
+            module.transport_of = transport_of  # type: ignore[attr-defined]
 
 
 def acquaint(model: nn.Module) -> None:
     """Let ranks find out whether they share memory, which the first collective of a group would do."""
     for unit in units_of(model):
         if unit.gathers:
-            collectives.mailbox_of(unit.options.groups.shard)  # type: ignore[attr-defined]
+            flat_collectives.transport_of(unit.options.groups.shard)  # type: ignore[attr-defined]
 
 
 def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -44,7 +44,7 @@ def num_gathers(unit: Unit, root: Unit, last: Unit) -> int:
 def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool = True) -> None:
     """The collectives of one forward and backward against the layouts."""
     units = units_of(twin.model)
-    shard, replicate = units[0].options.groups.axes
+    shard, replicate = units[0].options.groups.rank_groups
     layouts = [(unit, handle.layout) for unit in units for handle in unit.handles]
     gathers = [(num_gathers(unit, units[0], units[-1]), layout) for unit, layout in layouts]
     # Over gloo, one broadcast a rank.
@@ -63,7 +63,7 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool
     reduced = [call.nbytes for call in record.calls if call.name == "all_reduce"]
     expected = []
     if reduces:
-        expected = [exchange_nbytes(twin.model)] * sum(axis.size > 1 for axis in (shard, replicate))
+        expected = [exchange_nbytes(twin.model)] * sum(rank_group.size > 1 for rank_group in (shard, replicate))
         if replicate.size > 1:
             expected += [layout.shard_numel * ITEMSIZE for _, layout in layouts]
     assert sorted(reduced) == sorted(expected)

@@ -80,17 +80,17 @@ def test_a_frozen_group_has_no_gradient_buffer_and_reduces_no_bytes() -> None:
     twin = Twin.of(Adapted(), auto_wrap_policy=None, use_orig_params=True)
     twin.step()
     frozen, trainable = twin.model._unit.handles
-    assert [slot.fqn for slot in frozen.layout.slots] == ["big.weight"]
+    assert [param_info.fqn for param_info in frozen.layout.param_infos] == ["big.weight"]
     sizes: list[tuple[int, int]] = []
-    on_landed = trainable.on_landed
+    on_grad_ready = trainable.on_grad_ready
 
     def spy() -> None:
-        window = trainable._window
+        window = trainable._grad_buffer
         assert window is not None
-        sizes.append((window.nbytes, 0 if frozen._window is None else frozen._window.nbytes))
-        on_landed()
+        sizes.append((window.nbytes, 0 if frozen._grad_buffer is None else frozen._grad_buffer.nbytes))
+        on_grad_ready()
 
-    trainable.on_landed = spy
+    trainable.on_grad_ready = spy
     with recorded() as record:
         twin.step()
     assert sizes == [(64 * 2 * 4, 0)]

@@ -1,4 +1,4 @@
-"""Where gathers and reductions begin, by the trace of the tree."""
+"""Where all-gathers and reduce-scatter begin, by the trace of the tree."""
 
 from __future__ import annotations
 

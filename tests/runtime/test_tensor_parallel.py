@@ -1,4 +1,4 @@
-"""Tensor parallelism over one axis of a 2x2 mesh and FSDP over the other."""
+"""Tensor parallelism over one group of a 2x2 mesh and FSDP over the other."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_wrapping_tied_modules_by_hand_raises_with_both_names_and_both_units(use
 def test_a_tie_inside_one_unit_is_one_slot_with_two_places() -> None:
     twin = Twin.of(Language(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
     root = twin.model._unit
-    assert [slot.fqn for slot in root.handles[0].layout.slots] == ["embedding.weight"]
+    assert [param_info.fqn for param_info in root.handles[0].layout.param_infos] == ["embedding.weight"]
     twin.step(tokens_loss)
 
 

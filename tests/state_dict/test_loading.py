@@ -22,7 +22,7 @@ from tests.wrapper.models import Block, Model, batch, seeded, shard, whole_state
 from tests.wrapper.test_full_state_dict import Versioned
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
-FORMS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
+CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())
 
 
 def saved(model: nn.Module, kind: Any) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def refused(model: nn.Module, kind: Any, state: Any, *, strict: bool = True) -> 
 
 
 @KINDS
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_after_a_load_that_does_not_fit_the_model_is_as_it_was(kind: Any, use_orig_params: bool) -> None:
     model = shard(seeded_task(TASKS["batch norm"], 0), use_orig_params=use_orig_params)
@@ -133,7 +133,7 @@ def test_what_is_no_mapping_is_refused() -> None:
 
 
 @KINDS
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_values_assigned_to_what_the_optimizer_holds_are_saved(kind: Any, use_orig_params: bool) -> None:
     model = shard(seeded(), use_orig_params=use_orig_params)
@@ -210,7 +210,7 @@ def parent_of_units(seed: int, use_orig_params: bool) -> nn.Module:
 
 
 @KINDS
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_of_a_load_by_a_plain_parent_that_does_not_fit_no_unit_is_written(kind: Any, use_orig_params: bool) -> None:
     model, other = (parent_of_units(seed, use_orig_params) for seed in (0, 1))
@@ -253,7 +253,7 @@ def test_a_refused_load_by_a_plain_parent_puts_back_what_lies_beside_the_units()
 
 
 @KINDS
-@FORMS
+@CODECS
 @pytest.mark.parametrize("root", ["plain", "wrapped"])
 @on_ranks(2)
 def test_a_unit_at_two_places_is_loaded_and_so_is_what_comes_before_and_after(
@@ -275,7 +275,7 @@ def test_a_unit_at_two_places_is_loaded_and_so_is_what_comes_before_and_after(
 
 
 @pytest.mark.parametrize("root", ["plain", "wrapped"])
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_hooks_of_the_users_forgive_what_is_missing_and_see_what_was_loaded(kind: Any, root: str) -> None:
     def make(seed: int) -> nn.Module:
@@ -403,7 +403,7 @@ def wholes(parent: Any) -> list[Any]:
     return [whole_state(parent[name]) for name in ("first", "second")]
 
 
-@FORMS
+@CODECS
 @on_ranks(2)
 def test_loads_of_full_and_local_dicts_take_no_communication(kind: Any) -> None:
     model, other = shard(seeded()), shard(seeded(seed=1))

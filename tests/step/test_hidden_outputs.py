@@ -29,7 +29,7 @@ class _Slotted:
 
 
 class _BothWays(_Slotted):
-    """Attributes of its own beside inherited slots."""
+    """Attributes of its own beside inherited parameters."""
 
     def __init__(self, held: torch.Tensor) -> None:
         super().__init__(held)
@@ -55,7 +55,7 @@ WAYS: dict[str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tenso
     "a default argument": (lambda y: lambda z=y: z, lambda out: out()),
     "a bound method": (lambda y: _Slotted(y).open, lambda out: out()),
     "slots": (_Slotted, lambda out: out.open()),
-    "slots and attributes": (_BothWays, lambda out: out.open()),
+    "parameters and attributes": (_BothWays, lambda out: out.open()),
     "an iterator": (lambda y: iter([y]), next),
     "an iterator of values": (lambda y: iter({"y": y}.values()), next),
     "zip": (lambda y: zip([y], [0], strict=True), lambda out: next(out)[0]),

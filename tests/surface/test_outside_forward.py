@@ -178,8 +178,8 @@ def test_a_sharded_original_parameter_is_to_optimizers_and_copies_what_any_is(ra
     params = list(model.parameters())
     assert all(isinstance(param, nn.Parameter) for param in params)
     assert model[3].weight is params[-2]
-    listed = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
-    assert {type(param) for param in params} <= set(listed)
+    list_steps = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
+    assert {type(param) for param in params} <= set(list_steps)
     looked_at: list[bool] = []
 
     class Watching(torch.optim.SGD):

@@ -1,4 +1,4 @@
-"""Every error and warning of the wrap floor, with the type that FSDP1 raises and what its text names."""
+"""Every error and warning of the wrap layer, with the type that FSDP1 raises and what its text names."""
 
 from __future__ import annotations
 

@@ -139,11 +139,13 @@ def test_a_shared_block_under_a_function_policy_works_where_the_peer_raises() ->
 @st.composite
 def trees(draw: st.DrawFn) -> tuple[Callable[[], nn.Module], list[str]]:
     """How to build a random tree (as often as wanted) and the paths of some ignored modules."""
-    leaves = st.sampled_from([(nn.Linear, 2, 3), (nn.Linear, 5, 5), (nn.BatchNorm1d, 4), (nn.ReLU,)])
+    unsharded_params = st.sampled_from([(nn.Linear, 2, 3), (nn.Linear, 5, 5), (nn.BatchNorm1d, 4), (nn.ReLU,)])
     containers = st.sampled_from(["sequential", "list", "dict", "tied"])
     recipe = draw(
         st.recursive(
-            leaves, lambda inner: st.tuples(containers, st.lists(inner, min_size=1, max_size=4)), max_leaves=12
+            unsharded_params,
+            lambda inner: st.tuples(containers, st.lists(inner, min_size=1, max_size=4)),
+            max_leaves=12,
         )
     )
 

@@ -14,7 +14,7 @@ from fsdp_flat.wrap import plan_units
 
 
 class Wrapper(nn.Module):
-    """What a wrapper is to this floor: a module that holds another one, and its arguments."""
+    """What a wrapper is to this layer: a module that holds another one, and its arguments."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()

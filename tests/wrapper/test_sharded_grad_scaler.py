@@ -624,7 +624,7 @@ def test_unscaling_twice_or_after_the_step_is_refused_until_the_update() -> None
         scaler.unscale_(optimizer)
         scaler.unscale_(optimizer)
 
-    def late(scaler: Any) -> None:
+    def timeout_error(scaler: Any) -> None:
         optimizer = sgd([param_with(torch.ones(2))])
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
@@ -637,9 +637,9 @@ def test_unscaling_twice_or_after_the_step_is_refused_until_the_update() -> None
         scaler.step(optimizer)
 
     peer_raises(RuntimeError, twice)
-    peer_raises(RuntimeError, late)
+    peer_raises(RuntimeError, timeout_error)
     assert "already been called on this optimizer" in message(UsageError, RuntimeError, lambda: twice(scaler_of()))
-    assert "after step(); call update()" in message(UsageError, RuntimeError, lambda: late(scaler_of()))
+    assert "after step(); call update()" in message(UsageError, RuntimeError, lambda: timeout_error(scaler_of()))
     with pytest.raises(RuntimeError, match="already been called since the last update"):
         stepping_twice(scaler_of())
 

@@ -129,7 +129,7 @@ def test_a_parameter_of_another_shape_is_an_error_on_every_rank_that_names_it(
             else:
                 model.blocks[0].up.weight = nn.Parameter(torch.zeros(2, 2))
 
-    # FSDP1 raises RuntimeError, on the ranks that own a piece of the parameter, and the others hang.
+    # FSDP1 raises RuntimeError, on the ranks that own a local shard of the parameter, and the others hang.
     text = message(FsdpFlatError, RuntimeError, replace)
     assert "'up.weight'" in text
     assert "(2, 2)" in text

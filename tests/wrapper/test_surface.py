@@ -64,14 +64,14 @@ def ours(module: str) -> Any:
     return importlib.import_module(module.replace(PEER, "fsdp_flat", 1))
 
 
-def listed() -> Iterator[tuple[str, str]]:
+def list_steps() -> Iterator[tuple[str, str]]:
     for module, surface in SURFACE.items():
         for name in surface["names"]:
             if name not in NO_COUNTERPART:
                 yield module, name
 
 
-LISTED = pytest.mark.parametrize("module, name", list(listed()))
+LISTED = pytest.mark.parametrize("module, name", list(list_steps()))
 
 
 def parameters_of(signature: str) -> list[tuple[str, str, str | None]]:

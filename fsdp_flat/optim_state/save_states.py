@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes, digest_of, exchange_bytes, exchange_ints, meet
+from fsdp_flat.comm import P2PChannels, barrier, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.optim_state.groups import complete_groups
+from fsdp_flat.optim_state.handle_states import HandleStates, agree_on_states, read_states
 from fsdp_flat.optim_state.merge import everywhere, in_turn, merged_states, on_first
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, names_of
-from fsdp_flat.optim_state.table import HandleStates, agree_on_states, read_states
-from fsdp_flat.runtime import Words, agree
-from fsdp_flat.state_dict import Row, axes_of, boxed_value, chunk_form, chunks_of, whole_moves
+from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, names_of
+from fsdp_flat.optim_state.param_groups import complete_groups
+from fsdp_flat.runtime import ErrorTexts, agree
+from fsdp_flat.state_dict import SpecTensor, boxed_value, chunk_spec, chunks_of, plan_full_transfer, rank_groups_of
 
 __all__ = ["save_optim_state"]
 
-_SAVING = Words("saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank.")
+_SAVING = ErrorTexts(
+    "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
+)
 
-# By handle and slot, the tensor states.
+# By handle and parameter, the tensor states.
 _Values = dict[FlatParamHandle, list[dict[str, Any]]]
 
 
@@ -65,7 +67,9 @@ def save_optim_state(
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
-    keep = not to_zero or all(axis.rank == 0 for unit, _, _ in names.handles for axis in unit.options.groups.axes)
+    keep = not to_zero or all(
+        rank_group.rank == 0 for unit, _, _ in names.handles for rank_group in unit.options.groups.rank_groups
+    )
     complete_groups(names, groups, alone=alone)
     with torch.no_grad():
         if boxes:
@@ -81,7 +85,7 @@ def save_optim_state(
         return {}
     by_name: dict[str, dict[str, Any]] = {}
     for _, handle, fqns in names.handles:
-        for index, has in enumerate(states[handle].slots_with_state()):
+        for index, has in enumerate(states[handle].params_with_state()):
             if has:
                 row = {**states[handle].plain[index], **values[handle][index]}
                 by_name[fqns[index]] = {key: row[key] for key in sorted(row)}
@@ -103,11 +107,11 @@ def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[s
     if all(unit.options.use_orig_params for unit in units):
         return []
     order = [fqn for param in contents.params for fqn in names.fqns_of(param)]
-    for axis in [] if alone else axes_of(units):
-        assert axis.group is not None
+    for rank_group in [] if alone else rank_groups_of(units):
+        assert rank_group.group is not None
         text, device = json.dumps(order).encode(), units[0].options.device
-        if len({digest for (digest,) in exchange_ints([digest_of(text)], axis.group, device)}) > 1:
-            order = json.loads(exchange_bytes(text, axis.group, device)[0])
+        if len({digest for (digest,) in exchange_ints([digest_of(text)], rank_group.group, device)}) > 1:
+            order = json.loads(exchange_bytes(text, rank_group.group, device)[0])
     return order
 
 
@@ -121,8 +125,8 @@ def _agreed_states(
     names: ParamNames, contents: OptimContents
 ) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
-    for axis in dict.fromkeys(unit.options.groups.shard for unit in units):
-        meet("optim_state_dict", axis)
+    for rank_group in dict.fromkeys(unit.options.groups.shard for unit in units):
+        barrier("optim_state_dict", rank_group)
     error: Exception | None = None
     groups: list[dict[str, Any]] | None = None
     states: dict[FlatParamHandle, HandleStates] = {}
@@ -133,7 +137,7 @@ def _agreed_states(
         error = found
     error = agree_on_states(names, states, error)
     if units:
-        agree([], error, axes_of(units), units[0].options.device, _SAVING)
+        agree([], error, rank_groups_of(units), units[0].options.device, _SAVING)
     elif error is not None:
         raise error
     return groups, states
@@ -158,26 +162,30 @@ def _groups(names: ParamNames, contents: OptimContents) -> list[dict[str, Any]] 
 
 
 def _empty_values(names: ParamNames) -> _Values:
-    return {handle: [{} for _ in handle.layout.slots] for _, handle, _ in names.handles}
+    return {handle: [{} for _ in handle.layout.param_infos] for _, handle, _ in names.handles}
 
 
 def _whole_values(
     names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, to_zero: bool, offload: bool
 ) -> _Values:
-    """Every piece goes straight to its place in the whole tensors, of all units and states at once."""
+    """Every local shard goes straight to its place in the whole tensors, of all units and states at once."""
     values = _empty_values(names)
-    lanes = Lanes()
+    channels = P2PChannels()
     for unit, handle, _ in names.handles:
-        axis, device = unit.options.groups.shard, unit.options.device
-        for index, slot in enumerate(handle.layout.slots):
-            moves = whole_moves(handle, index, axis.rank, 0 if to_zero else None)
-            for name, row in states[handle].pieces.items():
-                piece = row[index]
-                if piece is not None:
-                    target = None if to_zero and axis.rank else piece.new_empty(slot.numel, device=device)
-                    lanes.add(axis, device, moves, piece, target, nbytes=slot.numel * piece.itemsize)
+        rank_group, device = unit.options.groups.shard, unit.options.device
+        for index, param_info in enumerate(handle.layout.param_infos):
+            moves = plan_full_transfer(handle, index, rank_group.rank, 0 if to_zero else None)
+            for name, row in states[handle].local_shards.items():
+                local_shard = row[index]
+                if local_shard is not None:
+                    target = (
+                        None if to_zero and rank_group.rank else local_shard.new_empty(param_info.numel, device=device)
+                    )
+                    channels.add(
+                        rank_group, device, moves, local_shard, target, nbytes=param_info.numel * local_shard.itemsize
+                    )
                     values[handle][index][name] = target
-    lanes.wait()
+    channels.wait()
     for _, handle, _ in names.handles:
         for index, found in enumerate(values[handle]):
             for name, target in found.items():
@@ -187,20 +195,20 @@ def _whole_values(
 
 
 def _shaped(handle: FlatParamHandle, index: int, flat: torch.Tensor, offload: bool) -> torch.Tensor:
-    value = flat.view(handle.layout.slots[index].shape)
-    guise = handle.views.params[index].guise
-    if guise is not PLAIN:
-        value = guise.whole(guise.shown(value))
+    value = flat.view(handle.layout.param_infos[index].shape)
+    adapter = handle.views.params[index].adapter
+    if adapter is not PLAIN:
+        value = adapter.full_tensor(adapter.from_local(value))
     return value.cpu() if offload else value
 
 
 def _boxed_values(names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, offload: bool) -> _Values:
     values = _empty_values(names)
     for _, handle, _ in names.handles:
-        for name, row in states[handle].pieces.items():
-            for index, piece in enumerate(row):
-                if piece is not None:
-                    own = piece.to("cpu", copy=True) if offload else piece
+        for name, row in states[handle].local_shards.items():
+            for index, local_shard in enumerate(row):
+                if local_shard is not None:
+                    own = local_shard.to("cpu", copy=True) if offload else local_shard
                     values[handle][index][name] = boxed_value(handle, index, own)
     return values
 
@@ -209,13 +217,17 @@ def _chunked_values(names: ParamNames, states: dict[FlatParamHandle, HandleState
     values = _empty_values(names)
     places, rows = [], []
     for unit, handle, _ in names.handles:
-        for index in range(len(handle.layout.slots)):
-            pieces = {name: row[index] for name, row in states[handle].pieces.items()}
-            form = chunk_form(unit, handle, index) if any(piece is not None for piece in pieces.values()) else None
-            for name, piece in pieces.items():
-                if form is not None and piece is not None:
+        for index in range(len(handle.layout.param_infos)):
+            local_shards = {name: row[index] for name, row in states[handle].local_shards.items()}
+            spec = (
+                chunk_spec(unit, handle, index)
+                if any(local_shard is not None for local_shard in local_shards.values())
+                else None
+            )
+            for name, local_shard in local_shards.items():
+                if spec is not None and local_shard is not None:
                     places.append((handle, index, name))
-                    rows.append(Row(form, piece))
+                    rows.append(SpecTensor(spec, local_shard))
     for (handle, index, name), value in zip(places, chunks_of(rows, offload=offload), strict=True):
         values[handle][index][name] = value
     return values

@@ -17,7 +17,7 @@ from fsdp_flat import errors
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.wrap import _Policy
 
-__all__ = ["PEER", "Entry", "entries", "guarded_init"]
+__all__ = ["PEER", "Fsdp1Name", "entries", "guarded_init"]
 
 PEER = torch.distributed.fsdp.__name__
 
@@ -38,7 +38,7 @@ _SHARED = ("._common_utils", "._traversal_utils", "._runtime_utils", "._unshard_
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Fsdp1Name:
     """One name of torch's FSDP1.
 
     Attributes:
@@ -55,20 +55,20 @@ class Entry:
 
 
 @functools.cache
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[Fsdp1Name, ...]:
     """The whole table. Made once, before anything is replaced."""
     # activation checkpointing tests policies by class; one that was made of torch's class is as good.
     _Policy.register(importlib.import_module(f"{PEER}.wrap")._Policy)
     return tuple(_public_entries()) + tuple(_shared_entries())
 
 
-def _public_entries() -> Iterator[Entry]:
+def _public_entries() -> Iterator[Fsdp1Name]:
     for suffix, counterpart in _COUNTERPARTS.items():
         module, mine = importlib.import_module(PEER + suffix), importlib.import_module(counterpart)
         for name, theirs in vars(module).items():
             ours = vars(mine).get(name)
             if ours is not None and _is_of_peer(name, theirs):
-                yield Entry(module, name, theirs, ours)
+                yield Fsdp1Name(module, name, theirs, ours)
 
 
 def _is_of_peer(name: str, value: Any) -> bool:
@@ -76,7 +76,7 @@ def _is_of_peer(name: str, value: Any) -> bool:
     return str(getattr(value, "__module__", "")).startswith(PEER) or name.endswith("_STRATEGIES")
 
 
-def _shared_entries() -> Iterator[Entry]:
+def _shared_entries() -> Iterator[Fsdp1Name]:
     private = importlib.import_module("fsdp_flat.compat.private_names")
     plain = importlib.import_module("fsdp_flat.fully_sharded_data_parallel")
     names = importlib.import_module("fsdp_flat.names")
@@ -92,7 +92,7 @@ def _shared_entries() -> Iterator[Entry]:
                 ours = names.clean_tensor_name
             else:
                 continue
-            yield Entry(module, name, theirs, ours)
+            yield Fsdp1Name(module, name, theirs, ours)
 
 
 def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
     return call
 
 
-def replacements(table: tuple[Entry, ...]) -> dict[int, Any]:
+def replacements(table: tuple[Fsdp1Name, ...]) -> dict[int, Any]:
     """``{id(torch's object): ours}``, the members of enums included."""
     found: dict[int, Any] = {}
     for entry in table:

@@ -1,4 +1,4 @@
-"""Process groups of a unit: the one it is sharded over and the one it is replicated over."""
+"""Resolves the process groups of a unit: the shard group and the replicate group."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["Axis", "UnitGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
+__all__ = ["RankGroup", "ShardingGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
-    """One direction of the rank grid. ``group`` is None where the axis has one rank and needs no group."""
+class RankGroup:
+    """Describes a process group and this rank in it; ``group`` is None for a single rank that needs no group."""
 
     group: dist.ProcessGroup | None
     rank: int
     size: int
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Axis:
-        """The axis that a process group spans."""
+    def of(cls, group: dist.ProcessGroup) -> RankGroup:
+        """Create the description of a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
-ALONE = Axis(None, 0, 1)
+ALONE = RankGroup(None, 0, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class UnitGroups:
-    """The shard axis and the replicate axis of one unit.
+class ShardingGroups:
+    """Holds the shard group and the replicate group of one unit.
 
     Attributes:
-        shard: parameters are split over this axis (size 1: not at all).
-        replicate: gradients are reduced over this axis too (size 1: not at all).
-        mesh: the device mesh that the caller gave, if any.
+        shard: the group over which parameters are sharded (size 1: not sharded).
+        replicate: the group over which gradients are all-reduced too (size 1: not replicated).
+        mesh: the caller's device mesh, if any.
     """
 
-    shard: Axis
-    replicate: Axis
+    shard: RankGroup
+    replicate: RankGroup
     mesh: Any = None
 
     @property
     def num_ranks(self) -> int:
-        """Ranks over which gradients are averaged."""
+        """Number of ranks over which gradients are averaged."""
         return self.shard.size * self.replicate.size
 
     @property
-    def axes(self) -> tuple[Axis, Axis]:
-        """Both axes, the shard axis first."""
+    def rank_groups(self) -> tuple[RankGroup, RankGroup]:
+        """Both groups, the shard group first."""
         return (self.shard, self.replicate)
 
     @property
-    def primary(self) -> Axis:
-        """The axis of FSDP1's ``process_group``: the shard axis, or the only one where nothing is sharded."""
+    def primary(self) -> RankGroup:
+        """Group of FSDP1's ``process_group``: the shard group, or the replicate group if nothing is sharded."""
         return self.shard if self.shard.group is not None else self.replicate
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """The group of :attr:`primary`."""
+        """Process group of :attr:`primary`."""
         return self.primary.group
 
 
 def is_simulated(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` only pretends to communicate (torch's "fake" backend), so that nothing can be compared.
+    """Return whether ``group`` has torch's "fake" backend, which does not communicate, so ranks cannot compare values.
 
     Raises:
-        UsageError: the group was destroyed.
+        UsageError: if the group was destroyed.
     """
     try:
         return dist.get_backend(group) == "fake"
@@ -80,7 +80,7 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
 
 
 def destroyed(group: dist.ProcessGroup) -> UsageError:
-    """What to raise where a process group that a model was wrapped with is gone."""
+    """Create the error for a model whose process group was destroyed."""
     return UsageError(
         f"A process group of {group.size()} ranks, in which this is rank {group.rank()}, was destroyed "
         "(torch.distributed.destroy_process_group), and a FullyShardedDataParallel that was made with it is still in "
@@ -90,7 +90,7 @@ def destroyed(group: dist.ProcessGroup) -> UsageError:
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether gloo is what moves tensors of ``device`` in ``group``."""
+    """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
     if is_simulated(group):
         return False
     try:
@@ -100,7 +100,7 @@ def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a new gloo group.
+    """Return a group of the same ranks that moves CPU tensors: ``group`` itself if it does, else a new gloo group.
 
     Every rank of the group must call this.
     """
@@ -114,23 +114,23 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def resolve_groups(
     strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
-) -> UnitGroups:
-    """Turn the constructor's ``process_group`` and ``device_mesh`` into the two axes.
+) -> ShardingGroups:
+    """Resolve the constructor's ``process_group`` and ``device_mesh`` into the two groups.
 
-    Every rank of the default group must call this where it makes groups: a hybrid strategy given
-    nothing but an auto-wrap policy.
+    Every rank of the default group must call this if it creates groups: for a hybrid strategy with only an auto-wrap
+    policy.
 
     Args:
         strategy: row of the strategy table.
         process_group: a group, ``(shard_group, replicate_group)``, or None for the default group.
         device_mesh: a 1-D mesh, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
-        has_policy: an auto-wrap policy was given, so one call makes all units and may make groups.
-        device: the compute device; decides how many ranks make a node.
+        has_policy: whether an auto-wrap policy was given, so one call creates all units and may create groups.
+        device: the compute device; determines the number of ranks per node.
 
     Raises:
-        OptionError: the two do not fit each other or the strategy.
-        OptionTypeError: ``process_group`` or ``device_mesh`` is something else.
-        UsageError: there is no default process group.
+        OptionError: if the two do not fit each other or the strategy.
+        OptionTypeError: if one of the two has another type.
+        UsageError: if there is no default process group.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise UsageError(
@@ -160,7 +160,7 @@ def resolve_groups(
                 f"ShardingStrategy.{name} takes process_group=None or a tuple (shard_group, replicate_group) of two "
                 f"process groups; got {process_group!r}."
             )
-        return UnitGroups(Axis.of(process_group[0]), Axis.of(process_group[1]))
+        return ShardingGroups(RankGroup.of(process_group[0]), RankGroup.of(process_group[1]))
     if process_group is None:
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
@@ -168,17 +168,17 @@ def resolve_groups(
             f"process_group must be a torch.distributed.ProcessGroup for ShardingStrategy.{name}; got "
             f"{type(process_group).__name__}. A tuple of two groups belongs to the hybrid strategies."
         )
-    return _one_axis(strategy, process_group)
+    return _single_group(strategy, process_group)
 
 
-def _one_axis(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> UnitGroups:
-    axis = Axis.of(group)
+def _single_group(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> ShardingGroups:
+    rank_group = RankGroup.of(group)
     if strategy.shards:
-        return UnitGroups(axis, ALONE, mesh)
-    return UnitGroups(ALONE, axis, mesh)
+        return ShardingGroups(rank_group, ALONE, mesh)
+    return ShardingGroups(ALONE, rank_group, mesh)
 
 
-def _from_mesh(strategy: Strategy, mesh: Any) -> UnitGroups:
+def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
     ndim = getattr(mesh, "ndim", None)
     if ndim is None or not callable(getattr(mesh, "get_group", None)):
         raise OptionTypeError(f"device_mesh must be a DeviceMesh; got {type(mesh).__name__}.")
@@ -188,13 +188,13 @@ def _from_mesh(strategy: Strategy, mesh: Any) -> UnitGroups:
                 f"ShardingStrategy.{strategy.member.name} needs a 2-D device_mesh (dim 0 replicates, dim 1 shards); "
                 f"got a {ndim}-D mesh. init_device_mesh(device_type, (num_replicas, num_shards)) makes one."
             )
-        return UnitGroups(Axis.of(mesh.get_group(1)), Axis.of(mesh.get_group(0)), mesh)
-    # FSDP1 takes dim 0 of a larger mesh here; a script may rely on it.
-    return _one_axis(strategy, mesh.get_group(0), mesh)
+        return ShardingGroups(RankGroup.of(mesh.get_group(1)), RankGroup.of(mesh.get_group(0)), mesh)
+    # FSDP1 uses dim 0 of a larger mesh here; a script may rely on it.
+    return _single_group(strategy, mesh.get_group(0), mesh)
 
 
-def _node_groups(device: torch.device) -> UnitGroups:
-    """Shard within a node, replicate across nodes; the node size is what the launcher or the device count says."""
+def _node_groups(device: torch.device) -> ShardingGroups:
+    """Create groups that shard within a node (as launched, or by device count) and replicate across nodes."""
     world = dist.get_world_size()
     local = _ranks_per_node(device, world)
     if world % local != 0:
@@ -216,7 +216,7 @@ def _node_groups(device: torch.device) -> UnitGroups:
             replicate = group
     assert shard is not None
     assert replicate is not None
-    return UnitGroups(Axis.of(shard), Axis.of(replicate))
+    return ShardingGroups(RankGroup.of(shard), RankGroup.of(replicate))
 
 
 def _ranks_per_node(device: torch.device, world: int) -> int:

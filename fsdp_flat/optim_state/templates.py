@@ -9,18 +9,18 @@ from torch import nn
 
 from fsdp_flat.errors import LoadError
 from fsdp_flat.optim_state.handlers import DeferredState
-from fsdp_flat.optim_state.names import names_of
+from fsdp_flat.optim_state.optim_params import names_of
 from fsdp_flat.state_dict import boxed_value
 
-__all__ = ["blank_states"]
+__all__ = ["template_states"]
 
 Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
-def blank_states(
+def template_states(
     model: nn.Module, wanted: Wanted, read: Callable[[str, str, torch.Tensor], torch.Tensor]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
-    """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's pieces of parameters that are sharded.
+    """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's local shards of parameters that are sharded.
 
     Args:
         model: the model that has the parameters.
@@ -53,8 +53,8 @@ def blank_states(
                 value = torch.zeros(shape, dtype=dtype)
             else:
                 _, handle, index = sharded[fqn]
-                expected = handle.views.params[index].guise.whole_shape(handle.layout.slots[index].shape)
-                value = boxed_value(handle, index, torch.zeros(handle.views.pieces[index].numel, dtype=dtype))
+                expected = handle.views.params[index].adapter.full_shape(handle.layout.param_infos[index].shape)
+                value = boxed_value(handle, index, torch.zeros(handle.views.local_shards[index].numel, dtype=dtype))
             if shape != expected:
                 raise LoadError(
                     f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "

@@ -24,11 +24,11 @@ from fsdp_flat.state_dict.full import gather_full, load_full, save_full
 from fsdp_flat.state_dict.local import load_local, save_local
 from fsdp_flat.state_dict.sharded import gather_sharded, load_sharded, save_sharded
 
-__all__ = ["FORMS", "Form"]
+__all__ = ["CODECS", "StateDictCodec"]
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class StateDictCodec:
     """One form.
 
     Attributes:
@@ -47,15 +47,15 @@ class Form:
     optim_config: type[OptimStateDictConfig]
 
 
-FORMS = MappingProxyType(
+CODECS = MappingProxyType(
     {
-        StateDictType.FULL_STATE_DICT: Form(
+        StateDictType.FULL_STATE_DICT: StateDictCodec(
             gather_full, save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig
         ),
-        StateDictType.LOCAL_STATE_DICT: Form(
+        StateDictType.LOCAL_STATE_DICT: StateDictCodec(
             None, save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig
         ),
-        StateDictType.SHARDED_STATE_DICT: Form(
+        StateDictType.SHARDED_STATE_DICT: StateDictCodec(
             gather_sharded, save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
         ),
     }

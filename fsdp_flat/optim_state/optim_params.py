@@ -21,7 +21,7 @@ __all__ = [
     "ParamNames",
     "contents_of",
     "current_names",
-    "is_elsewhere",
+    "is_on_other_ranks",
     "is_scalar",
     "names_of",
     "ordered_params",
@@ -35,7 +35,7 @@ class Managed:
     Attributes:
         unit: its unit.
         handle: its handle.
-        indices: the slots that it holds: one with original parameters, else all.
+        indices: the parameters that it holds: one with original parameters, else all.
         fqns: their names relative to the model.
     """
 
@@ -52,7 +52,7 @@ class ParamNames:
     Attributes:
         managed: by visible parameter.
         others: by parameter, the name of one that no unit manages.
-        handles: every handle with the names of all its slots, in the model's order.
+        handles: every handle with the names of all its parameters, in the model's order.
     """
 
     managed: dict[nn.Parameter, Managed]
@@ -165,7 +165,7 @@ def names_of(model: nn.Module) -> ParamNames:
             continue
         prefix = clean_fqn(path)
         for handle in unit.handles:
-            fqns = tuple(join_fqn(prefix, slot.fqn) for slot in handle.layout.slots)
+            fqns = tuple(join_fqn(prefix, param_info.fqn) for param_info in handle.layout.param_infos)
             handles.append((unit, handle, fqns))
             visible = handle.views.visible_params()
             if len(visible) == 1 and visible[0] is handle.flat_param:
@@ -180,12 +180,12 @@ def names_of(model: nn.Module) -> ParamNames:
     return ParamNames(managed, others, tuple(handles))
 
 
-def is_elsewhere(param: nn.Parameter, handle: FlatParamHandle) -> bool:
+def is_on_other_ranks(param: nn.Parameter, handle: FlatParamHandle) -> bool:
     """Whether other ranks hold all elements of a visible parameter: it gets no gradient here, so no state either."""
     if param.numel() > 0:
         return False
     index = next(index for index, visible in enumerate(handle.views.visible_params()) if visible is param)
-    return handle.layout.slots[index].numel > 0
+    return handle.layout.param_infos[index].numel > 0
 
 
 def is_scalar(value: Any) -> bool:

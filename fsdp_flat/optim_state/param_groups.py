@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 from fsdp_flat.comm import digest_of, exchange_bytes, exchange_ints
-from fsdp_flat.optim_state.names import ParamNames
-from fsdp_flat.state_dict import axes_of
+from fsdp_flat.optim_state.optim_params import ParamNames
+from fsdp_flat.state_dict import rank_groups_of
 
 __all__ = ["complete_groups"]
 
@@ -29,12 +29,12 @@ def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) ->
     """
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
     held = [group["params"] for group in groups or ()]
-    for axis in [] if alone or not any(unit.options.use_orig_params for unit in units) else axes_of(units):
-        assert axis.group is not None
+    for rank_group in [] if alone or not any(unit.options.use_orig_params for unit in units) else rank_groups_of(units):
+        assert rank_group.group is not None
         text, device = json.dumps(held).encode(), units[0].options.device
-        if len({digest for (digest,) in exchange_ints([digest_of(text)], axis.group, device)}) == 1:
+        if len({digest for (digest,) in exchange_ints([digest_of(text)], rank_group.group, device)}) == 1:
             continue
-        everyone = [json.loads(payload) for payload in exchange_bytes(text, axis.group, device)]
+        everyone = [json.loads(payload) for payload in exchange_bytes(text, rank_group.group, device)]
         if all(len(of_rank) == len(held) for of_rank in everyone):
             held = [_merged(names, [of_rank[index] for of_rank in everyone]) for index in range(len(held))]
     for group, params in zip(groups or (), held, strict=True):

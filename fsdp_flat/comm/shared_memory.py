@@ -1,13 +1,13 @@
-"""Messages between the ranks of one host, through memory that they share.
+"""Sends messages between the ranks of one host through shared memory.
 
-Loopback sockets copy every byte twice inside the kernel and wake a thread for it on either side. Here a rank copies
-what it sends into memory that its peers have mapped too, and tells them where it lies; they read it in place when
-they need it. A note is one datagram over a socket of the two ranks, which also orders the memory accesses of both
-sides, says at once when a rank has ended, and carries the file descriptor of memory that the other does not know yet.
-Nothing has a name in the file system, so nothing is left behind however a rank ends.
+Loopback sockets copy every byte twice inside the kernel and wake a thread for it on either side. Here a rank copies its
+data into memory that its peers have mapped, and sends them a header with its location; they read it in place when they
+need it. A header is one datagram over the socket between two ranks. The socket also orders the memory accesses of both
+sides, reports at once that a rank has ended, and passes the file descriptors of new segments. No segment or socket has
+a name in the file system, so no files remain however a rank ends.
 
-Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers: memory that
-somebody has not read yet is not used again, other memory is taken.
+Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers: it reuses
+memory only after all readers have read it, and otherwise allocates more.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm.groups import Axis
+from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
-__all__ = ["Letter", "Mailbox", "close_all", "wait_for"]
+__all__ = ["Message", "SharedMemoryTransport", "close_all", "wait_for"]
 
-# Messages of one segment begin at multiples of this, so that any dtype may lie there.
+# Messages in a segment start at multiples of this, so that they are aligned for any dtype.
 _ALIGN_NBYTES = 64
-# A segment takes files on every rank, so short messages share one.
+# A segment needs an open file on every rank, so short messages share one.
 _SEGMENT_NBYTES = 1 << 22
-# Messages after which memory that none of them needed is given back to the system: several steps of a large model.
+# Sends after which an unused segment's memory is returned to the system: several steps of a large model.
 _IDLE_SENDS = 1024
 
-# After so long a rank says which others it waits for.
+# Time after which a rank logs which other ranks it waits for.
 PATIENCE_S = 10.0
 _logger = logging.getLogger("fsdp_flat")
 
 _POST, _READ = 0, 1
-_NOTE = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
+_HEADER = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
 
 
-class Letter:
-    """A message that a rank expects. It is a ``Work``, which is over when the message is there.
+class Message:
+    """Represents a message that a rank expects, as a ``Work`` that is complete when the message has arrived.
 
     Args:
-        mailbox: where it arrives.
-        source: rank of the axis that sends it.
+        transport: the transport that receives it.
+        source: rank of the group that sends it.
         nbytes: its length.
-        purpose: what it is for, in a word.
-        unit: number of the unit whose it is, 0 for none.
+        purpose: its purpose, one of ``_PURPOSES``.
+        unit: id of its unit, 0 for none.
     """
 
     __slots__ = ("__weakref__", "_mailbox", "_place", "_unit", "nbytes", "purpose", "source")
 
-    def __init__(self, mailbox: Mailbox, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
-        self._mailbox = mailbox
+    def __init__(self, transport: SharedMemoryTransport, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
+        self._mailbox = transport
         self._unit = unit
         self._place: tuple[int, int] | None = None
         self.source = source
@@ -69,50 +69,53 @@ class Letter:
         self.purpose = purpose
 
     def is_completed(self) -> bool:
-        """Whether the message has come."""
+        """Return whether the message has arrived."""
         if self._place is None:
-            self._mailbox.look(self.source)
+            self._mailbox.receive_ready(self.source)
         return self._place is not None
 
     def wait(self) -> None:
-        """Block until the message is there.
+        """Block until the message has arrived.
 
         Raises:
-            PeerFailureError: the sender has ended, or nothing came within the group's timeout.
-            RankMismatchError: the sender sent something else.
+            PeerFailureError: if the sender has ended, or sent nothing within the group's timeout.
+            RankMismatchError: if the sender sent a different message.
         """
         while self._place is None:
             wait_for([(self._mailbox, self.source)], self.purpose, unit=self._unit)
 
     def arrive(self, segment: int, start: int) -> None:
-        """The message lies at byte ``start`` of a segment of the sender's."""
+        """Set the location of the message: byte ``start`` of one of the sender's segments."""
         self._place = (segment, start)
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
-        """The message (1-D, of ``dtype``), in the sender's memory: not to be written, nor kept after :meth:`close`."""
+        """Return a view of the message (1-D, of ``dtype``) in the sender's memory.
+
+        Do not write to it, nor use it after :meth:`close`.
+        """
         assert self._place is not None
         return self._mailbox.view(self.source, *self._place, self.nbytes).view(dtype)
 
     def close(self) -> None:
-        """The message was read, or nobody will; the sender may use the memory again."""
+        """Release the message, read or not, so that the sender may reuse its memory."""
         if self._place is not None:
             segment, start = self._place
             self._place = None
-            self._mailbox.tell(self.source, _READ, segment, start, self.nbytes, _number(self.purpose))
+            self._mailbox.send_header(self.source, _READ, segment, start, self.nbytes, _number(self.purpose))
 
     __del__ = close
 
 
 class _Segment:
-    """Memory of this rank that others may read.
+    """Holds memory of this rank that other ranks map and read.
 
     Attributes:
-        fd: the file descriptor, by which others map it.
-        memory: all of it (1-D, uint8).
-        known_to: ranks that have mapped it.
-        num_unread: messages in it that somebody has still to read, once for each reader.
-        last_send: number of the send that used it last.
-        is_empty: it has no pages, since it was idle for long.
+        fd: file descriptor, by which others map it.
+        memory: the memory (1-D, uint8).
+        known_to: ranks that have its file descriptor.
+        num_unread: unread messages in it, counted once per reader.
+        last_send: count of the send that last used it.
+        is_empty: its pages were released after long disuse.
     """
 
     __slots__ = ("_map", "_used", "fd", "index", "is_empty", "known_to", "last_send", "memory", "num_unread")
@@ -128,13 +131,13 @@ class _Segment:
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Have more bytes, which others map when they are sent the file descriptor again."""
+        """Grow the memory to ``nbytes``; others must map it again when they next receive the file descriptor."""
         os.ftruncate(self.fd, nbytes)
         self._map, self.memory = _mapped(self.fd, nbytes)
         self.known_to.clear()
 
     def take(self, nbytes: int) -> int | None:
-        """The start of ``nbytes`` that nobody reads; None if there are none."""
+        """Reserve ``nbytes`` that no reader uses and return their start; None if there is no space."""
         if self.num_unread == 0:
             self._used = 0
         start = self._used
@@ -144,79 +147,79 @@ class _Segment:
         return start
 
     def release(self) -> None:
-        """Give the pages back to the system; they come back, as zeros, when somebody writes."""
-        # A kernel that cannot do it has shared memory all the same.
+        """Return the pages to the system, which allocates them again, as zeros, on the next write."""
+        # Shared memory works also on kernels that do not support this.
         with suppress(OSError):
             self._map.madvise(mmap.MADV_REMOVE)
             self.is_empty = True
 
 
-class Mailbox:
-    """This rank's end of the connections of one axis, for one thread. Made by ``mailbox_of``.
+class SharedMemoryTransport:
+    """Sends and receives this rank's messages in one group, for one thread; created by ``transport_of``.
 
     Args:
-        axis: the ranks.
+        rank_group: the ranks.
         peers: a connected, non-blocking socket to every other rank.
-        timeout_s: seconds after which a rank that sends nothing is given up.
+        timeout_s: seconds after which waiting for a silent rank fails.
 
     Attributes:
-        sent_nbytes: bytes that were sent so far, once for each rank they went to.
-        timeout_s: as given.
-        names: what errors call units, by number.
+        sent_nbytes: bytes sent so far, counted once per destination rank.
+        timeout_s: the argument.
+        names: unit names for error texts, by unit id.
     """
 
-    def __init__(self, axis: Axis, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
+    def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         self.sent_nbytes = 0
-        self._rank = axis.rank
+        self._rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
         self._num_sends = 0
         self._segments: list[_Segment] = []
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
-        # Expected messages that have not come, and notes of those that came before they were expected, in order.
+        # Expected messages that have not arrived, and headers of messages that arrived unexpected, in order.
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._early: dict[int, deque[tuple[int, int, int, int, int]]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
-        # What errors call units, by what stands for them in notes.
+        # Unit names for error texts, by the unit id in headers.
         self.names: dict[int, str] = {}
-        # Ranks that have ended, so that nothing more comes from them.
+        # Ranks that have ended and will send nothing more.
         self._gone: set[int] = set()
-        # What showed that the ranks do not do the same; nothing can be trusted from then on.
+        # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
         self._files: list[int] = []
         self._close = weakref.finalize(self, close_all, list(peers.values()), self._files)
         _open.add(self)
 
     def leave(self) -> None:
-        """Close every connection, as if this process had nothing to do with it; its letters tell nobody any more."""
+        """Close every connection; later headers of this process, such as for released messages, are not sent."""
         self._peers = {}
         self._close()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's shared memory that are in use or kept for the next messages."""
+        """Number of bytes of this rank's shared memory that are in use or kept for later messages."""
         return sum(segment.memory.numel() for segment in self._segments if not segment.is_empty)
 
     def unread(self, purpose: str) -> dict[int, int]:
-        """By rank, bytes that were sent to it for ``purpose`` and that it is not known to have read, if any."""
+        """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
         return {rank: nbytes for rank, nbytes in self._unread[_number(purpose)].items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
-        """Send each tensor (1-D, contiguous, on the CPU) to the ranks beside it; it is copied before this returns.
+        """Send tensors to ranks; they are copied before this returns.
 
         Args:
-            purpose: what for, in a word.
-            messages: tensors and ranks.
-            unit: number of the unit whose they are, 0 for none; a rank that expects those of another one raises.
+            purpose: purpose of the messages, one of ``_PURPOSES``.
+            messages: pairs of a tensor (1-D, contiguous, on the CPU) and its destination ranks.
+            unit: id of the tensors' unit, 0 for none; a rank that expects another unit raises.
 
         Raises:
-            PeerFailureError: one of them has ended.
+            PeerFailureError: if one of the ranks has ended.
         """
         self._check()
         for rank in self._peers:
-            self.look(rank)
+            self.receive_ready(rank)
         self._num_sends += 1
         for tensor, ranks in messages:
             nbytes = tensor.nbytes
@@ -230,7 +233,7 @@ class Mailbox:
                 segment.release()
 
     def _room_for(self, nbytes: int) -> tuple[_Segment, int]:
-        # Short ones first, lest a message has a segment that a longer one needs.
+        # Try small segments first, to keep large ones for messages that need them.
         for segment in sorted(self._segments, key=lambda segment: segment.memory.numel()):
             start = segment.take(nbytes)
             if start is not None:
@@ -260,9 +263,9 @@ class Mailbox:
         self._unread[_number(purpose)][rank] += nbytes
         fds = () if rank in segment.known_to else (segment.fd,)
         segment.known_to.add(rank)
-        self.tell(rank, _POST, segment.index, start, nbytes, _number(purpose), unit, fds)
+        self.send_header(rank, _POST, segment.index, start, nbytes, _number(purpose), unit, fds)
 
-    def tell(
+    def send_header(
         self,
         rank: int,
         kind: int,
@@ -273,10 +276,10 @@ class Mailbox:
         unit: int = 0,
         fds: Sequence[int] = (),
     ) -> None:
-        """Send a note."""
+        """Send a header to ``rank``."""
         if rank not in self._peers:
             return
-        note = _NOTE.pack(kind, segment, start, nbytes, purpose, unit)
+        note = _HEADER.pack(kind, segment, start, nbytes, purpose, unit)
         while True:
             try:
                 if fds:
@@ -285,48 +288,49 @@ class Mailbox:
                     self._peers[rank].send(note)
                 return
             except BlockingIOError:
-                # The other side has many notes to read, and may be waiting for room for one of its own.
+                # The peer has many headers to read, and may itself be waiting until it can send one.
                 others = [each for each in self._peers if each == rank or each not in self._gone]
                 wait_for([(self, each) for each in others], _PURPOSES[purpose], unit=unit, room_at=rank)
             except ConnectionError as error:
-                # Who has ended need not know what was read of theirs.
+                # A rank that has ended needs no confirmation that its message was read.
                 if kind == _POST:
-                    raise self.ended(rank) from error
+                    raise self.ended_error(rank) from error
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
-    def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Letter:
-        """The next message of ``source`` that nobody expects yet."""
+    def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Message:
+        """Expect a message from ``source``, the next after those expected before."""
         self._check()
-        letter = Letter(self, source, nbytes, purpose, unit)
-        expected = _Expected(weakref.ref(letter), nbytes, _number(purpose), unit)
+        message = Message(self, source, nbytes, purpose, unit)
+        expected = _Expected(weakref.ref(message), nbytes, _number(purpose), unit)
         early = self._early[source]
         if early:
             self._deliver(expected, source, *early.popleft())
         else:
             self._expected[source].append(expected)
-        return letter
+        return message
 
     def _deliver(
         self, expected: _Expected, source: int, segment: int, start: int, nbytes: int, purpose: int, unit: int
     ) -> None:
         if (nbytes, purpose, unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group came to {self.called(purpose, unit)} ({nbytes} bytes) where rank "
-                f"{self._rank} came to {self.called(expected.purpose, expected.unit)} ({expected.nbytes} bytes): they "
-                "do not run the same units in the same order. Check that every rank builds the same model and takes "
-                "the same branches, and that an exception on one rank alone was not caught."
+                f"Rank {source} of the group came to {self.describe_collective(purpose, unit)} ({nbytes} bytes) where "
+                f"rank {self._rank} came to {self.describe_collective(expected.purpose, expected.unit)} "
+                f"({expected.nbytes} bytes): they do not run the same units in the same order. Check that every rank "
+                "builds the same model and takes the same branches, and that an exception on one rank alone was not "
+                "caught."
             )
             return
-        letter = expected.letter()
-        if letter is None:
-            self.tell(source, _READ, segment, start, nbytes, purpose)  # nobody waits for it any more
+        message = expected.message()
+        if message is None:
+            self.send_header(source, _READ, segment, start, nbytes, purpose)  # the Message was deleted
         else:
-            letter.arrive(segment, start)
+            message.arrive(segment, start)
 
-    def called(self, purpose: int, unit: int) -> str:
-        """What errors call a collective, by the numbers of its purpose and of its unit, 0 for none."""
+    def describe_collective(self, purpose: int, unit: int) -> str:
+        """Describe a collective for error texts, given the index of its purpose and its unit id, 0 for none."""
         operation = _OPERATIONS[purpose]
         if not unit:
             return f"{'an' if operation[0] == 'a' else 'a'} {operation}"
@@ -341,15 +345,15 @@ class Mailbox:
                 "spawn, and let each make its own groups."
             )
 
-    def look(self, source: int) -> None:
-        """Take in what has come from ``source``, without waiting."""
+    def receive_ready(self, source: int) -> None:
+        """Process all headers that have arrived from ``source``, without waiting."""
         while True:
             try:
-                note, fds, flags, _ = socket.recv_fds(self._peers[source], _NOTE.size, 1)
+                note, fds, flags, _ = socket.recv_fds(self._peers[source], _HEADER.size, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
-                continue  # it has ended with notes unread; what it had sent before comes now
+                continue  # it has ended with unread headers; the ones that it sent before follow now
             if not note:
                 self._gone.add(source)
                 return
@@ -359,7 +363,7 @@ class Mailbox:
                     f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            kind, segment, start, nbytes, purpose, unit = _NOTE.unpack(note)
+            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(note)
             if kind == _READ:
                 self._segments[segment].num_unread -= 1
                 self._unread[purpose][source] -= nbytes
@@ -373,44 +377,49 @@ class Mailbox:
                 self._early[source].append((segment, start, nbytes, purpose, unit))
 
     def unexpected(self) -> tuple[int, str] | None:
-        """A rank that has sent what nobody here expects yet, and in which collective; None if there is none."""
+        """Return a rank that has sent an unexpected message, and its collective; None if there is none."""
         for rank in self._peers:
-            self.look(rank)
+            self.receive_ready(rank)
         return next(
-            ((rank, self.called(early[0][3], early[0][4])) for rank, early in self._early.items() if early), None
+            (
+                (rank, self.describe_collective(early[0][3], early[0][4]))
+                for rank, early in self._early.items()
+                if early
+            ),
+            None,
         )
 
     def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
-        """Bytes of a segment of another rank's."""
+        """Return a view of ``nbytes`` bytes of another rank's segment."""
         return self._theirs[source, segment][start : start + nbytes]
 
     def socket_to(self, rank: int) -> socket.socket:
-        """The connection to a rank.
+        """Return the socket to a rank.
 
         Raises:
-            PeerFailureError: the rank has ended.
-            RankMismatchError: the ranks do not do the same.
+            PeerFailureError: if the rank has ended.
+            RankMismatchError: if ranks have issued different collectives.
         """
         self._check()
         if rank in self._gone:
-            raise self.ended(rank)
+            raise self.ended_error(rank)
         return self._peers[rank]
 
-    def ended(self, rank: int) -> PeerFailureError:
-        """What to raise where a rank has ended."""
+    def ended_error(self, rank: int) -> PeerFailureError:
+        """Create the error for a rank that has ended."""
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self._rank} exchanges tensors "
             f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
             f"ended well, it made fewer steps than rank {self._rank}."
         )
 
-    def say_that_it_waits(self, ranks: Sequence[int], doing: str) -> None:
-        """Logs which ranks it has waited for, and in which collective."""
+    def log_wait(self, ranks: Sequence[int], doing: str) -> None:
+        """Log the ranks that this rank waits for, and the collective."""
         text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
         _logger.warning(text, self._rank, PATIENCE_S, sorted(ranks), doing)
 
-    def late(self, ranks: Sequence[int], doing: str) -> PeerFailureError:
-        """What to raise where ranks send nothing for the group's timeout."""
+    def timeout_error(self, ranks: Sequence[int], doing: str) -> PeerFailureError:
+        """Create the error for ranks that send nothing within the group's timeout."""
         return PeerFailureError(
             f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in "
             f"{doing}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come to "
@@ -419,42 +428,42 @@ class Mailbox:
 
 
 def wait_for(
-    sources: Collection[tuple[Mailbox, int]], purpose: str, *, unit: int = 0, room_at: int | None = None
+    sources: Collection[tuple[SharedMemoryTransport, int]], purpose: str, *, unit: int = 0, room_at: int | None = None
 ) -> None:
-    """Wait until something comes from one of several ranks, and take it in.
+    """Wait until a header arrives from one of several ranks, and process all that have arrived.
 
     Args:
-        sources: ranks, and the mailboxes that they send to.
-        purpose: what is waited for, in a word.
-        unit: number of the unit whose it is, 0 for none.
-        room_at: room for a note to this one of the ranks ends the waiting too.
+        sources: pairs of a transport and a rank that sends to it.
+        purpose: purpose of the message, one of ``_PURPOSES``.
+        unit: id of its unit, 0 for none.
+        room_at: one of the ranks; the wait also ends once a header can be sent to it.
 
     Raises:
-        PeerFailureError: one of them has ended, or nothing came within the group's timeout.
-        RankMismatchError: one of them sent something else than was expected.
+        PeerFailureError: if a rank has ended, or all are silent for the group's timeout.
+        RankMismatchError: if ranks have issued different collectives.
     """
     poll = select.poll()
-    for mailbox, rank in sources:
-        poll.register(mailbox.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
-    timeout_s = min(mailbox.timeout_s for mailbox, _ in sources)
+    for transport, rank in sources:
+        poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
+    timeout_s = min(transport.timeout_s for transport, _ in sources)
     patience_s = min(PATIENCE_S, timeout_s)
     if not poll.poll(patience_s * 1000):
         first, _ = next(iter(sources))
-        ranks = [rank for mailbox, rank in sources if mailbox is first]
-        doing = first.called(_number(purpose), unit)
+        ranks = [rank for transport, rank in sources if transport is first]
+        doing = first.describe_collective(_number(purpose), unit)
         if patience_s < timeout_s:
-            first.say_that_it_waits(ranks, doing)
+            first.log_wait(ranks, doing)
         if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
-            raise first.late(ranks, doing)
-    for mailbox, rank in sources:
-        mailbox.look(rank)
+            raise first.timeout_error(ranks, doing)
+    for transport, rank in sources:
+        transport.receive_ready(rank)
 
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """A message that was expected, also where nobody waits for it any more."""
+    """Records an expected message, also after its :class:`Message` is deleted."""
 
-    letter: weakref.ref[Letter]
+    message: weakref.ref[Message]
     nbytes: int
     purpose: int
     unit: int
@@ -474,20 +483,20 @@ def _mapped(fd: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:
 
 
 def close_all(sockets: Iterable[socket.socket], files: Iterable[int] = ()) -> None:
-    """Close connections and files."""
+    """Close sockets and file descriptors."""
     for peer in sockets:
         peer.close()
     for fd in files:
         os.close(fd)
 
 
-_open: weakref.WeakSet[Mailbox] = weakref.WeakSet()
+_open: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """In a child: let go of the parent's connections, by which its peers see that it has ended."""
-    for mailbox in list(_open):
-        mailbox.leave()
+    """Close the parent's connections in a forked child, so that peers can detect that the parent has ended."""
+    for transport in list(_open):
+        transport.leave()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -1,6 +1,6 @@
-"""Small exchanges by which ranks find out that they disagree, before anything large is moved.
+"""Exchanges small values between ranks, so that they detect a disagreement before they move large tensors.
 
-Each function is a collective: every rank of the group must call it at the same point.
+Each exchange is a collective: every rank of the group must call it at the same point.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.groups import is_simulated
+from fsdp_flat.comm.rank_groups import is_simulated
 
 __all__ = [
     "control_device",
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where a group wants small tensors: the CPU if it can, else the compute device."""
+    """Return the device for small tensors of a group: the CPU if it has a CPU backend, else the compute device."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -33,19 +33,19 @@ def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.devi
 
 
 def digest_of(data: bytes) -> int:
-    """A hash that fits a signed 64-bit integer, to be exchanged in place of ``data``."""
+    """Return a hash of ``data`` as a signed 64-bit integer, to be exchanged in its place."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that ``str(dtype)`` has given ``name`` to, as ranks tell each other."""
+    """Return the dtype whose ``str(dtype)`` is ``name``, the form in which ranks exchange dtypes."""
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """Gather a list of 64-bit integers, equally long on every rank, from every rank, in rank order."""
+    """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
     size = dist.get_world_size(group)
     if size == 1 or is_simulated(group):
         return [values] * size
@@ -57,7 +57,7 @@ def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.dev
 
 
 def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Gather a byte string of any length from every rank, in rank order."""
+    """All-gather byte strings of any length, in rank order."""
     lengths = [row[0] for row in exchange_ints([len(payload)], group, device)]
     size = dist.get_world_size(group)
     if size == 1 or is_simulated(group):
@@ -69,7 +69,7 @@ def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.devic
 
 
 def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device) -> list[bytes]:
-    """Gather a byte string of any length from every rank on rank 0 of the group; nothing on the others."""
+    """Gather byte strings of any length on rank 0 of the group, in rank order; empty on other ranks."""
     lengths = [row[0] for row in exchange_ints([len(payload)], group, device)]
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     if size == 1 or is_simulated(group):
@@ -81,12 +81,12 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
 
 
 def scatter_bytes(payloads: list[bytes], group: dist.ProcessGroup, device: torch.device) -> bytes:
-    """This rank's byte string, by rank in ``payloads`` of rank 0 of the group, which the others leave empty."""
+    """Scatter ``payloads``, by rank, from rank 0 of the group, and return this rank's; other ranks pass none."""
     if dist.get_world_size(group) == 1 or is_simulated(group):
         return payloads[0]
     longest = exchange_ints([max((len(each) for each in payloads), default=0)], group, device)[0][0]
     where = control_device(group, device)
-    # A number of 8 bytes first: how long it is.
+    # Each row starts with its length as 8 bytes.
     rows = [_padded(len(each).to_bytes(8, "big") + each, longest + 8, where) for each in payloads]
     own = torch.empty(longest + 8, dtype=torch.uint8, device=where)
     dist.scatter(own, rows or None, src=dist.get_global_rank(group, 0), group=group)

@@ -1,4 +1,4 @@
-"""Which operations a slice of a parameter stands in for the whole parameter in."""
+"""Classifies torch operations by whether a local shard can replace the unsharded parameter in them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Use", "use_of"]
+__all__ = ["OperationKind", "operation_kind"]
 
 
-class Use(Enum):
-    """How an operation uses a tensor."""
+class OperationKind(Enum):
+    """Classifies how an operation uses a tensor."""
 
     FREE = "looks at it, copies it, or goes over all elements in any order"
     ELEMENTWISE = "gives every element a result of its own"
@@ -23,28 +23,28 @@ class Use(Enum):
     __hash__ = object.__hash__
 
 
-def use_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Use:
-    """How the operation called ``name`` (``__name__`` of a function or method of torch) uses its tensors."""
+def operation_kind(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> OperationKind:
+    """Classify the operation ``name`` (``__name__`` of a function or method of torch) with these arguments."""
     place = _DIM_ARGUMENT.get(name)
     if place is None:
-        return _use_by_name(name)
+        return _kind_by_name(name)
     dim = args[place] if len(args) > place else next((kwargs[key] for key in _DIM_NAMES if key in kwargs), None)
     if isinstance(dim, torch.Tensor):
-        return Use.ELEMENTWISE  # torch.max(parameter, other)
-    return Use.FREE if dim is None or dim is True or dim is False or dim == () else Use.SHAPED
+        return OperationKind.ELEMENTWISE  # torch.max(parameter, other)
+    return OperationKind.FREE if dim is None or dim is True or dim is False or dim == () else OperationKind.SHAPED
 
 
 @functools.cache
-def _use_by_name(name: str) -> Use:
-    # Functions that torch keeps to itself are those of optimizers (``_foreach_add_``, ``_fused_adamw_``).
+def _kind_by_name(name: str) -> OperationKind:
+    # torch's private functions are those of optimizers (``_foreach_add_``, ``_fused_adamw_``).
     if name in _FREE or name.startswith("new_") or (name.startswith("_") and not name.startswith("__")):
-        return Use.FREE
+        return OperationKind.FREE
     if name in _FLATTENING:
-        return Use.FLATTENING
+        return OperationKind.FLATTENING
     base = name.strip("_")
     if base in _ELEMENTWISE or _is_pointwise(name) or _is_pointwise(base):
-        return Use.ELEMENTWISE
-    return Use.SHAPED
+        return OperationKind.ELEMENTWISE
+    return OperationKind.SHAPED
 
 
 def _is_pointwise(name: str) -> bool:
@@ -55,13 +55,13 @@ def _is_pointwise(name: str) -> bool:
 
 
 _DIM_NAMES = ("dim", "axis", "other")
-# Reductions over all elements, and where each takes the dims of a reduction that is not.
+# Reductions over all elements, with the position of the argument that restricts each to some dims.
 _DIM_ARGUMENT = {
     **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "median"), 1),
     **dict.fromkeys(("all", "any", "std", "var", "std_mean", "var_mean", "count_nonzero"), 1),
     **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "quantile", "nanquantile"), 2),
 }
-# Work element by element, or write every element anew, though torch does not tag them as pointwise.
+# Elementwise operations, or ones that overwrite every element, that torch does not tag as pointwise.
 _ELEMENTWISE = frozenset(
     {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "exponential", "random", "cauchy", "log_normal"}
     | {"geometric", "constant", "isclose", "absolute", "negative", "positive", "multiply", "divide", "subtract"}
@@ -74,7 +74,7 @@ _FLATTENING = frozenset(
     {"view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "expand_as", "contiguous", "squeeze"}
 )
 _FREE = frozenset(
-    # Looks at it.
+    # Inspection.
     {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr"}
     | {"storage", "untyped_storage", "storage_type", "get_device", "is_contiguous", "is_floating_point", "is_complex"}
     | {"is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size", "is_set_to", "is_nonzero", "is_coalesced"}
@@ -83,13 +83,13 @@ _FREE = frozenset(
     | {"item", "tolist", "numpy", "__array__", "__dlpack__", "__dlpack_device__", "histc", "histogram", "unique"}
     | {"dist"}
     | {"equal", "allclose", "aminmax", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"}
-    # Copies, moves, sets it.
+    # Copies, moves and assignment.
     | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
     | {"cpu", "cuda", "xpu", "ipu", "npu", "clone", "detach", "detach_", "alias", "as_subclass", "pin_memory"}
     | {"share_memory_", "record_stream", "requires_grad_", "set_", "apply_", "map_", "__delete__"}
     | {"__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "view_as_real"}
     | {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
-    # Sends it.
+    # Collectives and p2p.
     | {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "send", "recv", "isend", "irecv"}
     | {"all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter", "all_to_all"}
 )

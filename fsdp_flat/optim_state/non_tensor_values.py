@@ -10,10 +10,10 @@ import torch
 
 from fsdp_flat.comm import dtype_named
 
-__all__ = ["plain_from_text", "plain_to_text"]
+__all__ = ["value_from_text", "value_to_text"]
 
 
-def plain_to_text(value: Any) -> list[Any]:
+def value_to_text(value: Any) -> list[Any]:
     """A plain state as JSON, the same on every rank for the same value; pickled where JSON has no such type."""
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return [str(value.dtype), value.item()]
@@ -22,8 +22,8 @@ def plain_to_text(value: Any) -> list[Any]:
     return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
 
 
-def plain_from_text(text: list[Any]) -> Any:
-    """The value that :func:`plain_to_text` described on a rank of the same job."""
+def value_from_text(text: list[Any]) -> Any:
+    """The value that :func:`value_to_text` described on a rank of the same job."""
     kind, value = text
     if kind == "pickle":
         return pickle.loads(base64.b64decode(value))

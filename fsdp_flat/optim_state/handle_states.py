@@ -1,4 +1,4 @@
-"""The states of one handle as pieces of its parameters and plain values, read off an optimizer."""
+"""The states of one handle as local shards of its parameters and plain values, read off an optimizer."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import Axis, digest_of, dtype_named, exchange_bytes, exchange_ints
+from fsdp_flat.comm import RankGroup, digest_of, dtype_named, exchange_bytes, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.handlers import refuse_split
-from fsdp_flat.optim_state.names import OptimContents, ParamNames, is_elsewhere, is_scalar
-from fsdp_flat.optim_state.plain_values import plain_from_text, plain_to_text
+from fsdp_flat.optim_state.non_tensor_values import value_from_text, value_to_text
+from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, is_on_other_ranks, is_scalar
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import axes_of
+from fsdp_flat.state_dict import rank_groups_of
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]
 
-# A unit, one of its handles, and the names of the handle's slots.
+# A unit, one of its handles, and the names of the handle's parameters.
 _Member = tuple[Unit, FlatParamHandle, tuple[str, ...]]
 
 
@@ -31,42 +31,46 @@ class HandleStates:
     """The optimizer's states of one handle.
 
     Attributes:
-        pieces: by name of a state that is shaped like the parameter, for each slot this rank's piece (1-D); None where
+        local shards: by name of a state that is shaped like the parameter, for each parameter this rank's local shard (1-D); None where
             there is no such state.
-        handled: by slot, the states that a handler knows, as this rank has them; None where only others have it.
-        plain: by slot, the states that are scalars or no tensors.
-        held: by slot, whether this rank's optimizer holds the parameter.
+        handled: by parameter, the states that a handler knows, as this rank has them; None where only others have it.
+        plain: by parameter, the states that are scalars or no tensors.
+        held: by parameter, whether this rank's optimizer holds the parameter.
     """
 
-    pieces: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
-    handled: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
+    local_shards: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
+    custom_handled: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     plain: list[dict[str, Any]] = field(default_factory=list)
     held: list[bool] = field(default_factory=list)
 
-    def slots_with_state(self) -> list[bool]:
-        """For each slot whether it has any state."""
+    def params_with_state(self) -> list[bool]:
+        """For each parameter whether it has any state."""
         return [
-            bool(values) or bool(self.handled[index]) or any(row[index] is not None for row in self.pieces.values())
+            bool(values)
+            or bool(self.custom_handled[index])
+            or any(row[index] is not None for row in self.local_shards.values())
             for index, values in enumerate(self.plain)
         ]
 
 
 def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHandle, HandleStates]:
-    """The states of every handle on this rank; pieces are views of what the optimizer holds.
+    """The states of every handle on this rank; local shards are views of what the optimizer holds.
 
     Raises:
-        UnsupportedError: a state is neither a piece of its parameter nor a scalar, and has no handler.
+        UnsupportedError: a state is neither a local shard of its parameter nor a scalar, and has no handler.
     """
     found: dict[FlatParamHandle, HandleStates] = {}
     held = set(contents.params)
     for unit, handle, _ in names.handles:
-        num = len(handle.layout.slots)
-        states = HandleStates(handled=[{} for _ in range(num)], plain=[{} for _ in range(num)], held=[False] * num)
+        num = len(handle.layout.param_infos)
+        states = HandleStates(
+            custom_handled=[{} for _ in range(num)], plain=[{} for _ in range(num)], held=[False] * num
+        )
         for param in handle.views.visible_params():
             for index in names.managed[param].indices:
                 states.held[index] = param in held
             # States for no elements are never updated (a count of steps, for one): those of other ranks are right.
-            if param in held and param in contents.state and not is_elsewhere(param, handle):
+            if param in held and param in contents.state and not is_on_other_ranks(param, handle):
                 _read(states, names, unit, handle, param, contents.state[param])
         found[handle] = states
     return found
@@ -94,7 +98,7 @@ def _read(
                     f"the optimizer keeps a {type(value).__name__} there. Register the handler for tensors only."
                 )
             refuse_split(handle, managed.indices[0], name)
-            states.handled[managed.indices[0]][name] = value
+            states.custom_handled[managed.indices[0]][name] = value
         elif is_scalar(value):
             for index in managed.indices:
                 states.plain[index][name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
@@ -106,17 +110,17 @@ def _read(
                 f"(model, {name!r}, merge=..., split=...)."
             )
         else:
-            row = states.pieces.setdefault(name, [None] * len(handle.layout.slots))
+            row = states.local_shards.setdefault(name, [None] * len(handle.layout.param_infos))
             flat = value.detach().reshape(-1)
             for index in managed.indices:
                 whole = param is handle.flat_param
-                row[index] = flat[handle.views.pieces[index].in_shard.to_slice()] if whole else flat
+                row[index] = flat[handle.views.local_shards[index].in_shard.to_slice()] if whole else flat
 
 
 def agree_on_states(
     names: ParamNames, states: Mapping[FlatParamHandle, HandleStates], error: Exception | None
 ) -> Exception | None:
-    """Complete the states of empty pieces, for which an optimizer may keep none, from those that other ranks have.
+    """Complete the states of empty local shards, for which an optimizer may keep none, from those that other ranks have.
 
     Every rank must call this, a rank that could not read its states too. Normally all ranks have the same, and two
     integers are exchanged per group.
@@ -130,17 +134,17 @@ def agree_on_states(
         ``error``; else a UsageError where a rank lacks a state of elements that it holds, or an OptionError where a
         state has several dtypes; None if all is well. A rank of another group may have found one: agree on it.
     """
-    for axis, members in _by_axis(names).items():
-        assert axis.group is not None
+    for rank_group, members in _by_rank_group(names).items():
+        assert rank_group.group is not None
         device = members[0][1].spec.device
         text = "" if error else json.dumps([_describe(states[handle]) for _, handle, _ in members])
-        rows = exchange_ints([int(error is None), digest_of(text.encode())], axis.group, device)
+        rows = exchange_ints([int(error is None), digest_of(text.encode())], rank_group.group, device)
         if not all(is_well for is_well, _ in rows) or len({digest for _, digest in rows}) == 1:
             continue
-        numels = [[piece.numel for piece in handle.views.pieces] for _, handle, _ in members]
-        payloads = exchange_bytes(json.dumps([json.loads(text), numels]).encode(), axis.group, device)
+        numels = [[local_shard.numel for local_shard in handle.views.local_shards] for _, handle, _ in members]
+        payloads = exchange_bytes(json.dumps([json.loads(text), numels]).encode(), rank_group.group, device)
         everyone = [json.loads(payload) for payload in payloads]
-        lacking = _lacking(dist.get_process_group_ranks(axis.group), members, everyone)
+        lacking = _lacking(dist.get_process_group_ranks(rank_group.group), members, everyone)
         try:
             if lacking:
                 raise _incomplete(lacking)
@@ -172,13 +176,13 @@ def _lacking(
 
 
 def _kept_names(described: dict[str, Any]) -> list[set[str]]:
-    """For each slot the names of what a rank's optimizer has of it."""
+    """For each parameter the names of what a rank's optimizer has of it."""
     found = []
-    for index, (plain, handled, held) in enumerate(
+    for index, (plain, custom_handled, held) in enumerate(
         zip(described["plain"], described["handled"], described["held"], strict=True)
     ):
-        pieces = (name for name, dtypes in described["pieces"].items() if dtypes[index] is not None)
-        found.append({*plain, *handled, *pieces, *(["a place in a parameter group"] if held else [])})
+        local_shards = (name for name, dtypes in described["pieces"].items() if dtypes[index] is not None)
+        found.append({*plain, *custom_handled, *local_shards, *(["a place in a parameter group"] if held else [])})
     return found
 
 
@@ -197,47 +201,48 @@ def _incomplete(lacking: Mapping[tuple[int, str], list[str]]) -> UsageError:
 
 def _sort(states: HandleStates) -> None:
     """Every rank has to exchange in the same order, whatever order its optimizer made the states in."""
-    states.pieces = {name: states.pieces[name] for name in sorted(states.pieces)}
-    states.handled = [{name: row[name] for name in sorted(row)} for row in states.handled]
+    states.local_shards = {name: states.local_shards[name] for name in sorted(states.local_shards)}
+    states.custom_handled = [{name: row[name] for name in sorted(row)} for row in states.custom_handled]
 
 
-def _by_axis(names: ParamNames) -> dict[Axis, list[_Member]]:
-    """By axis over which states have to be of the same kinds, the members that its ranks share."""
-    found: dict[Axis, list[_Member]] = {}
+def _by_rank_group(names: ParamNames) -> dict[RankGroup, list[_Member]]:
+    """By group over which states have to be of the same kinds, the members that its ranks share."""
+    found: dict[RankGroup, list[_Member]] = {}
     for member in names.handles:
-        for axis in axes_of([member[0]]):
-            found.setdefault(axis, []).append(member)
+        for rank_group in rank_groups_of([member[0]]):
+            found.setdefault(rank_group, []).append(member)
     return found
 
 
 def _describe(states: HandleStates) -> dict[str, Any]:
     return {
         "pieces": {
-            name: [None if piece is None else str(piece.dtype) for piece in row] for name, row in states.pieces.items()
+            name: [None if local_shard is None else str(local_shard.dtype) for local_shard in row]
+            for name, row in states.local_shards.items()
         },
         "held": states.held,
-        "handled": [list(row) for row in states.handled],
-        "plain": [{name: plain_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
+        "handled": [list(row) for row in states.custom_handled],
+        "plain": [{name: value_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
     }
 
 
 def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParamHandle) -> None:
     for name, row in described["pieces"].items():
-        own = states.pieces.setdefault(name, [None] * len(row))
+        own = states.local_shards.setdefault(name, [None] * len(row))
         for index, dtype_name in enumerate(row):
-            piece = own[index]
-            if dtype_name is not None and piece is None:
-                numel = handle.views.pieces[index].numel
+            local_shard = own[index]
+            if dtype_name is not None and local_shard is None:
+                numel = handle.views.local_shards[index].numel
                 own[index] = torch.zeros(numel, dtype=dtype_named(dtype_name), device=handle.flat_param.device)
-            elif dtype_name is not None and piece is not None and str(piece.dtype) != dtype_name:
+            elif dtype_name is not None and local_shard is not None and str(local_shard.dtype) != dtype_name:
                 raise OptionError(
-                    f"State {name!r} of {handle.layout.slots[index].fqn!r} (unit {handle.spec.unit_name!r}) is "
-                    f"{piece.dtype} on rank {handle.spec.rank} of the shard group and {dtype_name} on another."
+                    f"State {name!r} of {handle.layout.param_infos[index].fqn!r} (unit {handle.spec.unit_name!r}) is "
+                    f"{local_shard.dtype} on rank {handle.spec.rank} of the shard group and {dtype_name} on another."
                 )
-    for mine, others in zip(states.handled, described["handled"], strict=True):
+    for mine, others in zip(states.custom_handled, described["handled"], strict=True):
         for name in others:
             mine.setdefault(name, None)
     for own_row, other in zip(states.plain, described["plain"], strict=True):
         for name, text in other.items():
             if name not in own_row:
-                own_row[name] = plain_from_text(text)
+                own_row[name] = value_from_text(text)

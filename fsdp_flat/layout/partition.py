@@ -1,6 +1,7 @@
-"""Who has which elements of a tensor, as a rule rather than a list of ranks.
+"""Maps ranks to the elements of a flattened tensor that they hold.
 
-A checkpoint of a thousand ranks asks it for every parameter, and only few ranks have to do with any one of them.
+Most partitions are rules rather than lists of ranks: in a checkpoint over a thousand ranks, each parameter involves
+only a few of them.
 """
 
 from __future__ import annotations
@@ -11,33 +12,33 @@ from typing import Protocol
 
 from fsdp_flat.layout.interval import Interval
 
-__all__ = ["Cut", "Runs", "Spread", "Whole"]
+__all__ = ["EvenPartition", "IrregularPartition", "Partition", "ReplicatedPartition"]
 
 
-class Spread(Protocol):
-    """Which elements of one flattened tensor each rank of an axis has, or is to have."""
+class Partition(Protocol):
+    """Maps each rank of a group to its elements of one flattened tensor."""
 
     def __getitem__(self, rank: int) -> Interval:
-        """The elements of one rank."""
+        """Return the elements of ``rank``."""
         ...
 
     def ranks(self, run: Interval) -> Sequence[int]:
-        """Ranks that may have some of these elements, in order; no other has any."""
+        """Return the ranks that may hold elements of ``run``, in order; no other rank holds any."""
         ...
 
     def __hash__(self) -> int:
-        """A spread is a value: equal ones make equal plans."""
+        """Hash by value: equal partitions make equal plans, which are cached."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A tensor cut at equal steps, rank after rank: pieces of a flat buffer, or dim-0 chunks.
+class EvenPartition:
+    """Splits a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks.
 
     Attributes:
         numel: elements of the tensor.
-        step: elements from one cut to the next.
-        offset: elements of what is cut that lie before the tensor.
+        step: elements per rank.
+        offset: elements before the tensor in the buffer that is split.
         size: number of ranks.
     """
 
@@ -47,7 +48,7 @@ class Cut:
     size: int
 
     def __getitem__(self, rank: int) -> Interval:
-        """The elements of one rank; what is empty lies at the end of the tensor that is nearest."""
+        """Return the elements of ``rank``; an empty interval lies at the nearest end of the tensor."""
         start = rank * self.step - self.offset
         return Interval(min(max(start, 0), self.numel), min(max(start + self.step, 0), self.numel))
 
@@ -59,12 +60,12 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
-    """All of a tensor, on one rank or on every one.
+class ReplicatedPartition:
+    """Places the full tensor on one rank or on every rank.
 
     Attributes:
         numel: elements of the tensor.
-        rank: the one rank that has it; None if all have.
+        rank: the only rank that holds it; None if all ranks do.
         size: number of ranks.
     """
 
@@ -80,11 +81,11 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """What follows no rule: one run a rank.
+class IrregularPartition:
+    """Lists an arbitrary interval for each rank.
 
     Attributes:
-        runs: by rank.
+        runs: the intervals, by rank.
     """
 
     runs: tuple[Interval, ...]

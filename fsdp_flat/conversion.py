@@ -13,13 +13,13 @@ from fsdp_flat.runtime import Phase, Schedule, check_idle, copy_unit, register_f
 from fsdp_flat.semi_private import describe_flat_params, forget_tensors
 from fsdp_flat.semi_private_methods import SemiPrivateMethods
 
-__all__ = ["LifeMethods"]
+__all__ = ["ConversionMethods"]
 
 
-class LifeMethods(SemiPrivateMethods):
+class ConversionMethods(SemiPrivateMethods):
     """The wrapper's methods for conversions and copies; the wrapper class inherits them."""
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> LifeMethods:
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ConversionMethods:
         """``.to``, ``.float``, ``.cuda``, ``share_memory``: convert the shards instead of what the modules show."""
         unit = self._unit
         if isinstance(unit.context, Schedule):
@@ -35,13 +35,13 @@ class LifeMethods(SemiPrivateMethods):
             super()._apply(fn, recurse)
         finally:
             for handle in unit.handles:
-                handle.views.show_shard()
+                handle.views.use_sharded_views()
         for handle in unit.handles:
             handle.convert(fn)
         forget_tensors(unit)
         return self
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> LifeMethods:
+    def __deepcopy__(self, memo: dict[Any, Any]) -> ConversionMethods:
         """``copy.deepcopy(model)``: an independent wrapped model on copies of the shards.
 
         Nothing is communicated, but every rank must copy if the copy is to run. Process groups are shared; gradients,

@@ -14,25 +14,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.comm import Lanes, meet
+from fsdp_flat.comm import P2PChannels, barrier
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import Spread, Whole, moves_between
+from fsdp_flat.layout import Partition, ReplicatedPartition, plan_transfer
 from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
-from fsdp_flat.optim_state.names import ParamNames, current_names, is_elsewhere, is_scalar, names_of
+from fsdp_flat.optim_state.optim_params import ParamNames, current_names, is_on_other_ranks, is_scalar, names_of
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
     LOADING,
     BoxedTensor,
-    Row,
-    axes_of,
+    SpecTensor,
     boxes_to_shard,
     check_boxes,
-    chunk_form,
+    chunk_spec,
     dtype_of,
     fitting_chunk,
     is_chunked,
+    rank_groups_of,
     shape_of,
     write_chunks,
 )
@@ -84,14 +84,14 @@ def load_optim_state(
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
     if units and (from_rank_zero or unknown or _has_chunks(given)):
-        axes = axes_of(units)
-        for axis in axes:
-            meet("optim_state_dict_to_load", axis)
-        agree(plan.lines, error, axes, units[0].options.device, LOADING)
+        rank_groups = rank_groups_of(units)
+        for rank_group in rank_groups:
+            barrier("optim_state_dict_to_load", rank_group)
+        agree(plan.lines, error, rank_groups, units[0].options.device, LOADING)
     elif error is not None:
         raise error
     with torch.no_grad():
-        plan.carry_out()
+        plan.commit()
     return result
 
 
@@ -120,51 +120,54 @@ class _Plan:
         self.lines: list[str] = []
         self._device = device
         self.copies: list[Callable[[], object]] = []
-        self._chunks: list[tuple[Row, torch.Tensor]] = []
-        self._scattered: list[tuple[FromRankZero, Spread, torch.Tensor]] = []
+        self._chunks: list[tuple[SpecTensor, torch.Tensor]] = []
+        self._scattered: list[tuple[FromRankZero, Partition, torch.Tensor]] = []
         self._afterwards: list[Callable[[], object]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy this rank's piece of a tensor that it has."""
+        """Copy this rank's local shard of a tensor that it has."""
         self.copies.append(lambda: target.copy_(source))
 
-    def write_chunk(self, name: str, row: Row, chunk: torch.Tensor) -> None:
-        """Exchange chunks for pieces."""
-        self.lines.append(f"{name}: {row.form.shape} {row.piece.dtype} in chunks")
+    def write_chunk(self, name: str, row: SpecTensor, chunk: torch.Tensor) -> None:
+        """Exchange chunks for local shards."""
+        self.lines.append(f"{name}: {row.spec.shape} {row.local_shard.dtype} in chunks")
         self._chunks.append((row, chunk))
 
-    def scatter(self, value: FromRankZero, wanted: Spread, target: torch.Tensor) -> None:
-        """Fetch this rank's piece of what rank 0 has."""
+    def scatter(self, value: FromRankZero, wanted: Partition, target: torch.Tensor) -> None:
+        """Fetch this rank's local shard of what rank 0 has."""
         self._scattered.append((value, wanted, target))
 
     def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
         """Fetch the whole tensor and hand it on."""
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self.scatter(value, Whole(whole.numel(), None, value.groups.shard.size), whole.view(-1))
+        self.scatter(value, ReplicatedPartition(whole.numel(), None, value.groups.shard.size), whole.view(-1))
         self._afterwards.append(lambda: then(whole))
 
-    def carry_out(self) -> None:
+    def commit(self) -> None:
         """Do it all."""
         for copied in self.copies:
             copied()
         write_chunks(self._chunks)
-        lanes = Lanes()
+        channels = P2PChannels()
         for value, wanted, target in self._scattered:
             shard, numel = value.groups.shard, value.shape.numel()
             if value.groups.replicate.rank == 0:
                 source = None if value.tensor is None else value.tensor.detach().reshape(-1)
-                moves = moves_between(Whole(numel, 0, shard.size), wanted, shard.rank)
-                lanes.add(shard, self._device, moves, source, target, nbytes=numel * value.dtype.itemsize)
-        lanes.wait()
-        # Each rank of the first shard group has its pieces; the others replicate it.
+                moves = plan_transfer(ReplicatedPartition(numel, 0, shard.size), wanted, shard.rank)
+                channels.add(shard, self._device, moves, source, target, nbytes=numel * value.dtype.itemsize)
+        channels.wait()
+        # Each rank of the first shard group has its local shards; the others replicate it.
         for value, _, target in self._scattered:
             replicate, numel = value.groups.replicate, target.numel()
             if replicate.size > 1:
-                held, wanted = Whole(numel, 0, replicate.size), Whole(numel, None, replicate.size)
+                held, wanted = (
+                    ReplicatedPartition(numel, 0, replicate.size),
+                    ReplicatedPartition(numel, None, replicate.size),
+                )
                 ends = (None, target) if replicate.rank else (target, None)
-                moves = moves_between(held, wanted, replicate.rank)
-                lanes.add(replicate, self._device, moves, *ends, nbytes=target.nbytes)
-        lanes.wait()
+                moves = plan_transfer(held, wanted, replicate.rank)
+                channels.add(replicate, self._device, moves, *ends, nbytes=target.nbytes)
+        channels.wait()
         for then in self._afterwards:
             then()
 
@@ -201,7 +204,7 @@ def _planned(
             visible = handle.views.visible_params()
             for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan).items():
                 # torch's named optimizer wants every state; for others there is none where there are no elements.
-                if fqns[index] in ids and (named or not is_elsewhere(visible[index], handle)):
+                if fqns[index] in ids and (named or not is_on_other_ranks(visible[index], handle)):
                     state[keys[ids[fqns[index]]]] = values
     for param, name in names.others.items():
         seen.add(name)
@@ -250,10 +253,10 @@ def _for_handle(
     elementwise: set[str],
     plan: _Plan,
 ) -> dict[int, dict[str, Any]]:
-    """By slot (the first one without original parameters), the states of this rank's visible parameter."""
+    """By parameter (the first one without original parameters), the states of this rank's visible parameter."""
     rows = [by_name.get(fqn) for fqn in fqns]
     visible = handle.views.visible_params()
-    pieces = handle.views.pieces
+    local_shards = handle.views.local_shards
     if not (len(visible) == 1 and visible[0] is handle.flat_param):
         found: dict[int, dict[str, Any]] = {}
         for index, row in enumerate(rows):
@@ -265,10 +268,10 @@ def _for_handle(
                 value = row[key]
                 if key in unit.optim_state_handlers:
                     _split(unit, handle, index, key, value, found[index], plan)
-                elif not _is_elementwise(key, value, handle.layout.slots[index].shape, elementwise):
+                elif not _is_elementwise(key, value, handle.layout.param_infos[index].shape, elementwise):
                     found[index][key] = _plain(value)
                 else:
-                    flat = _new_piece(value, pieces[index].numel, handle)
+                    flat = _new_local_shard(value, local_shards[index].numel, handle)
                     found[index][key] = flat.view(visible[index].shape)
                     _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, flat, plan)
         return found
@@ -283,20 +286,20 @@ def _for_handle(
         else:
             shard = result[key] = _new_shard(first[key], handle)
             for index, row in enumerate(rows):
-                piece = shard[pieces[index].in_shard.to_slice()]
+                local_shard = shard[local_shards[index].in_shard.to_slice()]
                 value = row[key] if row else None
-                _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, piece, plan)
+                _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, local_shard, plan)
     return {0: result}
 
 
-def _new_piece(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:
-    """Memory for a piece, all of which will be written."""
+def _new_local_shard(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:
+    """Memory for a local shard, all of which will be written."""
     return torch.empty(numel, dtype=dtype_of(value), device=handle.flat_param.device)
 
 
 def _new_shard(value: Any, handle: FlatParamHandle) -> torch.Tensor:
     """Memory for a shard, of which everything but the padding will be written."""
-    shard, own = _new_piece(value, handle.layout.shard_numel, handle), handle.layout.shard(handle.spec.rank)
+    shard, own = _new_local_shard(value, handle.layout.shard_numel, handle), handle.layout.shard(handle.spec.rank)
     for padding in handle.layout.paddings():
         shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
     return shard
@@ -324,11 +327,13 @@ def _split(
     refuse_split(handle, index, key)
     handler = unit.optim_state_handlers[key]
     assert isinstance(handler, OptimStateHandler)
-    split, slot = handler.split, handle.layout.slots[index]
-    run = handle.views.pieces[index].in_param
+    split, param_info = handler.split, handle.layout.param_infos[index]
+    run = handle.views.local_shards[index].in_param
 
     def put(whole: torch.Tensor) -> None:
-        result[key] = split(whole.detach().to(handle.flat_param.device), torch.Size(slot.shape), run.start, run.stop)
+        result[key] = split(
+            whole.detach().to(handle.flat_param.device), torch.Size(param_info.shape), run.start, run.stop
+        )
 
     if isinstance(value, FromRankZero):
         plan.receive(value, handle.flat_param.device, put)
@@ -338,47 +343,49 @@ def _split(
         put(value)
     else:
         raise LoadError(
-            f"State {key!r} of {slot.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
+            f"State {key!r} of {param_info.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
             f"{type(value).__name__}."
         )
 
 
 def _fill(
-    unit: Unit, handle: FlatParamHandle, index: int, what: str, value: Any, piece: torch.Tensor, plan: _Plan
+    unit: Unit, handle: FlatParamHandle, index: int, what: str, value: Any, local_shard: torch.Tensor, plan: _Plan
 ) -> None:
-    """Plan how this rank's piece of a state (1-D) gets its values."""
-    axis, slot = unit.options.groups.shard, handle.layout.slots[index]
-    guise = handle.views.params[index].guise
-    run = handle.views.pieces[index].in_param.to_slice()
-    shape = guise.whole_shape(slot.shape)
+    """Plan how this rank's local shard of a state (1-D) gets its values."""
+    rank_group, param_info = unit.options.groups.shard, handle.layout.param_infos[index]
+    adapter = handle.views.params[index].adapter
+    run = handle.views.local_shards[index].in_param.to_slice()
+    shape = adapter.full_shape(param_info.shape)
     if shape_of(value) != shape:
         raise LoadError(
             f"{what} has shape {shape_of(value)}; expected {shape}, that of the parameter, on rank "
-            f"{axis.rank} of the shard group. Is it the state dict of another model?"
+            f"{rank_group.rank} of the shard group. Is it the state dict of another model?"
         )
     if isinstance(value, FromRankZero):
-        if guise is not PLAIN:
-            plan.receive(value, piece.device, lambda whole: piece.copy_(guise.part(whole).reshape(-1)[run]))
+        if adapter is not PLAIN:
+            plan.receive(
+                value, local_shard.device, lambda whole: local_shard.copy_(adapter.local_part(whole).reshape(-1)[run])
+            )
         else:
-            plan.scatter(value, handle.layout.pieces(index), piece)
+            plan.scatter(value, handle.layout.partition(index), local_shard)
     elif isinstance(value, BoxedTensor):
         check_boxes(value, handle, index)
         own = value
-        plan.copies.append(lambda: boxes_to_shard(own, handle, index, piece))
+        plan.copies.append(lambda: boxes_to_shard(own, handle, index, local_shard))
     elif is_chunked(value):
-        form = chunk_form(unit, handle, index).as_given(value)
-        chunk, problem = fitting_chunk(form, value)
+        spec = chunk_spec(unit, handle, index).as_given(value)
+        chunk, problem = fitting_chunk(spec, value)
         if chunk is None:
             raise LoadError(f"{what}: {problem}")
-        plan.write_chunk(what, Row(form, piece), chunk)
+        plan.write_chunk(what, SpecTensor(spec, local_shard), chunk)
     else:
-        plan.copy(piece, guise.part(value.detach()).reshape(-1)[run])
+        plan.copy(local_shard, adapter.local_part(value.detach()).reshape(-1)[run])
 
 
 def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
     """A state of a parameter that no unit manages."""
     if isinstance(value, FromRankZero):
         target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
-        plan.scatter(value, Whole(target.numel(), None, value.groups.shard.size), target)
+        plan.scatter(value, ReplicatedPartition(target.numel(), None, value.groups.shard.size), target)
         return target.view(value.shape)
     return _plain(value)

@@ -10,15 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import Axis, exchange_bytes, gather_bytes, meet, scatter_bytes
+from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, scatter_bytes
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.runtime import Words, agree, units_of
-from fsdp_flat.state_dict import axes_of
+from fsdp_flat.runtime import ErrorTexts, agree, units_of
+from fsdp_flat.state_dict import rank_groups_of
 
-__all__ = ["LOADING", "SAVING", "Together", "all_of"]
+__all__ = ["LOADING", "SAVING", "Consensus", "consensus_of"]
 
-SAVING = Words("saving", "Ranks save different things.", "Call it with the same model and arguments on every rank.")
-LOADING = Words("loading", "Ranks load different things.", "Call it with the same model and arguments on every rank.")
+SAVING = ErrorTexts(
+    "saving", "Ranks save different things.", "Call it with the same model and arguments on every rank."
+)
+LOADING = ErrorTexts(
+    "loading", "Ranks load different things.", "Call it with the same model and arguments on every rank."
+)
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup:
@@ -26,28 +30,28 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
     Raises:
         OptionError: it holds no wrapper.
-        UnsupportedError: several axes (hybrid strategies, tensor parallelism) over some of the ranks.
+        UnsupportedError: several groups (hybrid strategies, tensor parallelism) over some of the ranks.
     """
     units = units_of(model)
     if not units:
         raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
-    guises = [entry.guise for unit in units for handle in unit.handles for entry in handle.views.params]
-    groups = [axis.group for axis in axes_of(units) if axis.group is not None]
-    groups += [group for guise in guises for group in guise.mesh_groups if dist.get_world_size(group) > 1]
+    adapters = [entry.adapter for unit in units for handle in unit.handles for entry in handle.views.params]
+    groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
+    groups += [group for adapter in adapters for group in adapter.mesh_groups if dist.get_world_size(group) > 1]
     # There may be several groups of the same ranks; every rank has to take the same one.
-    axes: dict[frozenset[int], dist.ProcessGroup] = {}
+    rank_groups: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
-        axes.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
-    joint = next(iter(axes.values()), units[0].options.groups.process_group)
-    everybody = frozenset().union(*axes)
-    if everybody in axes:
-        joint = axes[everybody]
-    elif len(axes) > 1:
+        rank_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+    joint = next(iter(rank_groups.values()), units[0].options.groups.process_group)
+    everybody = frozenset().union(*rank_groups)
+    if everybody in rank_groups:
+        joint = rank_groups[everybody]
+    elif len(rank_groups) > 1:
         # Axes of a grid cross in this rank alone, and it has a rank for every combination.
-        joint, num_ranks = dist.group.WORLD, math.prod(map(len, axes))
+        joint, num_ranks = dist.group.WORLD, math.prod(map(len, rank_groups))
         if num_ranks != dist.get_world_size():
             raise UnsupportedError(
-                f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(axes)} axes (sharded, "
+                f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups (sharded, "
                 "replicated, tensor parallel), and no process group joins just these. Save it by state_dict() and "
                 "torch.distributed.checkpoint."
             )
@@ -55,7 +59,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     return joint
 
 
-class Together:
+class Consensus:
     """The ranks of a group.
 
     Args:
@@ -68,19 +72,19 @@ class Together:
         size: the number of ranks.
     """
 
-    def __init__(self, group: dist.ProcessGroup, words: Words, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
         self.group = group
         self._words = words
         self._device = device
-        self._axis = Axis.of(group)
+        self._axis = RankGroup.of(group)
         self.rank, self.size = self._axis.rank, self._axis.size
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait for the other ranks; a call on one rank only is found here, within seconds."""
-        meet(what, self._axis)
+        barrier(what, self._axis)
 
     @contextmanager
-    def failing(self, same: Sequence[str] = ()) -> Iterator[None]:
+    def raising_together(self, same: Sequence[str] = ()) -> Iterator[None]:
         """Every rank must enter the block; if it raises on one, or ``same`` is not the same, it raises on all."""
         error: Exception | None = None
         try:
@@ -99,15 +103,15 @@ class Together:
         """Every rank's text, by rank. Every rank must call this."""
         return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, self._device)]
 
-    def texts_to_first(self, text: str) -> list[str]:
+    def gather_texts(self, text: str) -> list[str]:
         """Every rank's text on rank 0, nothing on the others. Every rank must call this."""
         return [payload.decode() for payload in gather_bytes(text.encode(), self.group, self._device)]
 
-    def texts_from_first(self, texts: list[str]) -> str:
+    def scatter_texts(self, texts: list[str]) -> str:
         """This rank's text, of those that rank 0 has for all. Every rank must call this."""
         return scatter_bytes([text.encode() for text in texts], self.group, self._device).decode()
 
 
-def all_of(model: nn.Module, words: Words) -> Together:
+def consensus_of(model: nn.Module, words: ErrorTexts) -> Consensus:
     """The ranks of a model; see :func:`group_of`."""
-    return Together(group_of(model), words, units_of(model)[0].options.device)
+    return Consensus(group_of(model), words, units_of(model)[0].options.device)

@@ -1,4 +1,4 @@
-"""Each file of fsdp_flat imports its own folder and lower floors only."""
+"""Each file of fsdp_flat imports its own folder and lower layers only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 PACKAGE = "fsdp_flat"
 TOP = 6
 
-# Every folder or module below the package that is not named here is on floor 5.
+# Every folder or module below the package that is not named here is on layer 5.
 FLOORS = {
     "errors": 0,
     "api": 0,
@@ -30,7 +30,7 @@ FLOORS = {
     "": TOP,
 }
 DEFAULT_FLOOR = 5
-# Rooms of one floor may not know each other, but these are open: the errors to all, and the top two floors inside.
+# Rooms of one layer may not know each other, but these are open: the errors to all, and the top two layers inside.
 SHARED_ROOMS = {"errors"}
 OPEN_FLOORS = {DEFAULT_FLOOR, TOP}
 # Integers and strings: these must be usable, and testable, without any process group.
@@ -65,7 +65,7 @@ def room_of(module: str) -> str:
 
 
 def floor_of(room: str) -> int:
-    """The floor of a room."""
+    """The layer of a room."""
     return FLOORS.get(room, DEFAULT_FLOOR)
 
 
@@ -85,7 +85,7 @@ def problem_of(room: str, imported: str) -> str | None:
     here, there = floor_of(room), floor_of(other)
     if there < here or other in SHARED_ROOMS or (there == here and here in OPEN_FLOORS):
         return None
-    return f"imports {imported} of floor {there}, but is on floor {here}"
+    return f"imports {imported} of layer {there}, but is on layer {here}"
 
 
 def is_inside(module: str, package: str) -> bool:
@@ -198,7 +198,7 @@ HOUSE = dict.fromkeys(
         "fsdp_flat/api.py",
         "fsdp_flat/layout/boxes.py",
         "fsdp_flat/flat/handle.py",
-        "fsdp_flat/comm/groups.py",
+        "fsdp_flat/comm/rank_groups.py",
         "fsdp_flat/wrap/policies.py",
         "fsdp_flat/runtime/unit.py",
         "fsdp_flat/runtime/order.py",
@@ -249,7 +249,10 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
         ("fsdp_flat/errors.py", "from __future__ import annotations"),
         ("fsdp_flat/layout/boxes.py", "import torch\nfrom ..errors import OptionError\nfrom .interval import Interval"),
         ("fsdp_flat/flat/handle.py", "from .. import errors\nfrom ..layout import boxes\nfrom ..api import CPUOffload"),
-        ("fsdp_flat/comm/groups.py", "import torch.distributed as dist\nfrom torch.distributed import device_mesh"),
+        (
+            "fsdp_flat/comm/rank_groups.py",
+            "import torch.distributed as dist\nfrom torch.distributed import device_mesh",
+        ),
         (
             "fsdp_flat/runtime/unit.py",
             "from . import order\nfrom ..flat.handle import Handle\nfrom ..comm import groups",

@@ -1,0 +1,122 @@
+"""Detects a collective that was called on one rank only, before any data is sent."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm.host_transports import known_transport
+from fsdp_flat.comm.rank_groups import RankGroup, is_simulated
+from fsdp_flat.errors import UsageError
+
+__all__ = ["barrier"]
+
+PATIENCE_S = 20.0
+GLANCE_S = 1.0
+
+
+def barrier(what: str, rank_group: RankGroup) -> None:
+    """Wait for all ranks of a group through its store, without a collective.
+
+    Every rank of the group must call this. Each rank sends three requests to the store.
+
+    Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
+    minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
+    rank 0 only. If ranks share memory, a rank that sends a different collective is detected within a second.
+
+    Args:
+        what: the caller's operation, for error texts.
+        rank_group: the ranks.
+
+    Raises:
+        UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
+            if a rank has not arrived within the default process-group timeout.
+    """
+    group = rank_group.group
+    if group is None or rank_group.size == 1 or is_simulated(group):
+        return
+    meeting = _StoreBarrier(group_store(group), rank_group)
+    if meeting.is_complete:
+        return
+    limit = default_pg_timeout.total_seconds()
+    patience = min(PATIENCE_S, limit)
+    transport = known_transport(rank_group)
+    begun = time.monotonic()
+    warned = False
+    while not meeting.wait(patience if transport is None else min(patience, GLANCE_S)):
+        if transport is not None and (found := transport.unexpected()) is not None and meeting.leave():
+            other, doing = found
+            raise UsageError(
+                f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
+                f"goes on with {doing}. It is a collective: every rank of the group must call it, at the same point."
+            )
+        waited = time.monotonic() - begun
+        if waited < patience:
+            continue
+        missing = meeting.missing()
+        if (len(missing) == rank_group.size - 1 and rank_group.rank == 0) or waited >= limit:
+            if meeting.leave():
+                raise UsageError(
+                    f"{what} was called on rank {rank_group.rank} of the group {waited:.0f} seconds ago, and rank(s) "
+                    f"{missing} have not called it. It is a collective: every rank of the group must call it, also "
+                    "those that do not use the result (rank0_only=True leaves theirs empty). If they are only late, "
+                    "call torch.distributed.barrier() before it."
+                )
+            return
+        if not warned and missing:
+            warned = True
+            warnings.warn(
+                f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
+                "every rank must call it.",
+                stacklevel=4,
+            )
+
+
+class _StoreBarrier:
+    """Implements the n-th barrier of a group, where n counts this rank's arrivals.
+
+    Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
+    """
+
+    def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
+        self._store = store
+        self._axis = rank_group
+        self._index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
+        self.is_complete = self._come()
+
+    def _come(self) -> bool:
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", 1) < self._axis.size:
+            return False
+        self._store.set(f"fsdp_flat/complete/{self._index}", "")
+        # All ranks have arrived here, so all have left the previous barrier.
+        self._store.delete_key(f"fsdp_flat/meeting/{self._index - 1}")
+        self._store.delete_key(f"fsdp_flat/complete/{self._index - 1}")
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds``, and return whether all ranks have arrived."""
+        try:
+            self._store.wait([f"fsdp_flat/complete/{self._index}"], timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise
+            return False
+        return True
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not arrived."""
+        ranks = range(self._axis.size)
+        return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
+
+    def leave(self) -> bool:
+        """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._axis.size - 1:
+            self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
+            return False
+        self._store.add(f"fsdp_flat/came/{self._axis.rank}", -1)
+        return True

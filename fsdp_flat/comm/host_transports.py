@@ -1,0 +1,131 @@
+"""Creates one shared-memory transport for each group whose ranks are all on one host."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import secrets
+import socket
+import struct
+import weakref
+from contextlib import suppress
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm.rank_groups import RankGroup
+from fsdp_flat.comm.shared_memory import SharedMemoryTransport, close_all
+from fsdp_flat.comm.small_messages import exchange_bytes, exchange_ints
+
+__all__ = ["known_transport", "sent_nbytes", "shared_nbytes", "transport_of"]
+
+_logger = logging.getLogger("fsdp_flat")
+_CPU = torch.device("cpu")
+# Each rank has a socket to every other rank, and a few open files of each.
+_MOST_RANKS = 16
+_HELLO = struct.Struct("<q")  # rank
+_CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
+_SETUP_S = 10.0
+
+# Process-wide like torch's groups, so that all units of a group share one transport.
+_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | None] = weakref.WeakKeyDictionary()
+
+
+def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
+    """Return the transport of a group of more than one rank; None if its ranks cannot share memory.
+
+    At most 16 ranks can, if they run on one Linux kernel as one user, in one network namespace, and the environment
+    variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group is a collective: every
+    rank of the group must make it at the same point.
+    """
+    assert rank_group.group is not None
+    if rank_group.group not in _mailboxes:
+        _mailboxes[rank_group.group] = _connect(rank_group, rank_group.group)
+        way = "gloo" if _mailboxes[rank_group.group] is None else "shared memory"
+        _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
+    return _mailboxes[rank_group.group]
+
+
+def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
+    """Return the transport of a group if :func:`transport_of` has created one, else None."""
+    return None if rank_group.group is None else _mailboxes.get(rank_group.group)
+
+
+def shared_nbytes() -> int:
+    """Return the bytes of shared memory that this process's transports use or keep for later messages."""
+    return sum(transport.nbytes for transport in _mailboxes.values() if transport is not None)
+
+
+def sent_nbytes() -> int:
+    """Return the bytes that this process has sent by its transports, counted once per destination rank."""
+    return sum(transport.sent_nbytes for transport in _mailboxes.values() if transport is not None)
+
+
+def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
+    """Connect all ranks of a group, or none."""
+    timeout_s = group._get_backend(_CPU).options._timeout.total_seconds()
+    # Ranks wait for one that cannot connect, and must still reach the next collective within the group's timeout.
+    listener = _listen(min(_SETUP_S, timeout_s / 4)) if rank_group.size <= _MOST_RANKS else None
+    said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
+    peers: dict[int, socket.socket] = {}
+    try:
+        everyone = exchange_bytes(said, group, _CPU)
+        if listener is not None and len({said.split(b" ")[0] for said in everyone}) == 1:
+            with suppress(OSError, struct.error):
+                _connect_peers(rank_group, listener, [said.split(b" ")[1] for said in everyone], peers)
+    finally:
+        if listener is not None:
+            listener.close()
+    connected = exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)
+    if not all(row[0] for row in connected):
+        close_all(peers.values())
+        return None
+    return SharedMemoryTransport(rank_group, peers, timeout_s)
+
+
+def _host() -> bytes:
+    """Return an id of the running kernel, its network namespace and the user, equal on ranks that can share memory."""
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        boot = file.read().strip()
+    return b"%s-%d-%d" % (boot, os.stat("/proc/self/ns/net").st_ino, os.getuid())
+
+
+def _shares_memory() -> bool:
+    """Return whether the system has the required calls; Linux has."""
+    return hasattr(os, "memfd_create") and hasattr(socket, "send_fds") and hasattr(mmap, "MADV_REMOVE")
+
+
+def _listen(timeout_s: float) -> socket.socket | None:
+    if os.environ.get("FSDP_FLAT_SHARED_MEMORY") == "0" or not _shares_memory():
+        return None
+    try:
+        _host()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(b"\0fsdp_flat-" + secrets.token_hex(16).encode())
+        listener.listen(_MOST_RANKS)
+        listener.settimeout(timeout_s)
+    except OSError:
+        return None
+    return listener
+
+
+def _connect_peers(
+    rank_group: RankGroup, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]
+) -> None:
+    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones."""
+    for rank in range(rank_group.rank):
+        peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        peers[rank].settimeout(listener.gettimeout())
+        peers[rank].connect(addresses[rank])
+        peers[rank].send(_HELLO.pack(rank_group.rank))
+    while len(peers) < rank_group.size - 1:
+        peer, _ = listener.accept()
+        peer.settimeout(listener.gettimeout())
+        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        if user == os.getuid():
+            peers[_HELLO.unpack(peer.recv(_HELLO.size))[0]] = peer
+        else:
+            peer.close()
+    for peer in peers.values():
+        peer.setblocking(False)
