@@ -134,7 +134,7 @@ def current_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of ``optim``, or without it those of ``optim_input``, which it was (or would be) built from.
+    """Return the parameters of ``optim``; without it those of ``optim_input``, the arguments it was built from.
 
     Raises:
         OptionTypeError: ``optim_input`` is neither parameters nor groups.

@@ -1,4 +1,4 @@
-"""Implements ``optim_state_dict``: saves an optimizer's state under parameter names, as full tensors or dim-0 chunks."""
+"""Implements ``optim_state_dict``: saves optimizer states under parameter names, as full tensors or dim-0 chunks."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def save_optim_state(
 
 
 def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[str]:
-    """Return names in FSDP1's order, equal on every rank: rank 0's optimizer order; empty (sorted) with original params.
+    """Return names in the order of rank 0's optimizer, as in FSDP1; empty with original parameters, which are sorted.
 
     Every rank must call this, except with ``alone``.
     """
