@@ -66,7 +66,7 @@ class Consensus:
     Args:
         group: the group.
         words: texts for errors about the current operation.
-        device: the compute device, for groups without a device of their backend.
+        device: the compute device, used for groups without a CPU backend.
 
     Attributes:
         rank: this rank in the group.

@@ -129,7 +129,7 @@ class Plain:
         return self._read[rank]
 
     def optim_row(self, fqn: str) -> dict[str, Any]:
-        """Return the non-tensor states of a parameter from the first rank that has any (an empty shard may have none)."""
+        """Return a parameter's non-tensor states from the first rank that has any; an empty shard may have none."""
         ranks = (self.of(rank)["optim"]["state"] for rank in range(self.num_ranks))
         return next((state[fqn] for state in ranks if fqn in state), {})
 

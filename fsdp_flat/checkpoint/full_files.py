@@ -68,7 +68,7 @@ def save_full(
         dtype: floating-point tensors are converted to it.
         keep: returns whether to save the entry of a name; the same on every rank.
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.
-        max_file_bytes: maximum file size in bytes, exceeded only by a single larger tensor.
+        max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
         partition: the ranks of the shard group write files in parallel, in turn, instead of rank 0 alone; all of them
             must share one file system.
         progress: show a progress bar on rank 0 (needs tqdm).

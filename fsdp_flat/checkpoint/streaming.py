@@ -46,7 +46,7 @@ class StateEntry:
     same_as: str | None = None
 
     def held(self) -> torch.Tensor:
-        """Return this rank's tensor: the plain tensor, or the parameter's local shard (1-D), a view of the flat shard."""
+        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (1-D, a view)."""
         if self.value is not None:
             return self.value
         assert self.handle is not None

@@ -161,7 +161,7 @@ def agree_on_states(
 def _lacking(
     ranks: Sequence[int], members: Sequence[_Member], everyone: Sequence[tuple[list[Any], list[list[int]]]]
 ) -> dict[tuple[int, str], list[str]]:
-    """Return, by rank and names of its missing states, the parameters concerned of which the rank has elements."""
+    """Return by rank and state names the parameters of which the rank has elements but lacks these states."""
     held = [[_kept_names(row) for row in described] for described, _ in everyone]
     found: dict[tuple[int, str], list[str]] = {}
     for at, (unit, _, fqns) in enumerate(members):

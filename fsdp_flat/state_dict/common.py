@@ -163,7 +163,7 @@ def local_shard_of(handle: FlatParamHandle, index: int) -> torch.Tensor:
 
 
 def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> None:
-    """Cast buffers that compute in another dtype to the dtype they were registered with."""
+    """Cast the unit's buffers in ``destination`` from the compute dtype to the dtype they were registered with."""
     unit.buffers.restore(destination, prefix)
 
 

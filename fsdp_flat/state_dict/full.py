@@ -34,7 +34,7 @@ Wholes = list[list[torch.Tensor]]
 
 
 def gather_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wholes]:
-    """Exchange the full tensors of every unit at once; return none if they might not fit in device memory.
+    """Exchange the full tensors of every unit at once; return an empty dict if device memory might not hold them.
 
     Every rank of the shard groups must call this.
     """

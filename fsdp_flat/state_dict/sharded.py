@@ -31,7 +31,7 @@ __all__ = ["gather_sharded", "load_sharded", "save_sharded"]
 
 
 def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
-    """Exchange the chunks of every unit (by handle and parameter) at once; none if device memory might not hold all.
+    """Exchange the chunks of every unit at once; return an empty dict if device memory might not hold them.
 
     Not for ``boxes=True``, which communicates nothing. Every rank of the shard groups must call this.
     """
