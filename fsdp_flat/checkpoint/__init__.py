@@ -1,4 +1,4 @@
-"""Layer 6: whole models streamed to and from files, and checkpoints that survive a crash."""
+"""Streams full models to and from files, and saves checkpoints that survive a crash (layer 6)."""
 
 from fsdp_flat.checkpoint.checkpoints import CheckpointSave, LoadedCheckpoint, load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint.full_files import load_full, save_full

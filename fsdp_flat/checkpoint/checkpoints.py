@@ -1,4 +1,4 @@
-"""Checkpoints of a training run that survive a crash at any moment, at any number of ranks."""
+"""Saves and loads checkpoints of a training run that survive a crash at any moment, at any number of ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.optim_state import contents_of, load_optim_state, template_states
 from fsdp_flat.runtime import check_idle, units_of
 
-# Saves in the background have a gloo group.
+# Background saves use a gloo group, which communicates CPU tensors.
 _CPU = torch.device("cpu")
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
@@ -42,14 +42,13 @@ __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkp
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:
-    """What :func:`load_checkpoint` found.
+    """Describes the checkpoint that :func:`load_checkpoint` loaded.
 
     Attributes:
         step: the checkpoint's number.
         path: its directory.
-        extra: what this rank had saved as ``extra``; rank 0's where the number of ranks is another one.
-        skipped: what was passed over in the directory (later saves that are not whole, saves that were cut off), and
-            why.
+        extra: the ``extra`` that this rank saved; rank 0's if the number of ranks has changed.
+        skipped: the saves skipped in the directory (incomplete later ones, interrupted ones), each with the reason.
     """
 
     step: int
@@ -59,11 +58,11 @@ class LoadedCheckpoint:
 
 
 class CheckpointSave:
-    """A save, finished or going on in the background.
+    """Tracks a save, finished or running in the background.
 
     Attributes:
         step: the checkpoint's number.
-        path: where it is once it is whole.
+        path: its directory once it is complete.
     """
 
     def __init__(self, step: int, path: Path) -> None:
@@ -80,7 +79,7 @@ class CheckpointSave:
             except BaseException as error:
                 self._error = error
 
-        # Not a daemon: a script that ends must not cut its last checkpoint off.
+        # Not a daemon: a script that ends must not interrupt its last checkpoint.
         self._thread = threading.Thread(target=run, name=f"fsdp_flat checkpoint {self.step}")
         self._thread.start()
 
@@ -90,14 +89,14 @@ class CheckpointSave:
 
     @property
     def done(self) -> bool:
-        """Whether the save is over, for good or for bad."""
+        """True once the save has succeeded or failed."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
-        """Wait until the checkpoint is whole; its directory.
+        """Wait until the checkpoint is complete and return its directory.
 
         Raises:
-            Exception: what the save failed with, on this rank or on another one (PeerFailureError).
+            Exception: the error of the save, on this rank or on another one (PeerFailureError).
         """
         self._join()
         self._is_told = True
@@ -117,34 +116,34 @@ def save_checkpoint(
     background: bool = False,
     progress: bool = False,
 ) -> CheckpointSave:
-    """Save model, optimizer and more as the newest checkpoint in ``directory``.
+    """Save model, optimizer and extra values as the newest checkpoint in ``directory``.
 
-    Each rank writes its own shards as they are; nothing is gathered. The files are those of
+    Each rank writes its own shards; nothing is all-gathered. The files have the format of
     ``torch.distributed.checkpoint``, so ``dcp.load`` reads them too, into any sharding, under ``"model"`` and
-    ``"optim"``. A checkpoint counts only once all of it is on disk with sizes and checksums; a crash at any moment
-    leaves the earlier ones as they are.
+    ``"optim"``. A checkpoint is valid only once all of it is on disk with sizes and checksums; a crash at any moment
+    leaves the earlier ones intact.
 
     Every rank must call this, between steps.
 
     Args:
-        directory: of all checkpoints of the run, on a file system that every rank sees.
+        directory: directory of all checkpoints of the run, on a file system shared by all ranks.
         model: a wrapped model, or a module that holds wrappers.
         optim: its optimizer.
-        extra: what else this rank wants back (step counts, random states, a learning-rate scheduler's state dict):
+        extra: other values of this rank to save (step counts, random states, a learning-rate scheduler's state dict):
             tensors, numbers, strings, None, and lists, tuples and dicts of them.
-        step: the checkpoint's number; by default one more than the newest there.
-        keep_last: how many checkpoints are kept; older ones are removed after this one is whole.
-        background: copy the shards to the CPU and return; a thread does the rest, and training may go on. The next
-            save waits for it. Call ``wait()`` on the result to learn whether it went well.
+        step: the checkpoint's number; by default one more than the highest in the directory.
+        keep_last: number of checkpoints to keep; older ones are removed once this one is complete.
+        background: copy the shards to the CPU and return; a thread writes them while training continues. The next
+            save waits for it. Call ``wait()`` on the result to find out whether it succeeded.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
-        The save; :meth:`CheckpointSave.wait` gives its directory, or raises what went wrong in the background.
+        The save; :meth:`CheckpointSave.wait` returns its directory, or raises the error of the background save.
 
     Raises:
         OptionError: bad arguments, an ``extra`` that cannot be read back safely, or an optimizer of another model.
-        PeerFailureError: another rank failed; nothing counts as saved then.
-        PhaseError: in the middle of a step.
+        PeerFailureError: another rank failed; then nothing is saved.
+        PhaseError: called in the middle of a step.
     """
     directory = Path(directory)
     together = consensus_of(model, SAVING)
@@ -180,10 +179,10 @@ def save_checkpoint(
 
 
 class _Saver:
-    """Saves of one model in the background: the group for their collectives, since those of training go on meanwhile.
+    """Holds the background saves of one model and their process group, separate from the collectives of training.
 
     Attributes:
-        group: made once. A new one for each save would meet the keys of the last one in the store.
+        group: created once, because a new group per save would collide with keys of the previous one in the store.
         last: the newest save.
     """
 
@@ -202,7 +201,7 @@ def _saver_of(model: nn.Module, together: Consensus) -> _Saver:
 
 
 def _wait_for_the_last(model: nn.Module) -> None:
-    """Saves and loads of one model come one after another; that the last save failed is said, if nobody has asked."""
+    """Wait for the last background save of ``model``; warn if it failed and ``wait()`` has not raised its error."""
     units = units_of(model)
     saver = units[0].saver if units else None
     if isinstance(saver, _Saver) and saver.last is not None:
@@ -240,7 +239,7 @@ def _write(
             disk.begin(directory, step)
     with together.raising_together():
         own = [_put(writing / name_of(together.rank), blob)]
-    # Imported here, since it takes long and only savers need it.
+    # Imported here, because the import is slow and only saving needs it.
     from fsdp_flat.checkpoint.tensor_files import write_tensors
 
     with _watched(writing, bar):
@@ -264,7 +263,7 @@ def _put(path: Path, data: bytes) -> disk.FileRecord:
 
 @contextmanager
 def _watched(writing: Path, bar: Any) -> Iterator[None]:
-    """Move the bar by the bytes that appear on disk."""
+    """Advance the progress bar by the bytes that appear on disk."""
     over = threading.Event()
 
     def watch() -> None:
@@ -292,25 +291,25 @@ def load_checkpoint(
     *,
     step: int | None = None,
 ) -> LoadedCheckpoint | None:
-    """Load the newest whole checkpoint of :func:`save_checkpoint`, at any number of ranks, wrapping and strategy.
+    """Load the newest complete checkpoint of :func:`save_checkpoint`, at any number of ranks, wrapping and strategy.
 
-    Sizes and checksums of all files are compared first; a checkpoint that is not whole is passed over with a warning
-    that names the file. Nothing of model and optimizer is changed unless everything fits.
+    Sizes and checksums of all files are compared first; an incomplete checkpoint is skipped with a warning that names
+    the file. Model and optimizer are unchanged unless everything fits.
 
     Every rank must call this, between steps.
 
     Args:
-        directory: the one given to :func:`save_checkpoint`.
+        directory: the directory given to :func:`save_checkpoint`.
         model: a wrapped model, or a module that holds wrappers.
-        optim: its optimizer; None leaves the saved optimizer state alone.
-        step: load this checkpoint, and raise if it is not whole.
+        optim: its optimizer; None ignores the saved optimizer state.
+        step: load this checkpoint, and raise if it is incomplete.
 
     Returns:
-        What was found; None if there is no checkpoint at all.
+        The loaded checkpoint; None if there is none at all.
 
     Raises:
-        LoadError: (a RuntimeError) no checkpoint is whole, or names or shapes do not fit the model; on every rank.
-        PhaseError: in the middle of a step.
+        LoadError: (a RuntimeError) no checkpoint is complete, or names or shapes do not fit the model; on every rank.
+        PhaseError: called in the middle of a step.
     """
     directory = Path(directory)
     _wait_for_the_last(model)
@@ -344,7 +343,10 @@ def load_checkpoint(
 
 
 def _whole(directory: Path, step: int, together: Consensus) -> tuple[disk.Commit, str]:
-    """The record of a checkpoint, and what is wrong with it on any rank; each rank reads a share of the files."""
+    """Return the record of a checkpoint, and the first rank's error in it or ``""``; each rank reads some files.
+
+    Every rank must call this.
+    """
     found = disk.Commit(disk.path_of(directory, step), step, 0, ())
     try:
         found = disk.read_commit(directory, step)
@@ -379,13 +381,13 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
     with together.raising_together():
         extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
     if optim is not None:
-        # Checks all of it, on all ranks, before anything is changed.
+        # Everything is checked, on all ranks, before anything is changed.
         with together.raising_together():
             params = contents_of(optim).params
             state = optim_state_of([template["optim"]["state"], deferred], plain)
         with together.raising_together():
             loaded = load_optim_state(model, params, state)
-        # First, since it compares groups before it changes anything; that the model fits is known.
+        # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.raising_together():
             optim.load_state_dict(loaded)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):

@@ -1,4 +1,4 @@
-"""What the ranks of a model do in step around files: an exception on one becomes one on all."""
+"""Synchronizes the ranks of a model around file operations: an exception on one rank is raised on all."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ LOADING = ErrorTexts(
 
 
 def group_of(model: nn.Module) -> dist.ProcessGroup:
-    """The group of all ranks that hold a part or a replica of the model.
+    """Return the process group of all ranks that hold a shard or a replica of the model.
 
     Raises:
-        OptionError: it holds no wrapper.
-        UnsupportedError: several groups (hybrid strategies, tensor parallelism) over some of the ranks.
+        OptionError: the model holds no wrapper.
+        UnsupportedError: the model has several groups (hybrid strategies, tensor parallelism), and together they are
+            neither one group nor the world.
     """
     units = units_of(model)
     if not units:
@@ -38,7 +39,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     adapters = [entry.adapter for unit in units for handle in unit.handles for entry in handle.views.params]
     groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
     groups += [group for adapter in adapters for group in adapter.mesh_groups if dist.get_world_size(group) > 1]
-    # There may be several groups of the same ranks; every rank has to take the same one.
+    # There may be several groups of the same ranks; every rank must choose the same one.
     rank_groups: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
         rank_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
@@ -47,25 +48,25 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     if everybody in rank_groups:
         joint = rank_groups[everybody]
     elif len(rank_groups) > 1:
-        # Axes of a grid cross in this rank alone, and it has a rank for every combination.
+        # The groups are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
         joint, num_ranks = dist.group.WORLD, math.prod(map(len, rank_groups))
         if num_ranks != dist.get_world_size():
             raise UnsupportedError(
-                f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups (sharded, "
-                "replicated, tensor parallel), and no process group joins just these. Save it by state_dict() and "
-                "torch.distributed.checkpoint."
+                f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups "
+                "(sharded, replicated, tensor parallel), and no process group joins just these. Save it by "
+                "state_dict() and torch.distributed.checkpoint."
             )
     assert joint is not None
     return joint
 
 
 class Consensus:
-    """The ranks of a group.
+    """Exchanges errors and texts between the ranks of a group.
 
     Args:
         group: the group.
-        words: how errors call what the ranks do.
-        device: the device of compute, for groups that know no other.
+        words: texts for errors about the current operation.
+        device: the compute device, used for groups without a CPU backend.
 
     Attributes:
         rank: this rank in the group.
@@ -80,12 +81,12 @@ class Consensus:
         self.rank, self.size = self._axis.rank, self._axis.size
 
     def barrier(self, what: str) -> None:
-        """Wait for the other ranks; a call on one rank only is found here, within seconds."""
+        """Wait for the other ranks; raises within seconds if a rank does not call this."""
         barrier(what, self._axis)
 
     @contextmanager
     def raising_together(self, same: Sequence[str] = ()) -> Iterator[None]:
-        """Every rank must enter the block; if it raises on one, or ``same`` is not the same, it raises on all."""
+        """Raise on every rank if the block raises on one, or if ``same`` differs. Every rank must enter the block."""
         error: Exception | None = None
         try:
             yield
@@ -94,24 +95,24 @@ class Consensus:
         self.fail(error, same)
 
     def fail(self, error: Exception | None, same: Sequence[str] = ()) -> None:
-        """Raise on every rank if any rank has an error or other lines. Every rank must call this."""
+        """Raise on every rank if any rank has an error or different lines. Every rank must call this."""
         if error is not None and self.size == 1:
             raise error
         agree(same, error, [self._axis], self._device, self._words)
 
     def texts(self, text: str) -> list[str]:
-        """Every rank's text, by rank. Every rank must call this."""
+        """All-gather every rank's text, by rank. Every rank must call this."""
         return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, self._device)]
 
     def gather_texts(self, text: str) -> list[str]:
-        """Every rank's text on rank 0, nothing on the others. Every rank must call this."""
+        """Gather every rank's text on rank 0; the others get an empty list. Every rank must call this."""
         return [payload.decode() for payload in gather_bytes(text.encode(), self.group, self._device)]
 
     def scatter_texts(self, texts: list[str]) -> str:
-        """This rank's text, of those that rank 0 has for all. Every rank must call this."""
+        """Scatter rank 0's texts, one per rank; return this rank's. Every rank must call this."""
         return scatter_bytes([text.encode() for text in texts], self.group, self._device).decode()
 
 
 def consensus_of(model: nn.Module, words: ErrorTexts) -> Consensus:
-    """The ranks of a model; see :func:`group_of`."""
+    """Return the consensus of a model's ranks; see :func:`group_of`."""
     return Consensus(group_of(model), words, units_of(model)[0].options.device)

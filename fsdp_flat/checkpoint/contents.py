@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides its record: tensors in boxes, and each rank's plain values beside them."""
+"""Collects and restores the contents of a checkpoint: tensors as boxes, and each rank's non-tensor values."""
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ _OPTIM_PREFIX = "optim.state."
 
 
 def name_of(rank: int) -> str:
-    """The file of what a rank saves besides tensors that are sharded."""
+    """Return the file name of a rank's non-tensor values."""
     return f"rank-{rank:05d}.pt"
 
 
 def packed(value: Any) -> bytes:
-    """``value`` as ``torch.save`` writes it, once it is certain that it can be read back with ``weights_only``."""
+    """Serialize ``value`` by ``torch.save``, and check that it can be read back with ``weights_only``.
+
+    Raises:
+        OptionError: it cannot.
+    """
     buffer = io.BytesIO()
     torch.save(value, buffer)
     try:
@@ -53,10 +57,10 @@ def packed(value: Any) -> bytes:
 
 
 def collected(model: nn.Module, *, copy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The model's tensors for the files, in boxes, and the plain values beside them."""
+    """Return the model's tensors for the files, as boxes, and its non-tensor values."""
     for unit in units_of(model):
         check_idle(unit, "save_checkpoint")
-    # A model around which torch.compile was put has its word in the names of its own state dict.
+    # The state dict of a compiled model has torch.compile's prefix in its names.
     values = {clean_fqn(name): value for name, value in _boxed_model(model, copy=copy).items()}
     tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
     plain: dict[str, Any] = {"model": {name: value for name, value in values.items() if name not in tensors}}
@@ -69,12 +73,15 @@ def collected(model: nn.Module, *, copy: bool) -> tuple[dict[str, Any], dict[str
 def add_optim(
     state: dict[str, Any], plain: dict[str, Any], model: nn.Module, contents: OptimContents, *, copy: bool
 ) -> None:
-    """Add the optimizer's. Every rank must call this: states that have a handler are made whole, each on one rank."""
+    """Add the optimizer's states to ``state`` and ``plain``.
+
+    Every rank must call this: each state that has a handler is merged on one rank.
+    """
     found = save_optim_state(
         model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, handled_once=True
     )
     rows = found["state"]
-    # Merged states are on one rank each, so they are no plain values whatever their shape.
+    # Merged states are on one rank each, so they are saved as tensors whatever their shape.
     merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}
     arrays = {
         fqn: {k: v for k, v in row.items() if _is_array(v) or (k in merged and isinstance(v, torch.Tensor))}
@@ -92,7 +99,7 @@ def _copied(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_array(value: Any) -> bool:
-    # Boxes may be of a parameter of shape ().
+    # A 0-dim parameter is a BoxedTensor too.
     return isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, BoxedTensor))
 
 
@@ -103,7 +110,11 @@ def _boxed_model(model: nn.Module, *, copy: bool) -> dict[str, Any]:
 
 
 class Plain:
-    """What ranks saved besides sharded tensors, read when it is asked for."""
+    """Reads the non-tensor values that ranks saved, on demand.
+
+    Attributes:
+        num_ranks: number of ranks that saved the checkpoint.
+    """
 
     def __init__(self, found: disk.Commit) -> None:
         self._path = found.path
@@ -111,14 +122,14 @@ class Plain:
         self._read: dict[int, dict[str, Any]] = {}
 
     def of(self, rank: int) -> dict[str, Any]:
-        """What ``rank`` saved."""
+        """Return the values that ``rank`` saved."""
         if rank not in self._read:
             path = self._path / name_of(rank)
             self._read[rank] = torch.load(path, map_location="cpu", weights_only=True)
         return self._read[rank]
 
     def optim_row(self, fqn: str) -> dict[str, Any]:
-        """The plain states of a parameter; a rank without a local shard of it may have had none."""
+        """Return a parameter's non-tensor states from the first rank that has any; an empty shard may have none."""
         ranks = (self.of(rank)["optim"]["state"] for rank in range(self.num_ranks))
         return next((state[fqn] for state in ranks if fqn in state), {})
 
@@ -126,10 +137,13 @@ class Plain:
 def model_template(
     model: nn.Module, metadata: Mapping[str, Any], path: Path
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Copies of what the model has, for the files to be read into; checked against the files' names and shapes.
+    """Create tensors to read the model's files into, and check the files' names and shapes against the model.
 
     Returns:
-        The copies by the files' names, and by these names those of the model's own state dict.
+        The tensors by the files' names; and the names in the model's own state dict by the files' names.
+
+    Raises:
+        LoadError: a name is missing or unexpected, or a shape differs.
     """
     values = _boxed_model(model, copy=True)
     own = {clean_fqn(name): name for name in values}
@@ -151,7 +165,11 @@ def model_template(
 def wanted_of_optim(
     metadata: Mapping[str, Any], plain: Plain, path: Path
 ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """By parameter and state, shape and dtype of what was saved of the optimizer."""
+    """Return shape and dtype of the saved optimizer states, by parameter and state name.
+
+    Raises:
+        LoadError: the checkpoint has no optimizer.
+    """
     if "optim" not in plain.of(0):
         raise LoadError(f"{path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
     wanted: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
@@ -163,7 +181,7 @@ def wanted_of_optim(
 
 
 def optim_state_of(given: Sequence[Mapping[str, Mapping[str, Any]]], plain: Plain) -> dict[str, Any]:
-    """The optimizer's state under names: what ranks saved beside tensors, and tensors."""
+    """Merge tensor and non-tensor states into one optimizer state dict, keyed by names."""
     names = dict.fromkeys([*plain.of(0)["optim"]["state"], *(fqn for part in given for fqn in part)])
     state: dict[str, dict[str, Any]] = {fqn: dict(plain.optim_row(fqn)) for fqn in names}
     for part in given:

@@ -1,8 +1,8 @@
-"""A directory of checkpoints on disk: what is whole, what is not, and what may go. No process group is needed here.
+"""Manages a directory of checkpoints on disk: commits, verifies, lists and removes them, without a process group.
 
-``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``; what makes it whole is
-``commit.json``, which is written last and holds the size and the CRC-32 of every other file, after which the
-directory gets its name. Each of these steps is flushed to disk before the next.
+``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``. ``commit.json`` completes it:
+it is written last and holds the size and the CRC-32 of every other file; then the directory is renamed. Each of these
+steps is flushed to disk before the next.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CHUNK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file has to be."""
+    """Records the name, size (bytes) and CRC-32 of a file."""
 
     name: str
     size: int
@@ -53,12 +53,12 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The record of a whole checkpoint.
+    """Records the contents of a complete checkpoint, as stored in ``commit.json``.
 
     Attributes:
         path: its directory.
         step: its number.
-        order: counts the saves into this directory; the newest checkpoint is that of the last save.
+        order: sequence number of the save in this directory; the newest checkpoint has the highest.
         files: every file but the record itself.
     """
 
@@ -69,17 +69,17 @@ class Commit:
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Where checkpoint ``step`` is once it is whole."""
+    """Return the directory of checkpoint ``step`` once it is complete."""
     return directory / f"step-{step:08d}"
 
 
 def writing_path(directory: Path, step: int) -> Path:
-    """Where checkpoint ``step`` is while it is written."""
+    """Return the directory of checkpoint ``step`` while it is written."""
     return path_of(directory, step).with_suffix(_WRITING)
 
 
 def begin(directory: Path, step: int) -> None:
-    """Make an empty directory to write checkpoint ``step`` into; what an earlier attempt left there is removed."""
+    """Create an empty directory to write checkpoint ``step`` into; files of an earlier attempt are removed."""
     recover(directory)
     writing = writing_path(directory, step)
     shutil.rmtree(writing, ignore_errors=True)
@@ -87,7 +87,7 @@ def begin(directory: Path, step: int) -> None:
 
 
 def recover(directory: Path) -> None:
-    """Put back a checkpoint that was about to be replaced by another of its number when the process was killed."""
+    """Restore a checkpoint that was being replaced by another of its number when the process was killed."""
     for away in directory.glob(f"step-*{_REPLACED}"):
         final = away.with_suffix("")
         if final.exists():
@@ -97,14 +97,14 @@ def recover(directory: Path) -> None:
 
 
 def flush(path: Path) -> FileRecord:
-    """Have a file on disk, and say what it is."""
+    """Flush a file to disk and return its record."""
     with open(path, "rb") as file:
         os.fsync(file.fileno())
     return record_of(path)
 
 
 def record_of(path: Path) -> FileRecord:
-    """Size and CRC-32 of a file."""
+    """Compute the record of a file: its size and CRC-32."""
     crc = size = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
@@ -114,7 +114,7 @@ def record_of(path: Path) -> FileRecord:
 
 
 def commit(directory: Path, step: int, files: Iterable[FileRecord]) -> None:
-    """Declare what was written for ``step`` a whole checkpoint, in place of an earlier one of this number."""
+    """Complete the checkpoint that was written for ``step``, replacing an earlier one of this number."""
     final, writing = path_of(directory, step), writing_path(directory, step)
     records = sorted(files, key=lambda record: record.name)
     order = 1 + max((_order(directory, other) for other in list_steps(directory)), default=0)
@@ -125,7 +125,7 @@ def commit(directory: Path, step: int, files: Iterable[FileRecord]) -> None:
         file.flush()
         os.fsync(file.fileno())
     _flush_directory(writing)
-    # The old one is out of the way only between two renames, and recover() puts it back after a kill there.
+    # The old checkpoint is missing only between these two renames; recover() restores it after a kill there.
     away = final.with_suffix(_REPLACED)
     if final.exists():
         os.replace(final, away)
@@ -143,7 +143,7 @@ def _flush_directory(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    # First out of sight as a whole: a removal that is cut off must not leave half a checkpoint under its name.
+    # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
     away = path.with_suffix(_REMOVING)
     shutil.rmtree(away, ignore_errors=True)
     os.replace(path, away)
@@ -151,7 +151,7 @@ def _remove(path: Path) -> None:
 
 
 def list_steps(directory: Path) -> list[int]:
-    """Numbers of the checkpoints that have their final names, the last save first, and before it what has no record."""
+    """Return the numbers of all checkpoints with their final names: those without a valid record, then newest first."""
     if not directory.is_dir():
         return []
     found = [int(match[1]) for entry in directory.iterdir() if (match := _NAME.match(entry.name))]
@@ -166,14 +166,14 @@ def _order(directory: Path, step: int) -> int:
 
 
 def unfinished(directory: Path) -> list[str]:
-    """Names of what saves that were cut off have left, or that are going on."""
+    """Return the names of directories that interrupted or running saves and removals have left."""
     if not directory.is_dir():
         return []
     return sorted(entry.name for entry in directory.iterdir() if entry.suffix in (_WRITING, _REMOVING))
 
 
 def read_commit(directory: Path, step: int) -> Commit:
-    """The record of a checkpoint.
+    """Read the record of a checkpoint.
 
     Raises:
         LoadError: there is none, or it cannot be read.
@@ -195,13 +195,13 @@ def read_commit(directory: Path, step: int) -> Commit:
 
 
 def verify_files(found: Commit, share: int = 0, num_shares: int = 1) -> str:
-    """What is wrong with the files of a checkpoint; empty if nothing is.
+    """Verify the files of a checkpoint; return the first error, or an empty string.
 
     Args:
         found: its record.
-        share: of the files, which every rank sees, those at positions ``share``, ``share + num_shares`` and so on are
-            read; sizes are compared for all.
-        num_shares: how many ranks share the reading.
+        share: index of the caller's share: checksums are compared for the files at positions ``share``,
+            ``share + num_shares`` and so on, sizes for all files.
+        num_shares: number of ranks that share the reading.
     """
     for record in found.files:
         path = found.path / record.name
@@ -217,9 +217,9 @@ def verify_files(found: Commit, share: int = 0, num_shares: int = 1) -> str:
 
 
 def prune(directory: Path, keep_last: int) -> None:
-    """Remove all but those of the last ``keep_last`` saves, and what saves that were cut off have left.
+    """Remove all but the last ``keep_last`` checkpoints, and the files of interrupted saves.
 
-    No other save may be going on in this directory.
+    No other save may be running in this directory.
     """
     for step in list_steps(directory)[keep_last:]:
         _remove(path_of(directory, step))

@@ -1,4 +1,4 @@
-"""A whole model as safetensors files: written from the ranks that own it, loaded slice by slice."""
+"""Saves a full model as safetensors files one parameter at a time, and loads each rank's slices of it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SINGLE_NAME = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class _File:
-    """One file of a full save: what is in it and which rank of the shard group writes it."""
+    """Describes one file of a full save: its entries and the rank of the shard group that writes it."""
 
     name: str
     writer: int
@@ -53,23 +53,24 @@ def save_full(
     partition: bool = False,
     progress: bool = False,
 ) -> Path:
-    """Write the whole model as safetensors files in the form of the model hubs, one parameter in memory at a time.
+    """Write the full model as safetensors files in the layout of model hubs, one parameter in memory at a time.
 
-    ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with ``model.safetensors.index.json``. A
-    tied parameter is written under its first name; the others are in the header's metadata, as the safetensors package
-    has it. Files of an earlier save in the directory are replaced once all new ones are complete.
+    The files are ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and so on with
+    ``model.safetensors.index.json``. A tied parameter is written under its first name; its other names are in the
+    header's metadata, as in the safetensors package. Files of an earlier save in the directory are replaced once all
+    new ones are complete.
 
     Every rank must call this.
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
-        directory: made if need be; the same for every rank that writes.
+        directory: created if needed; the same for every rank that writes.
         dtype: floating-point tensors are converted to it.
-        keep: says by name which entries are wanted; the same on every rank.
-        trainable_only: parameters with ``requires_grad`` only, as of an adapter.
-        max_file_bytes: a file is closed before it grows beyond this, unless one tensor alone is larger.
-        spread: files are written by the ranks of the shard group in turn, at the same time, instead of by rank 0; all
-            of them must see one file system.
+        keep: returns whether to save the entry of a name; the same on every rank.
+        trainable_only: save only parameters with ``requires_grad``, as of an adapter.
+        max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
+        partition: the ranks of the shard group write files in parallel, in turn, instead of rank 0 alone; all of them
+            must share one file system.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
@@ -77,7 +78,8 @@ def save_full(
 
     Raises:
         OptionError: nothing to write, or ``max_file_bytes`` is not positive.
-        UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype without a code.
+        UnsupportedError: units sharded over different groups, an entry that is no tensor, or a dtype that safetensors
+            does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
     together = consensus_of(model, SAVING)
@@ -91,7 +93,7 @@ def save_full(
         rank_group = shard_group(entries)
         files = _planned(entries, dtype, max_file_bytes, rank_group.size if partition else 1)
     directory = Path(directory)
-    # Replicas and ranks that do not write only take part in the gathers.
+    # Replicas and ranks that do not write only take part in the transfers.
     is_replica = _is_replica(model)
     num_writers = rank_group.size if partition else 1
     bar = progress_bar(
@@ -108,7 +110,7 @@ def save_full(
     is_first = rank_group.rank == 0 and not is_replica
     with together.raising_together():
         if is_first:
-            # From here on, and until all files have their names, a reader finds no index instead of a mixture.
+            # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
             (directory / INDEX_NAME).unlink(missing_ok=True)
     with together.raising_together():
         for writer in written:
@@ -120,7 +122,7 @@ def save_full(
 
 
 def _is_replica(model: nn.Module) -> bool:
-    """Whether other ranks hold what this rank holds, and are to write it."""
+    """Return whether this rank is a replica of a rank that writes."""
     groups = [unit.options.groups for unit in units_of(model)]
     sharded = [each for each in groups if each.shard.size > 1]
     adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
@@ -128,7 +130,7 @@ def _is_replica(model: nn.Module) -> bool:
 
 
 def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
-    """Remove files of an earlier save that this one has not replaced, and write the index."""
+    """Remove the files of an earlier save that were not replaced, and write the index."""
     names = {file.name for file in files}
     for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
         if path.name not in names:
@@ -175,9 +177,9 @@ def _write_batch(
     written: list[FileWriter],
     error: Exception | None,
 ) -> Exception | None:
-    """Gather the tensors of some files, each to its writer, and write what is this rank's.
+    """Send the full tensors of a batch of files to their writers, and write this rank's file.
 
-    A rank that fails goes on taking part in the gathers.
+    A rank that fails still takes part in the remaining transfers.
     """
     writer: FileWriter | None = None
     if own is not None and error is None:
@@ -187,7 +189,7 @@ def _write_batch(
             error = raised
     stored = [[entry for entry in file.entries if entry.same_as is None] for file in batch]
     for position in range(max(map(len, stored))):
-        # One tensor of each file in turn, so that writers are busy together.
+        # One tensor of each file in turn, so that the writers work in parallel.
         for file, mine in zip(batch, stored, strict=True):
             if position >= len(mine):
                 continue
@@ -235,24 +237,23 @@ def _write_index(directory: Path, files: list[_File], dtype: torch.dtype | None)
 def load_full(
     model: nn.Module, path: str | Path, *, strict: bool = True, keep: Callable[[str], bool] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Load a whole model from files; each rank reads its own slices of each parameter and no more.
+    """Load a full model from files; each rank reads only its own slices of each parameter.
 
-    Every rank must call this, and must see the files. Nothing is written to the model unless everything fits.
+    Every rank must call this, and must have access to the files. The model is unchanged unless everything fits.
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
-        path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as the model hubs have
-            it, or a file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and
-            ``weights_only``).
-        strict: names that the files lack, or have too many, are an error.
-        keep: says by name which entries of the model are wanted.
+        path: a ``.safetensors`` file, a directory with ``model.safetensors`` or with an index as on model hubs, or a
+            file of ``torch.save`` with a state dict (read by ``torch.load`` with ``mmap`` and ``weights_only``).
+        strict: missing and unexpected names in the files are an error.
+        keep: returns whether to load the entry of a name.
 
     Returns:
-        Names that the files lack and names that the model does not have; both empty with ``strict``.
+        Missing names and unexpected names; both empty with ``strict``.
 
     Raises:
         LoadError: (a RuntimeError) files that cannot be read, names or shapes that do not fit; on every rank.
-        PhaseError: in the middle of a step.
+        PhaseError: called in the middle of a step.
     """
     for unit in units_of(model):
         check_idle(unit, "load_full")
@@ -265,7 +266,7 @@ def load_full(
     read: set[str] = set()
     with ExitStack() as stack:
         for unit in units_of(model):
-            # What is loaded goes into the buffers themselves, not into copies of another dtype.
+            # Load into the buffers in their registered dtype, not into copies in the compute dtype.
             stack.enter_context(unit.buffers.exact())
         try:
             source = stack.enter_context(_source(Path(path)))
@@ -274,7 +275,7 @@ def load_full(
             for entry in entries:
                 name = source.name_for(entry.name)
                 primary = entry.same_as or entry.name
-                # A tied parameter is read once, under whichever of its names the file has.
+                # A tied parameter is read once, under any of its names in the file.
                 if name is not None and primary not in read:
                     read.add(primary)
                     planned.append((entry, source.local_shard(name, entry)))
@@ -323,7 +324,7 @@ def _some(names: list[str]) -> str:
 
 
 class _Source:
-    """Where tensors are read from: names, shapes, and elements of each."""
+    """Reads tensors from files: their names, shapes, and ranges of elements."""
 
     def __init__(
         self,
@@ -336,14 +337,14 @@ class _Source:
         self._read = read
 
     def name_for(self, name: str) -> str | None:
-        """The name under which the tensor ``name`` is stored."""
+        """Return the name under which the tensor ``name`` is stored, or None."""
         if name in self.shapes:
             return name
         other = self._aliases.get(name)
         return other if other in self.shapes else None
 
     def local_shard(self, name: str, entry: StateEntry) -> torch.Tensor:
-        """The elements of ``name`` that this rank holds of ``entry``, 1-D."""
+        """Read from ``name`` the elements of this rank's local shard of ``entry``, 1-D."""
         if entry.handle is None:
             return self._read(name, 0, torch.Size(entry.shape).numel())
         run, local = (
@@ -352,7 +353,7 @@ class _Source:
         )
         if local == entry.shape:
             return self._read(name, run.start, run.stop)
-        # Of a part of the tensor: the whole rows of each box, and of these the box.
+        # A tensor-parallel part: read the full rows of each box, then slice the box.
         _, found = boxes_of(entry.handle, entry.index)
         return torch.cat([self._read(name, 0, 0), *(self._box(name, entry.shape, box) for box in found)])
 
@@ -366,7 +367,7 @@ class _Source:
 
 
 class _Opened:
-    """A source and the files that it reads, as a context manager."""
+    """Holds a source and the files that it reads, as a context manager."""
 
     def __init__(self, source: _Source, readers: list[FileReader]) -> None:
         self._source = source

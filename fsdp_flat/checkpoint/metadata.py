@@ -1,4 +1,4 @@
-"""Reading the metadata of torch.distributed.checkpoint without running what a pickle says."""
+"""Reads the metadata of torch.distributed.checkpoint without executing arbitrary pickles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_flat.errors import LoadError
 
 __all__ = ["SafeReader"]
 
-# What the metadata of tensors are made of (torch 2.8 to 2.13); everything else in such a file is refused.
+# The types in metadata of tensors (torch 2.8 to 2.13); everything else in such a file is refused.
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
     *(
@@ -41,7 +41,7 @@ _ALLOWED = {
 
 class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # A dotted name would reach through an allowed module to another one, os.system for instance.
+        # A dotted name would resolve through an allowed module to another one, os.system for instance.
         is_dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
         if (module, name) in _ALLOWED or is_dtype:
             return super().find_class(module, name)
@@ -49,15 +49,15 @@ class _SafeUnpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """``FileSystemReader`` that unpickles only what metadata of tensors are made of, and that only once."""
+    """Extends ``FileSystemReader`` to unpickle only the types of tensor metadata, and only once."""
 
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata of the checkpoint.
+        """Return the metadata of the checkpoint.
 
         Raises:
-            LoadError: it refers to anything else.
+            LoadError: it refers to any other type.
         """
         metadata = self._metadata
         if metadata is None:

@@ -1,4 +1,4 @@
-"""A progress bar, where tqdm is installed and one is asked for."""
+"""Shows a progress bar by tqdm if requested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["progress_bar"]
 
 
 class _Bar:
-    """A bar, or nothing in place of one."""
+    """Wraps a tqdm bar, or does nothing without one."""
 
     def __init__(self, shown: Any = None) -> None:
         self._shown = shown
@@ -30,13 +30,13 @@ class _Bar:
 
 
 def progress_bar(what: str, num_bytes: int, *, asked: bool, here: bool) -> _Bar:
-    """A context manager with ``update(num_bytes)``.
+    """Return a context manager with ``update(num_bytes)``.
 
     Args:
-        what: words beside the bar.
+        what: label of the bar.
         num_bytes: the total.
         asked: the caller wants a bar; the same on every rank.
-        here: this rank is the one to show it.
+        here: this rank shows it.
 
     Raises:
         UsageError: tqdm is not installed.

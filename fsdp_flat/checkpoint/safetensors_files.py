@@ -1,9 +1,9 @@
-"""Reading and writing safetensors files piecewise.
+"""Reads and writes safetensors files tensor by tensor and by ranges of elements.
 
 The format (source: the safetensors project's README): eight bytes with the length of the header, little endian; the
 header, JSON of ``{name: {"dtype", "shape", "data_offsets"}}`` and ``"__metadata__"`` of strings; then the data,
-row-major, where the offsets count from the end of the header. The safetensors package writes files only from tensors
-that are all in memory, and reads slices of dims only; both are too much here.
+row-major, where the offsets count from the end of the header. The safetensors package is not used: it writes a file
+only from tensors that are all in memory, and reads only slices along dims.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
-# The package's own bound; a longer header is a damaged file.
+# The limit of the safetensors package; a longer header means a damaged file.
 _LONGEST_HEADER = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Dtype and shape of a tensor in a file."""
+    """Describes dtype and shape of a tensor in a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Size of the tensor's data in bytes."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -59,7 +59,7 @@ class FileWriter:
     """Writes one file, tensor by tensor, under a temporary name until it is complete.
 
     Args:
-        path: where the file is to be.
+        path: final path of the file.
         tensors: every tensor that will be written, in order.
         metadata: strings for the header.
 
@@ -91,25 +91,25 @@ class FileWriter:
         return self._path.with_name(self._path.name + ".partial")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor, of any device."""
+        """Append the next tensor, on any device."""
         assert self._expected.pop(0) == name
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
 
     def close(self) -> None:
-        """All tensors are written: have the file on disk, still under its temporary name."""
+        """Flush the complete file to disk, still under its temporary name."""
         assert not self._expected
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
 
     def publish(self) -> None:
-        """Give the closed file its name."""
+        """Rename the closed file to its final path."""
         os.replace(self._unreduced, self._path)
 
     def discard(self) -> None:
-        """Writing failed: remove what there is."""
+        """Remove the temporary file after an error."""
         self._file.close()
         self._unreduced.unlink(missing_ok=True)
 
@@ -121,11 +121,11 @@ class FileReader:
         path: the file.
 
     Attributes:
-        tensors: what is in it.
+        tensors: dtype and shape of every tensor in the file.
         metadata: the header's strings.
 
     Raises:
-        LoadError: not such a file, or a truncated one.
+        LoadError: not a safetensors file, or a truncated one.
     """
 
     def __init__(self, path: Path) -> None:
@@ -150,7 +150,11 @@ class FileReader:
             raise LoadError(f"{path} has {size} bytes; expected {8 + length + end}. It is truncated or was altered.")
 
     def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of the flattened tensor, 1-D, in the file's dtype."""
+        """Read elements ``start`` to ``stop`` of the flattened tensor, 1-D, in the file's dtype.
+
+        Raises:
+            LoadError: the file ends before ``stop``.
+        """
         dtype = self.tensors[name].dtype
         if stop == start:
             return torch.empty(0, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Whole parameters one at a time: nothing larger than a parameter is ever gathered."""
+"""Streams full parameters one at a time, so that never more than one parameter is unsharded."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ __all__ = ["StateEntry", "entries_of", "iter_full_state_dict", "shard_group"]
 
 @dataclass(frozen=True, slots=True)
 class StateEntry:
-    """One name of a model's state dict.
+    """Describes one entry of a model's state dict.
 
     Attributes:
-        name: as in the unwrapped model.
+        name: name in the unwrapped model.
         value: a plain tensor that every rank has (a buffer, an ignored parameter), or None for a managed parameter.
-        shape: of the whole tensor.
-        dtype: of the stored tensor.
+        shape: shape of the full tensor.
+        dtype: dtype of the stored tensor.
         unit: the unit that manages it, or None.
         handle: the handle that holds it, or None.
-        index: its parameter in the handle.
-        same_as: an earlier name of the same parameter, where it is tied.
+        index: index of the parameter in the handle.
+        same_as: an earlier name of the same tied parameter, or None.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StateEntry:
     same_as: str | None = None
 
     def held(self) -> torch.Tensor:
-        """What this rank holds: the tensor, or of a managed parameter its local shard (1-D), a view of the shard."""
+        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (1-D, a view)."""
         if self.value is not None:
             return self.value
         assert self.handle is not None
@@ -56,22 +56,22 @@ class StateEntry:
 def entries_of(
     model: nn.Module, *, keep: Callable[[str], bool] | None = None, trainable_only: bool = False
 ) -> list[StateEntry]:
-    """What a model's state dict holds, in its order, without communication.
+    """List the entries of a model's state dict in its order, without communication.
 
     Args:
         model: a wrapper, or a module that holds wrappers.
-        keep: says by name which entries are wanted; the same on every rank.
-        trainable_only: parameters with ``requires_grad`` only, no buffers: an adapter, say.
+        keep: returns whether to list the entry of a name; the same on every rank.
+        trainable_only: list only parameters with ``requires_grad``, no buffers (for an adapter, say).
 
     Raises:
-        UnsupportedError: an entry is no tensor.
-        PhaseError: in the middle of a step.
+        UnsupportedError: an entry is not a tensor.
+        PhaseError: called in the middle of a step.
     """
     where = _param_infos_by_name(model)
     with FullyShardedDataParallel.state_dict_type(
         model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)
     ):
-        # A model around which torch.compile was put has its word in the names of its own state dict.
+        # The state dict of a compiled model has torch.compile's prefix in its names.
         template = {clean_fqn(name): value for name, value in model.state_dict().items()}
     trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
     found: list[StateEntry] = []
@@ -115,7 +115,7 @@ def _param_infos_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHan
 
 
 def shard_group(entries: list[StateEntry]) -> RankGroup:
-    """The one group over which all entries are sharded.
+    """Return the one shard group of all entries; a group of one rank if none is sharded.
 
     Raises:
         UnsupportedError: units are sharded over different groups.
@@ -131,15 +131,15 @@ def shard_group(entries: list[StateEntry]) -> RankGroup:
 
 
 def whole_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
-    """The whole tensor of an entry on rank ``dst`` of its shard group (every rank for None), else None.
+    """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
-    Every rank of the shard group must call this, and of tensor parallelism too, where that has split the parameter; of
-    that all ranks get the tensor.
+    Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
+    tensor-parallel group must call this too, and all of them get the tensor.
     """
     if entry.unit is None or entry.handle is None:
         return None if entry.value is None else entry.value.clone()
     rank_group = entry.unit.options.groups.shard
-    # What is not sharded is whole on every rank already.
+    # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
     own, adapter = entry.held(), entry.handle.views.params[entry.index].adapter
     part = own.new_empty(entry.handle.layout.param_infos[entry.index].shape) if dst in (None, rank_group.rank) else None
@@ -158,27 +158,26 @@ def iter_full_state_dict(
     keep: Callable[[str], bool] | None = None,
     trainable_only: bool = False,
 ) -> Iterator[tuple[str, Any]]:
-    """The full state dict as an iterator of ``(name, whole tensor)``, one parameter in memory at a time.
+    """Iterate over the full state dict as ``(name, full tensor)``, with one parameter in memory at a time.
 
-    Every rank must iterate, with the same arguments. A rank that leaves the loop early goes on taking part in the
-    gathers that remain (without keeping what they bring) when the iterator is closed, so the others are not left
-    waiting.
+    Every rank must iterate, with the same arguments. If a rank leaves the loop early, closing the iterator runs the
+    remaining transfers (and drops their tensors), so that the other ranks do not hang.
 
     Args:
         model: a wrapped model, or a module that holds wrappers.
-        dst: rank of the shard group that receives the tensors; the others get None in their place. None: every rank.
+        dst: rank of the shard group that receives the tensors; the others get None instead. None: every rank.
         dtype: floating-point tensors are converted to it.
-        keep: says by name which entries are wanted; the same on every rank.
-        trainable_only: parameters with ``requires_grad`` only.
+        keep: returns whether to yield the entry of a name; the same on every rank.
+        trainable_only: yield only parameters with ``requires_grad``.
 
     Yields:
-        Names in the order of ``state_dict()``; a tensor of its own on the parameters' device, or None for a managed
-        parameter elsewhere than on ``dst``. A tied parameter comes once for each of its names.
+        Names in the order of ``state_dict()``; a new tensor on the parameters' device, or None for a managed
+        parameter on ranks other than ``dst``. A tied parameter is yielded once for each of its names.
 
     Raises:
-        OptionError: ``dst`` is no rank of the shard group.
-        UnsupportedError: units sharded over different groups, or an entry that is no tensor.
-        PhaseError: in the middle of a step.
+        OptionError: ``dst`` is not a rank of the shard group.
+        UnsupportedError: units sharded over different groups, or an entry that is not a tensor.
+        PhaseError: called in the middle of a step.
     """
     entries = entries_of(model, keep=keep, trainable_only=trainable_only)
     rank_group = shard_group(entries)

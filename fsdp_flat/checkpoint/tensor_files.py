@@ -1,7 +1,7 @@
-"""Tensors as files of torch.distributed.checkpoint, written and read in step without exchanging a pickled object.
+"""Writes and reads tensor files of torch.distributed.checkpoint without exchanging pickled objects.
 
-``dcp.save`` and ``dcp.load`` send plans from rank to rank as pickles. Here the same planner and the same writer do the
-work, and what ranks have to tell each other (who writes which box, and where it then lies) goes as JSON.
+``dcp.save`` and ``dcp.load`` send plans between ranks as pickles. Here the same planner and writer run, and ranks
+exchange the plans and the results (the rank that writes each box, and its location in the files) as JSON.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ __all__ = ["read_tensors", "write_tensors"]
 
 
 def write_tensors(state: dict[str, Any], path: Path, together: Consensus) -> None:
-    """Write a checkpoint that ``dcp.load`` reads. Every rank must call this; if it raises on one it raises on all.
+    """Write a checkpoint that ``dcp.load`` reads. Every rank must call this; an error on one rank is raised on all.
 
     Args:
-        state: nested dicts of tensors, with the same replicated ones on every rank.
+        state: nested dicts of tensors; replicated tensors are the same on every rank.
         path: the directory.
-        together: the ranks.
+        together: consensus of the ranks.
     """
     with warnings.catch_warnings():
-        # torch's own: it asks itself for names that it has deprecated.
+        # torch itself uses names that it has deprecated.
         warnings.filterwarnings("ignore", module="torch")
         planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
         is_first = together.rank == 0
@@ -56,7 +56,7 @@ def write_tensors(state: dict[str, Any], path: Path, together: Consensus) -> Non
         written = ""
         with together.raising_together():
             items = [item for position, item in enumerate(plan.items) if position not in left]
-            # The writer names files after the position of a plan among those of all ranks.
+            # The writer names files by the position of a plan in the list of all ranks' plans.
             mine = dataclasses.replace(plan, items=items)
             mine = writer.prepare_global_plan([mine] * (together.rank + 1))[together.rank]
             written = _results_text(writer.write_data(planner.finish_plan(mine), planner).wait())
@@ -67,7 +67,7 @@ def write_tensors(state: dict[str, Any], path: Path, together: Consensus) -> Non
 
 
 def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
-    """Plans in which every whole tensor is the first rank's that has it: all are from one rank where they differ."""
+    """Assign every replicated tensor to the first rank that has it, so that all come from one rank if they differ."""
     seen: set[str] = set()
     found = []
     for plan in plans:
@@ -78,20 +78,20 @@ def _without_copies(plans: list[SavePlan]) -> list[SavePlan]:
 
 
 def _left_to_others(given: SavePlan, kept: SavePlan) -> str:
-    """Positions of the items that a rank does not write, since another one does."""
+    """Return, as JSON, the positions of the items of a rank's plan that another rank writes."""
     indices = {item.index for item in kept.items}
     return json.dumps([position for position, item in enumerate(given.items) if item.index not in indices])
 
 
 def read_tensors(state: dict[str, Any], reader: SafeReader) -> None:
-    """Read this rank's part of a checkpoint into the tensors of ``state``; nothing is exchanged.
+    """Read this rank's part of a checkpoint into the tensors of ``state``, without communication.
 
     Args:
         state: nested dicts of tensors.
-        reader: of the directory.
+        reader: reader of the checkpoint's directory.
     """
     with warnings.catch_warnings():
-        # That nothing is exchanged is meant, and torch's own ask for names that it has deprecated.
+        # Reading without communication is intended, and torch itself uses names that it has deprecated.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         warnings.filterwarnings("ignore", module="torch")
         dcp.load(state, storage_reader=reader, no_dist=True)
@@ -112,7 +112,7 @@ def _plan_text(plan: SavePlan) -> str:
         assert data is not None, f"{item.index.fqn} is no tensor"
         chunk = [list(data.chunk.offsets), list(data.chunk.sizes)]
         items.append([_place(item.index), item.type.name, chunk, str(data.properties.dtype), list(data.size)])
-    # The planner's own: the keys under which a flattened name was nested.
+    # The planner's data: the nested keys of each flattened name.
     names = {item.index.fqn for item in plan.items}
     nested = [[name, list(keys)] for name, keys in (plan.planner_data or {}).items() if name in names]
     return json.dumps([items, nested])

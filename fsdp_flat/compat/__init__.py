@@ -1,4 +1,4 @@
-"""Layer 6: fsdp_flat in the place of torch's FSDP1. The only folder that may import torch.distributed.fsdp."""
+"""Substitutes fsdp_flat for torch's FSDP1 (layer 6). The only package that may import torch.distributed.fsdp."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which object of torch's FSDP1 corresponds to which of ours. Importing this imports torch.distributed.fsdp."""
+"""Maps each object of torch's FSDP1 to its counterpart in fsdp_flat. Importing this imports torch.distributed.fsdp."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["PEER", "Fsdp1Name", "entries", "guarded_init"]
 
 PEER = torch.distributed.fsdp.__name__
 
-# Our module that has the counterparts of the names in torch's. Only names that both have are taken, so that what
-# torch's module merely imports (and FSDP2, which lives in the package itself) stays as it is.
+# By suffix of torch's module, our module with the counterparts of its names. Only names in both are replaced, so that
+# names that torch's module merely imports (and FSDP2, which is in the package itself) stay unchanged.
 _COUNTERPARTS = {
     "": "fsdp_flat",
     ".api": "fsdp_flat.api",
@@ -33,19 +33,19 @@ _COUNTERPARTS = {
     "._flat_param": "fsdp_flat.fully_sharded_data_parallel",
     "._init_utils": "fsdp_flat.semi_private",
 }
-# Functions of modules that may be torch's or ours: a call goes to the side that its first argument is of.
+# Modules whose functions take wrappers of torch or ours: a call is dispatched by its first argument.
 _SHARED = ("._common_utils", "._traversal_utils", "._runtime_utils", "._unshard_param_utils")
 
 
 @dataclass(frozen=True, slots=True)
 class Fsdp1Name:
-    """One name of torch's FSDP1.
+    """Describes one name of torch's FSDP1 and its replacement.
 
     Attributes:
         module: the module of torch that clients import it from.
-        name: the name there.
+        name: its name in that module.
         theirs: torch's object.
-        ours: what takes its place.
+        ours: the object that replaces it.
     """
 
     module: ModuleType
@@ -56,8 +56,8 @@ class Fsdp1Name:
 
 @functools.cache
 def entries() -> tuple[Fsdp1Name, ...]:
-    """The whole table. Made once, before anything is replaced."""
-    # activation checkpointing tests policies by class; one that was made of torch's class is as good.
+    """Build the table of all names, once, before anything is replaced."""
+    # Activation checkpointing tests policies by class; a policy of torch's class must pass too.
     _Policy.register(importlib.import_module(f"{PEER}.wrap")._Policy)
     return tuple(_public_entries()) + tuple(_shared_entries())
 
@@ -72,7 +72,7 @@ def _public_entries() -> Iterator[Fsdp1Name]:
 
 
 def _is_of_peer(name: str, value: Any) -> bool:
-    """Whether FSDP1 made the object; the strategies' groups are plain lists and tuples of its members."""
+    """Return whether FSDP1 defines the object; ``*_STRATEGIES`` are plain lists and tuples, so go by name."""
     return str(getattr(value, "__module__", "")).startswith(PEER) or name.endswith("_STRATEGIES")
 
 
@@ -96,7 +96,7 @@ def _shared_entries() -> Iterator[Fsdp1Name]:
 
 
 def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that is ours for a tree with one of our wrappers, and torch's for every other argument."""
+    """Return a function that calls ours if its first argument contains one of our wrappers, else torch's."""
 
     @functools.wraps(theirs)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
 
 
 def replacements(table: tuple[Fsdp1Name, ...]) -> dict[int, Any]:
-    """``{id(torch's object): ours}``, the members of enums included."""
+    """Return ``{id(torch's object): ours}``, including the members of enums."""
     found: dict[int, Any] = {}
     for entry in table:
         found[id(entry.theirs)] = entry.ours
@@ -121,7 +121,7 @@ def replacements(table: tuple[Fsdp1Name, ...]) -> dict[int, Any]:
 
 
 def guarded_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Stands for torch's constructor while fsdp_flat is installed: refuses, since nobody may mix the two unknowingly.
+    """Replace torch's constructor while fsdp_flat is installed, to prevent mixing the two by accident.
 
     Raises:
         UsageError: always.

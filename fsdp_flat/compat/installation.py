@@ -1,4 +1,4 @@
-"""``install()``: the names of torch's FSDP1 resolve to fsdp_flat's, in code that was imported before and after."""
+"""Implements ``install()``, which makes the names of torch's FSDP1 resolve to fsdp_flat's, in all imported code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _PACKAGE = __name__.partition(".")[0]
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """A name that resolves to fsdp_flat's object now.
+    """Describes a name that now resolves to fsdp_flat's object.
 
     Attributes:
         module: the module that holds the name.
-        name: the name, as that module binds it.
+        name: the name in that module.
     """
 
     module: str
@@ -30,11 +30,11 @@ class Replaced:
 
 @dataclass(frozen=True, slots=True)
 class Installation:
-    """What :func:`install` did. ``str`` lists it, a line a module.
+    """Reports the changes made by :func:`install`; ``str`` lists them, one line per module.
 
     Attributes:
-        replaced: the names, in torch's modules first.
-        left: subclasses of torch's wrapper that were made before; constructing one raises an error.
+        replaced: the replaced names, those in torch's modules first.
+        left: subclasses of torch's wrapper that were defined before; constructing one raises an error.
     """
 
     replaced: tuple[Replaced, ...]
@@ -51,7 +51,7 @@ class Installation:
         return "\n".join(lines)
 
     def __reduce__(self) -> Any:
-        """Unpickles by installing; see :func:`install` on child processes."""
+        """Unpickle by calling :func:`install`, which is how child processes install."""
         return install, ()
 
 
@@ -65,7 +65,7 @@ class _Binding:
 
 @dataclass(slots=True)
 class _State:
-    """What is to be undone. A state of the whole interpreter, as the names that are replaced are."""
+    """Holds the state that :func:`uninstall` restores; global to the process, as the replaced names are."""
 
     bindings: list[_Binding] = field(default_factory=list)
     back: dict[int, Any] = field(default_factory=dict)
@@ -73,26 +73,26 @@ class _State:
 
 
 _state = _State()
-# Where multiprocessing keeps what a process hands on to those that it starts; it is pickled with each of them.
+# Key in the dict that multiprocessing pickles with every child process.
 _HANDED_ON = "fsdp_flat"
 
 
 def install() -> Installation:
-    """Make every name of torch's FSDP1 mean fsdp_flat's counterpart, in this process and those it starts.
+    """Bind every name of torch's FSDP1 to its counterpart in fsdp_flat, in this process and those it starts.
 
-    Replaced are the names in ``torch.distributed.fsdp`` and its modules, and whatever any module that is imported
-    already has bound to one of those objects (``from torch.distributed.fsdp import FullyShardedDataParallel as FSDP``
-    in a client, in ``torch.distributed.checkpoint.state_dict``, in ``__main__``). Code imported later gets them by
-    importing. FSDP2's names stay. Processes started by ``multiprocessing`` install too.
+    This replaces the names in ``torch.distributed.fsdp`` and its modules, and the names that any imported module has
+    bound to one of those objects (``from torch.distributed.fsdp import FullyShardedDataParallel as FSDP`` in a
+    client, in ``torch.distributed.checkpoint.state_dict``, in ``__main__``). Code imported later imports the
+    replaced names. FSDP2's names stay. Processes started by ``multiprocessing`` install too.
 
-    What cannot be replaced is torch's class inside of something else: a subclass, a default argument, a container.
-    Making such a wrapper raises an error while fsdp_flat is installed. Models that torch's FSDP1 wrapped before are
-    not to be used meanwhile.
+    References to torch's class inside other objects cannot be replaced: a subclass, a default argument, a container.
+    Constructing such a wrapper raises an error while fsdp_flat is installed. Do not use models that torch's FSDP1
+    wrapped before while fsdp_flat is installed.
 
-    Calling it again is fine: it also looks at what was imported since.
+    Calling it again also replaces names in modules imported since.
 
     Returns:
-        What was replaced, by this call and earlier ones; print it.
+        All names replaced, by this call and earlier ones; printable.
     """
     from fsdp_flat.compat.fsdp1_names import PEER, entries, guarded_init, replacements
 
@@ -104,7 +104,7 @@ def install() -> Installation:
             names = list(namespace.items())
             bindings += [_Binding(namespace, name, it, to_ours[id(it)]) for name, it in names if id(it) in to_ours]
     for binding in bindings:
-        # Not setattr, which modules that load lazily may have overridden.
+        # Not setattr, which lazy-loading modules may have overridden.
         if binding.namespace.get(binding.name) is binding.theirs:
             binding.namespace[binding.name] = binding.ours
             _state.bindings.append(binding)
@@ -123,10 +123,10 @@ def install() -> Installation:
 
 
 def uninstall() -> None:
-    """Undo :func:`install`: every name that it replaced, and that nobody changed since, is torch's again.
+    """Undo :func:`install`: rebind every replaced name to torch's object, unless it was changed since.
 
     Modules of torch that were imported meanwhile get torch's objects too. Other modules imported meanwhile keep
-    fsdp_flat's, for they may as well have asked for them. Without an installation nothing happens.
+    fsdp_flat's, because they may have imported them from fsdp_flat. Without an installation nothing happens.
     """
     if _state.init is None:
         return
@@ -148,10 +148,10 @@ def uninstall() -> None:
 
 @contextmanager
 def installed() -> Iterator[Installation]:
-    """:func:`install` inside the block, and :func:`uninstall` after it unless it was installed before.
+    """Run :func:`install` for the block, and :func:`uninstall` after it unless it was installed before.
 
     Yields:
-        What was replaced.
+        The installation.
     """
     before = _state.init is not None
     done = install()
@@ -163,9 +163,9 @@ def installed() -> Iterator[Installation]:
 
 
 def _namespaces() -> list[dict[str, Any]]:
-    """The globals of every module, and of functions that modules hold from code that is in no module.
+    """Return the globals of every module, and of functions in modules whose globals belong to no module.
 
-    The latter is what ``runpy.run_path`` leaves, through which a process that was spawned gets its ``__main__``.
+    ``runpy.run_path`` leaves such functions; a spawned process gets its ``__main__`` by it.
     """
     found = {id(vars(module)): vars(module) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     for namespace in list(found.values()):

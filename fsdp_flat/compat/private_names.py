@@ -1,8 +1,8 @@
-"""Functions that FSDP1 keeps in private modules and that clients import from there, for our wrapper.
+"""Implements for our wrapper the functions that clients import from private modules of FSDP1.
 
 Names, arguments and results are those of ``torch.distributed.fsdp``'s ``_common_utils``, ``_traversal_utils``,
-``_runtime_utils`` and ``_unshard_param_utils``. A function that gets a module which holds none of our wrappers is
-torch's: :mod:`fsdp_flat.compat.fsdp1_names` sees to that. In the wrapper's design state and module are one object.
+``_runtime_utils`` and ``_unshard_param_utils``. :mod:`fsdp_flat.compat.fsdp1_names` calls torch's function for a
+module that contains none of our wrappers. Our wrapper is both the FSDP state and the module.
 """
 
 from __future__ import annotations

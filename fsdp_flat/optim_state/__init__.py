@@ -1,4 +1,4 @@
-"""Layer 4: optimizer states, made of layout and shards."""
+"""Saves and loads optimizer state dicts (layer 4)."""
 
 from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.optim_state.keys import rekey

@@ -1,4 +1,4 @@
-"""The states of one handle as local shards of its parameters and plain values, read off an optimizer."""
+"""Reads the optimizer states of each handle as local shards and non-tensor values, and completes them across ranks."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _Member = tuple[Unit, FlatParamHandle, tuple[str, ...]]
 
 @dataclass(slots=True)
 class HandleStates:
-    """The optimizer's states of one handle.
+    """Holds the optimizer states of one handle.
 
     Attributes:
-        local shards: by name of a state that is shaped like the parameter, for each parameter this rank's local shard (1-D); None where
-            there is no such state.
-        handled: by parameter, the states that a handler knows, as this rank has them; None where only others have it.
-        plain: by parameter, the states that are scalars or no tensors.
+        local_shards: by name of a state shaped like its parameter, this rank's local shard of it (1-D) for each
+            parameter; None if there is no such state.
+        custom_handled: by parameter, the states that have a handler; None for a state that only other ranks have.
+        plain: by parameter, the states that are scalars or not tensors.
         held: by parameter, whether this rank's optimizer holds the parameter.
     """
 
@@ -44,7 +44,7 @@ class HandleStates:
     held: list[bool] = field(default_factory=list)
 
     def params_with_state(self) -> list[bool]:
-        """For each parameter whether it has any state."""
+        """Return for each parameter whether it has any state."""
         return [
             bool(values)
             or bool(self.custom_handled[index])
@@ -54,7 +54,7 @@ class HandleStates:
 
 
 def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHandle, HandleStates]:
-    """The states of every handle on this rank; local shards are views of what the optimizer holds.
+    """Read this rank's states of every handle; local shards are views of the optimizer's tensors.
 
     Raises:
         UnsupportedError: a state is neither a local shard of its parameter nor a scalar, and has no handler.
@@ -69,7 +69,7 @@ def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHan
         for param in handle.views.visible_params():
             for index in names.managed[param].indices:
                 states.held[index] = param in held
-            # States for no elements are never updated (a count of steps, for one): those of other ranks are right.
+            # States of empty local shards are never updated (a step count, for one): use those of other ranks.
             if param in held and param in contents.state and not is_on_other_ranks(param, handle):
                 _read(states, names, unit, handle, param, contents.state[param])
         found[handle] = states
@@ -120,19 +120,19 @@ def _read(
 def agree_on_states(
     names: ParamNames, states: Mapping[FlatParamHandle, HandleStates], error: Exception | None
 ) -> Exception | None:
-    """Complete the states of empty local shards, for which an optimizer may keep none, from those that other ranks have.
+    """Complete the states of empty local shards, for which an optimizer may keep none, from those of other ranks.
 
-    Every rank must call this, a rank that could not read its states too. Normally all ranks have the same, and two
-    integers are exchanged per group.
+    Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
+    two integers are exchanged per group.
 
     Args:
-        names: the model's.
+        names: the model's names.
         states: by handle, from :func:`read_states`.
         error: the exception that stopped this rank before, or None.
 
     Returns:
-        ``error``; else a UsageError where a rank lacks a state of elements that it holds, or an OptionError where a
-        state has several dtypes; None if all is well. A rank of another group may have found one: agree on it.
+        ``error``; else a UsageError if a rank lacks a state of elements that it holds, or an OptionError if a state
+        has several dtypes; else None. Ranks of different groups may return different errors: agree on them next.
     """
     for rank_group, members in _by_rank_group(names).items():
         assert rank_group.group is not None
@@ -161,7 +161,7 @@ def agree_on_states(
 def _lacking(
     ranks: Sequence[int], members: Sequence[_Member], everyone: Sequence[tuple[list[Any], list[list[int]]]]
 ) -> dict[tuple[int, str], list[str]]:
-    """By rank and names of states that it lacks, the parameters that they are of and that it has elements of."""
+    """Return by rank and state names the parameters of which the rank has elements but lacks these states."""
     held = [[_kept_names(row) for row in described] for described, _ in everyone]
     found: dict[tuple[int, str], list[str]] = {}
     for at, (unit, _, fqns) in enumerate(members):
@@ -176,7 +176,7 @@ def _lacking(
 
 
 def _kept_names(described: dict[str, Any]) -> list[set[str]]:
-    """For each parameter the names of what a rank's optimizer has of it."""
+    """Return for each parameter the names of all states that a rank's optimizer has."""
     found = []
     for index, (plain, custom_handled, held) in enumerate(
         zip(described["plain"], described["handled"], described["held"], strict=True)
@@ -200,13 +200,13 @@ def _incomplete(lacking: Mapping[tuple[int, str], list[str]]) -> UsageError:
 
 
 def _sort(states: HandleStates) -> None:
-    """Every rank has to exchange in the same order, whatever order its optimizer made the states in."""
+    """Sort states by name, so that every rank exchanges them in the same order."""
     states.local_shards = {name: states.local_shards[name] for name in sorted(states.local_shards)}
     states.custom_handled = [{name: row[name] for name in sorted(row)} for row in states.custom_handled]
 
 
 def _by_rank_group(names: ParamNames) -> dict[RankGroup, list[_Member]]:
-    """By group over which states have to be of the same kinds, the members that its ranks share."""
+    """Return the handles by process group; the ranks of a group must have the same states of them."""
     found: dict[RankGroup, list[_Member]] = {}
     for member in names.handles:
         for rank_group in rank_groups_of([member[0]]):

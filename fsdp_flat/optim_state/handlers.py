@@ -1,7 +1,7 @@
-"""Optimizer states that are neither a number nor shaped like the parameter: how a caller says what they are.
+"""Registers handlers for optimizer states that are neither scalars nor shaped like the parameter.
 
-Adafactor keeps one number a row and one a column, 8-bit optimizers keep blocks. What a rank has of such a state belongs
-to its slice of the parameter in a way that only the optimizer's author knows.
+Adafactor keeps one number per row and one per column, 8-bit optimizers keep blocks. Only the optimizer's author can
+define how a rank's part of such a state corresponds to its slice of the parameter.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ __all__ = ["DeferredState", "OptimStateHandler", "StatePart", "refuse_split", "r
 
 @dataclass(frozen=True, slots=True)
 class StatePart:
-    """What one rank has of a state.
+    """Holds one rank's part of a state.
 
     Attributes:
         tensor: the state as the rank's optimizer keeps it, of any shape.
         start: first element of the rank's slice of the flattened parameter.
-        stop: the element after its last; the slices of all ranks follow on one another.
+        stop: the element after its last; the slices of all ranks are contiguous.
     """
 
     tensor: torch.Tensor
@@ -36,12 +36,12 @@ class StatePart:
 
 @dataclass(frozen=True, slots=True)
 class DeferredState:
-    """A merged state that is read when its turn has come to be split, so that no rank has all of them at once.
+    """Describes a merged state that is read only when it is split, so that no rank holds all of them at once.
 
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        read: gives it.
+        read: reads and returns the tensor.
     """
 
     shape: torch.Size
@@ -51,13 +51,13 @@ class DeferredState:
 
 @dataclass(frozen=True, slots=True)
 class OptimStateHandler:
-    """How a state is put together and taken apart.
+    """Holds the functions that merge and split one state.
 
     Attributes:
-        merge: ``merge(parts, shape)`` makes the tensor that is saved of every rank's part. ``parts`` are in the order
-            of the slices; ranks that hold no elements, or no such state, are left out. ``shape`` is the parameter's.
-        split: ``split(saved, shape, start, stop)`` makes what a rank's optimizer keeps for the elements ``start`` to
-            ``stop`` of the flattened parameter.
+        merge: ``merge(parts, shape)`` returns the tensor to save, made from every rank's part. ``parts`` are in the
+            order of the slices, without ranks that hold no elements or no such state. ``shape`` is the parameter's.
+        split: ``split(saved, shape, start, stop)`` returns the state of a rank's optimizer for the elements ``start``
+            to ``stop`` of the flattened parameter.
     """
 
     merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor]
@@ -71,10 +71,10 @@ def register_optim_state_handler(
     merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor],
     split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor],
 ) -> None:
-    """Say how an optimizer state that has a shape of its own is saved and loaded.
+    """Register how to save and load an optimizer state that is neither a scalar nor shaped like its parameter.
 
-    Without this such a state is an error when it is first saved. With it, every optimizer state dict of ``model`` has
-    the merged tensor, whole, under the state's name; the same name means the same handler for all parameters. Needs
+    Without a handler, saving such a state is an error. With one, every optimizer state dict of ``model`` holds the
+    full merged tensor under the state's name. One handler serves all parameters that have a state of this name. Needs
     ``use_orig_params=True`` or units of one parameter: the state of a flat parameter belongs to no single one.
 
     Every rank must register the same handlers.
@@ -82,12 +82,12 @@ def register_optim_state_handler(
     Args:
         model: a wrapped model, or a module that holds wrapped ones.
         name: the state's name in ``optimizer.state[param]``.
-        merge: see :class:`OptimStateHandler`; pure, so that every rank gets the same.
-        split: its inverse.
+        merge: see :class:`OptimStateHandler`; must be pure, so that every rank gets the same result.
+        split: the inverse of ``merge``.
 
     Raises:
-        OptionTypeError: (a TypeError) ``merge`` or ``split`` cannot be called, or ``name`` is no string.
-        OptionError: (a ValueError) nothing below ``model`` is wrapped.
+        OptionTypeError: (a TypeError) ``merge`` or ``split`` is not callable, or ``name`` is not a string.
+        OptionError: (a ValueError) nothing at or below ``model`` is wrapped.
     """
     if not isinstance(name, str) or not callable(merge) or not callable(split):
         raise OptionTypeError(f"A handler has a name and two functions; got {name!r}, {merge!r} and {split!r}.")
@@ -105,7 +105,7 @@ def refuse_split(handle: FlatParamHandle, index: int, name: str) -> None:
     """Raise if tensor parallelism has split the parameter of a state that has a handler.
 
     Raises:
-        UnsupportedError: it has.
+        UnsupportedError: the parameter is split.
     """
     entry = handle.views.params[index]
     if entry.adapter.groups:

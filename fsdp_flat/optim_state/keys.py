@@ -1,4 +1,4 @@
-"""Keys of optimizer state dicts: names, or positions in the optimizer."""
+"""Converts the keys of optimizer state dicts between names and positions in the optimizer."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ __all__ = ["rekey"]
 
 
 def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequence[nn.Parameter]) -> dict[str, Any]:
-    """``given`` with its keys turned into names or positions.
+    """Return ``given`` with its keys converted to names or positions.
 
     Args:
         given: an optimizer state dict.
-        key_type: what its keys are to become.
+        key_type: the type of keys to return.
         model: the model that has the names.
         params: the optimizer's parameters in order.
 
     Raises:
-        OptionError: keys of both kinds, or a state that does not fit the parameter at its position.
+        OptionError: keys of both types, a key that is no parameter of the model, or a state that does not fit the
+            parameter at its position.
         PhaseError: no such key type.
     """
     member = getattr(key_type, "name", None)
@@ -53,7 +54,7 @@ def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequen
 def _check_shapes(
     given: dict[str, Any], names: ParamNames, params: Sequence[nn.Parameter], order: Sequence[str]
 ) -> None:
-    """A state that has another shape than the parameter at its position belongs to another one."""
+    """Raise if a state has another shape than the parameter at its position, so belongs to another parameter."""
     for key, row in given["state"].items():
         if not isinstance(key, int) or key >= len(params):
             continue

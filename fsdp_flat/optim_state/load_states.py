@@ -1,7 +1,7 @@
-"""``optim_state_dict_to_load``: from states under parameter names to what this rank's optimizer loads.
+"""Implements ``optim_state_dict_to_load``: converts states under parameter names to this rank's optimizer state dict.
 
-All of it is checked before anything is written. Whole tensors are loaded by each rank on its own. Where chunks or rank
-0's tensors have to be sent, ranks agree first that everything fits.
+Everything is checked before anything is written. Each rank loads full tensors without communication. Before chunks or
+rank 0's tensors are sent, ranks agree that everything fits.
 """
 
 from __future__ import annotations
@@ -49,25 +49,24 @@ def load_optim_state(
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
 ) -> dict[str, Any]:
-    """The state dict that an optimizer over ``params`` loads, made of ``given``, which is keyed by names.
+    """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
 
-    Values may be whole tensors or torch's chunked types. With ``from_rank_zero``, or where any value is chunked, every
-    rank must call this.
+    Values may be full tensors, DTensors or ShardedTensors. With ``from_rank_zero``, or if any value is a DTensor or
+    ShardedTensor, every rank must call this.
 
     Args:
         model: the model that the optimizer was built from.
         params: the optimizer's parameters in order.
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
-        named: keys of the result are names as ``model.named_parameters()`` gives them, which is what torch's named
-            optimizer has.
-        from_rank_zero: only the first rank of the model's groups has ``given``, in whole tensors.
-        expects_chunks: where ``given`` is no optimizer state dict, other ranks have got chunks.
+        named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
+        from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
+        expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
 
     Raises:
-        OptionError: (a ValueError) ``given`` has no ``state``, or positions for names.
+        OptionError: (a ValueError) ``given`` has no ``state``, or is keyed by positions.
         LoadError: (a RuntimeError) a value does not fit its parameter.
-        PeerFailureError: (a RuntimeError) another rank found one of these, where every rank calls this.
-        UsageError: (a RuntimeError) other ranks did not call it, likewise.
+        PeerFailureError: (a RuntimeError) another rank raised one of these; only where every rank must call this.
+        UsageError: (a RuntimeError) other ranks did not call this; likewise.
     """
     names = names_of(model)
     if from_rank_zero and names.handles:
@@ -100,20 +99,20 @@ def _is_state_dict(given: Any) -> bool:
 
 
 def _has_chunks(given: Any) -> bool:
-    """Whether any state is of torch's chunked types, so that ranks have to exchange what they hold."""
+    """Return whether any state is a DTensor or ShardedTensor, so that ranks must exchange chunks."""
     rows = given["state"].values() if _is_state_dict(given) else ()
     return any(is_chunked(value) for row in rows if isinstance(row, Mapping) for value in row.values())
 
 
 class _Plan:
-    """What is left to do once everything is known to fit; it fills tensors that the result has already.
+    """Collects the copies and transfers to run once everything fits; they fill the tensors of the result.
 
     Args:
-        device: the device of compute.
+        device: the compute device.
 
     Attributes:
-        lines: what ranks exchange, one tensor a line.
-        copies: what each rank does by itself.
+        lines: one line per tensor that ranks exchange.
+        copies: the copies without communication.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,26 +124,26 @@ class _Plan:
         self._afterwards: list[Callable[[], object]] = []
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy this rank's local shard of a tensor that it has."""
+        """Plan the copy of this rank's local shard out of a tensor on this rank."""
         self.copies.append(lambda: target.copy_(source))
 
     def write_chunk(self, name: str, row: SpecTensor, chunk: torch.Tensor) -> None:
-        """Exchange chunks for local shards."""
+        """Plan the exchange of chunks for local shards."""
         self.lines.append(f"{name}: {row.spec.shape} {row.local_shard.dtype} in chunks")
         self._chunks.append((row, chunk))
 
     def scatter(self, value: FromRankZero, wanted: Partition, target: torch.Tensor) -> None:
-        """Fetch this rank's local shard of what rank 0 has."""
+        """Plan the transfer of this rank's local shard of a tensor from rank 0."""
         self._scattered.append((value, wanted, target))
 
     def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
-        """Fetch the whole tensor and hand it on."""
+        """Plan the transfer of a full tensor from rank 0; ``then`` is called with it."""
         whole = torch.empty(value.shape, dtype=value.dtype, device=device)
         self.scatter(value, ReplicatedPartition(whole.numel(), None, value.groups.shard.size), whole.view(-1))
         self._afterwards.append(lambda: then(whole))
 
     def commit(self) -> None:
-        """Do it all."""
+        """Run all copies and transfers."""
         for copied in self.copies:
             copied()
         write_chunks(self._chunks)
@@ -156,7 +155,7 @@ class _Plan:
                 moves = plan_transfer(ReplicatedPartition(numel, 0, shard.size), wanted, shard.rank)
                 channels.add(shard, self._device, moves, source, target, nbytes=numel * value.dtype.itemsize)
         channels.wait()
-        # Each rank of the first shard group has its local shards; the others replicate it.
+        # Each rank of the first shard group has its local shards now; send them to the other replicas.
         for value, _, target in self._scattered:
             replicate, numel = value.groups.replicate, target.numel()
             if replicate.size > 1:
@@ -203,7 +202,7 @@ def _planned(
         if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
             visible = handle.views.visible_params()
             for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan).items():
-                # torch's named optimizer wants every state; for others there is none where there are no elements.
+                # torch's named optimizer requires every state; others have none for an empty local shard.
                 if fqns[index] in ids and (named or not is_on_other_ranks(visible[index], handle)):
                     state[keys[ids[fqns[index]]]] = values
     for param, name in names.others.items():
@@ -225,7 +224,7 @@ def _planned(
 def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = []
     for group in given:
-        # The optimizer keeps the names that it was built with; those of the file are of all ranks' parameters.
+        # The optimizer keeps the names that it was built with; the file's names cover the parameters of all ranks.
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
         known = [fqn for fqn in group.get("params", []) if fqn in ids]
         groups.append({**settings, "params": [keys[position] for position in sorted({ids[fqn] for fqn in known})]})
@@ -233,10 +232,10 @@ def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -
 
 
 def _is_elementwise(key: str, value: Any, shape: tuple[int, ...], elementwise: set[str]) -> bool:
-    """Whether a state has one value for each element of its parameter.
+    """Return whether a state has one value per element of its parameter.
 
-    Of a parameter of shape () the dims do not tell: the states of the other parameters do, or else the name "step",
-    under which torch's optimizers count.
+    For a parameter of shape () the number of dims does not decide: the states of the other parameters do, or else the
+    name "step", torch's name of the step count.
     """
     if not is_scalar(value):
         return True
@@ -253,7 +252,7 @@ def _for_handle(
     elementwise: set[str],
     plan: _Plan,
 ) -> dict[int, dict[str, Any]]:
-    """By parameter (the first one without original parameters), the states of this rank's visible parameter."""
+    """Return the states of this rank's visible parameters, by index (0 without original parameters)."""
     rows = [by_name.get(fqn) for fqn in fqns]
     visible = handle.views.visible_params()
     local_shards = handle.views.local_shards
@@ -263,7 +262,7 @@ def _for_handle(
             if row is None:
                 continue
             found[index] = {}
-            # Sorted: every rank has to exchange in the same order.
+            # Sorted, because every rank must exchange in the same order.
             for key in sorted(row):
                 value = row[key]
                 if key in unit.optim_state_handlers:
@@ -293,12 +292,12 @@ def _for_handle(
 
 
 def _new_local_shard(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:
-    """Memory for a local shard, all of which will be written."""
+    """Allocate a local shard, all of which will be written."""
     return torch.empty(numel, dtype=dtype_of(value), device=handle.flat_param.device)
 
 
 def _new_shard(value: Any, handle: FlatParamHandle) -> torch.Tensor:
-    """Memory for a shard, of which everything but the padding will be written."""
+    """Allocate a flat shard with zeroed padding; everything else will be written."""
     shard, own = _new_local_shard(value, handle.layout.shard_numel, handle), handle.layout.shard(handle.spec.rank)
     for padding in handle.layout.paddings():
         shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
@@ -323,7 +322,7 @@ def _check_uniform(unit: Unit, fqns: tuple[str, ...], rows: list[dict[str, Any] 
 def _split(
     unit: Unit, handle: FlatParamHandle, index: int, key: str, value: Any, result: dict[str, Any], plan: _Plan
 ) -> None:
-    """Have a handler make this rank's part of a state."""
+    """Split this rank's part of a state off with its handler, now or as part of ``plan``."""
     refuse_split(handle, index, key)
     handler = unit.optim_state_handlers[key]
     assert isinstance(handler, OptimStateHandler)
@@ -351,7 +350,7 @@ def _split(
 def _fill(
     unit: Unit, handle: FlatParamHandle, index: int, what: str, value: Any, local_shard: torch.Tensor, plan: _Plan
 ) -> None:
-    """Plan how this rank's local shard of a state (1-D) gets its values."""
+    """Plan the copy or transfer that fills this rank's local shard of a state (1-D)."""
     rank_group, param_info = unit.options.groups.shard, handle.layout.param_infos[index]
     adapter = handle.views.params[index].adapter
     run = handle.views.local_shards[index].in_param.to_slice()
@@ -383,7 +382,7 @@ def _fill(
 
 
 def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
-    """A state of a parameter that no unit manages."""
+    """Return a state of a parameter that no unit manages."""
     if isinstance(value, FromRankZero):
         target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
         plan.scatter(value, ReplicatedPartition(target.numel(), None, value.groups.shard.size), target)

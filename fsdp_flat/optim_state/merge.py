@@ -1,4 +1,4 @@
-"""States that have a handler, put together of all ranks' parts."""
+"""Merges the parts of all ranks of each optimizer state that has a handler."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _WORDS = ErrorTexts(
 
 
 def everywhere(_position: int, _size: int) -> int | None:
-    """Every rank has every merged state."""
+    """Select every rank to receive a merged state."""
     return None
 
 
 def on_first(_position: int, _size: int) -> int | None:
-    """Rank 0 of the shard group has them."""
+    """Select rank 0 of the shard group to receive a merged state."""
     return 0
 
 
 def in_turn(position: int, size: int) -> int | None:
-    """Each rank has its share of them."""
+    """Select the ranks of the shard group in turn to receive a merged state."""
     return position % size
 
 
@@ -48,16 +48,16 @@ def merged_states(
     *,
     offload: bool,
 ) -> dict[Place, torch.Tensor]:
-    """Merge every such state where it is wanted, one after another.
+    """Merge every state that has a handler on its destination rank, one after another.
 
     Every rank must call this, with states that :func:`agree_on_states` has completed.
 
     Args:
-        names: the model's.
-        states: those of this rank.
+        names: the model's names.
+        states: this rank's states.
         dst_of: :func:`everywhere`, :func:`on_first` or :func:`in_turn`: given the position of a state among all and the
-            size of its shard group, the rank there that is to have it; None for every rank.
-        offload: merged states on the CPU.
+            size of its shard group, returns the destination rank in that group; None for every rank.
+        offload: return merged states on the CPU.
 
     Raises:
         PeerFailureError: a handler raised on another rank.
@@ -79,7 +79,7 @@ def merged_states(
         own[position] = None
         handler = unit.optim_state_handlers[name]
         assert isinstance(handler, OptimStateHandler)
-        # A rank whose handler raises goes on taking part, or the others would wait for it.
+        # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
         if error is None and dst in (None, rank_group.rank):
             try:
                 whole = handler.merge(parts, torch.Size(handle.layout.param_infos[index].shape)).detach()
@@ -99,7 +99,7 @@ def _own_part(handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) 
 
 
 def _described(units: list[Unit], own: list[torch.Tensor | None]) -> list[list[tuple[str, list[int]] | None]]:
-    """For each state dtype and shape of every rank's part of it, by rank of its shard group; one exchange a group."""
+    """Exchange dtype and shape of every rank's part of each state (by rank of its shard group), once per group."""
     by_axis: dict[RankGroup, list[int]] = {}
     for position, unit in enumerate(units):
         by_axis.setdefault(unit.options.groups.shard, []).append(position)
@@ -123,7 +123,7 @@ def _gathered(
     kinds: list[tuple[str, list[int]] | None],
     dst: int | None,
 ) -> list[StatePart]:
-    """The parts of one state, on rank ``dst`` of the shard group or, for None, on every rank."""
+    """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
     rank_group, local_shards, device = unit.options.groups.shard, handle.layout.partition(index), unit.options.device
     lane = Transfers(rank_group, device)
     found = []
@@ -139,7 +139,7 @@ def _gathered(
             ReplicatedPartition(numel, dst, rank_group.size),
             rank_group.rank,
         )
-        # What is here need not move, wherever it is wanted too.
+        # This rank's own part is not copied to itself.
         lane.add(moves, part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None)
         if is_wanted:
             found.append(StatePart(part, local_shards[rank].start, local_shards[rank].stop))

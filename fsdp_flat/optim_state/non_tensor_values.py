@@ -1,4 +1,4 @@
-"""States that are scalars or no tensors, as ranks send them to each other."""
+"""Serializes states that are scalars or not tensors, to exchange them between ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["value_from_text", "value_to_text"]
 
 
 def value_to_text(value: Any) -> list[Any]:
-    """A plain state as JSON, the same on every rank for the same value; pickled where JSON has no such type."""
+    """Encode a non-tensor state as JSON, equal on every rank for equal values; pickled if JSON lacks the type."""
     if isinstance(value, torch.Tensor) and not value.is_complex():
         return [str(value.dtype), value.item()]
     if type(value) in (int, float, str, bool, type(None)):
@@ -23,7 +23,7 @@ def value_to_text(value: Any) -> list[Any]:
 
 
 def value_from_text(text: list[Any]) -> Any:
-    """The value that :func:`value_to_text` described on a rank of the same job."""
+    """Decode a value that :func:`value_to_text` encoded on a rank of the same job."""
     kind, value = text
     if kind == "pickle":
         return pickle.loads(base64.b64decode(value))

@@ -1,4 +1,4 @@
-"""Which parameter of an optimizer is which: names relative to a model, for managed and other parameters."""
+"""Maps the parameters of an optimizer to names relative to a model, for managed and other parameters."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Managed:
-    """One visible parameter of a handle.
+    """Describes one visible parameter of a handle.
 
     Attributes:
         unit: its unit.
         handle: its handle.
-        indices: the parameters that it holds: one with original parameters, else all.
-        fqns: their names relative to the model.
+        indices: indices of the parameters that it holds: one with original parameters, else all.
+        fqns: names of these parameters relative to the model.
     """
 
     unit: Unit
@@ -47,11 +47,11 @@ class Managed:
 
 @dataclass(frozen=True, slots=True)
 class ParamNames:
-    """Names of the parameters that an optimizer may hold.
+    """Maps the parameters that an optimizer may hold to their names.
 
     Attributes:
-        managed: by visible parameter.
-        others: by parameter, the name of one that no unit manages.
+        managed: by visible parameter, its description.
+        others: by parameter that no unit manages, its name.
         handles: every handle with the names of all its parameters, in the model's order.
     """
 
@@ -60,10 +60,10 @@ class ParamNames:
     handles: tuple[tuple[Unit, FlatParamHandle, tuple[str, ...]], ...]
 
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
-        """The names that a parameter of an optimizer stands for.
+        """Return the names of the parameters that a parameter of an optimizer holds.
 
         Raises:
-            OptionError: it is none of this model's.
+            OptionError: it is no parameter of this model.
         """
         if param in self.managed:
             return self.managed[param].fqns
@@ -75,18 +75,18 @@ class ParamNames:
         )
 
     def ids(self, params: Sequence[nn.Parameter]) -> dict[str, int]:
-        """For every name the position of its parameter in ``params``, as in an optimizer's state dict."""
+        """Return for every name the position of its parameter in ``params``, as in an optimizer's state dict."""
         return {fqn: position for position, param in enumerate(params) for fqn in self.fqns_of(param)}
 
 
 @dataclass(frozen=True, slots=True)
 class OptimContents:
-    """What an optimizer holds.
+    """Holds the parameters, states and parameter groups of an optimizer.
 
     Attributes:
         params: its parameters, in the order in which its state dict numbers them.
         state: by parameter, its states.
-        groups: its groups, with parameters; None of a state dict without ``param_groups``.
+        groups: its groups, with parameters; None for a state dict without ``param_groups``.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -97,13 +97,13 @@ class OptimContents:
 def contents_of(
     optim: Any, state_dict: Mapping[str, Any] | None = None, model: nn.Module | None = None
 ) -> OptimContents:
-    """The contents of an optimizer, or of something with ``param_groups`` and ``state`` like one.
+    """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
 
     Args:
         optim: the optimizer.
-        state_dict: taken instead of the optimizer's own state and settings; keyed by position, or as torch's named
-            optimizer does by the names that ``model.named_parameters()`` gives.
-        model: what those names are of.
+        state_dict: replaces the optimizer's own state and settings; keyed by position, or by the names of
+            ``model.named_parameters()``, as in torch's named optimizer.
+        model: the model that these names belong to.
 
     Raises:
         OptionError: a key is neither a position nor such a name.
@@ -126,7 +126,7 @@ def contents_of(
 
 
 def current_names(model: nn.Module) -> dict[nn.Parameter, str]:
-    """For every parameter that ``model`` shows now, its first name there, wrapper words included."""
+    """Return the first name of each of ``model``'s current parameters, wrapper prefixes included."""
     found: dict[nn.Parameter, str] = {}
     for name, param in model.named_parameters():
         found.setdefault(param, name)
@@ -134,10 +134,11 @@ def current_names(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
-    """The parameters of an optimizer that is given, or only described by what it was (or would be) built from.
+    """Return the parameters of ``optim``; without it those of ``optim_input``, the arguments it was built from.
 
     Raises:
         OptionTypeError: ``optim_input`` is neither parameters nor groups.
+        OptionError: ``optim_input`` is empty.
     """
     if optim is not None:
         return contents_of(optim).params
@@ -156,7 +157,7 @@ def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.P
 
 
 def names_of(model: nn.Module) -> ParamNames:
-    """The names below ``model``, which is a wrapper or holds wrappers, or is a plain module."""
+    """Return the parameter names of ``model``, which is a wrapper, holds wrappers, or is a plain module."""
     managed: dict[nn.Parameter, Managed] = {}
     handles: list[tuple[Unit, FlatParamHandle, tuple[str, ...]]] = []
     for path, module in model.named_modules():
@@ -181,7 +182,7 @@ def names_of(model: nn.Module) -> ParamNames:
 
 
 def is_on_other_ranks(param: nn.Parameter, handle: FlatParamHandle) -> bool:
-    """Whether other ranks hold all elements of a visible parameter: it gets no gradient here, so no state either."""
+    """Return whether other ranks hold all elements of a visible parameter: here it has no gradient and no state."""
     if param.numel() > 0:
         return False
     index = next(index for index, visible in enumerate(handle.views.visible_params()) if visible is param)
@@ -189,5 +190,5 @@ def is_on_other_ranks(param: nn.Parameter, handle: FlatParamHandle) -> bool:
 
 
 def is_scalar(value: Any) -> bool:
-    """Whether a state is one number or no tensor at all, so the same for every part of a parameter."""
+    """Return whether a state is a scalar or not a tensor, so is the same for every shard of a parameter."""
     return len(shape_of(value)) == 0

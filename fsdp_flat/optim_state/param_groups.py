@@ -1,4 +1,4 @@
-"""Parameter groups of an optimizer under the names of all parameters that any rank's optimizer holds."""
+"""Completes an optimizer's parameter groups with the names of all parameters that any rank's optimizer holds."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Groups = list[dict[str, Any]]
 
 
 def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) -> None:
-    """Give ``groups`` the parameters of every rank's optimizer, and names that belong to no wrapping.
+    """Add to ``groups`` the parameters of every rank's optimizer, and set names without wrapper prefixes.
 
-    An optimizer may be built from the parameters that its rank has elements of. Which these are depends on the
-    wrapping and the number of ranks, so a saved group has to name those of all ranks.
+    An optimizer may be built from only the parameters that its rank has elements of. These depend on the wrapping and
+    the number of ranks, so a saved group must name the parameters of all ranks.
 
-    Every rank must call this, except ``alone``; one integer is exchanged per group of ranks.
+    Every rank must call this, except with ``alone``; normally one integer is exchanged per process group.
 
     Args:
-        names: the model's.
-        groups: this rank's, with names in ``params``; None where there are none. They are changed in place.
-        alone: nothing is exchanged, so groups keep what this rank has.
+        names: the model's names.
+        groups: this rank's groups, with names in ``params``, changed in place; None if there are none.
+        alone: exchange nothing, so groups keep only this rank's parameters.
     """
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
     held = [group["params"] for group in groups or ()]
@@ -40,12 +40,12 @@ def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) ->
     for group, params in zip(groups or (), held, strict=True):
         group["params"] = params
         if "param_names" in group:
-            # Of an optimizer that was built from named parameters: theirs have the words of wrappers.
+            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             group["param_names"] = list(params)
 
 
 def _merged(names: ParamNames, held: list[list[str]]) -> list[str]:
-    """All names once, in the order of rank 0, and names that it lacks in the order of the model."""
+    """Merge the names of all ranks: in the order of rank 0, then names that it lacks in the order of the model."""
     places = {fqn: place for place, fqn in enumerate(fqn for _, _, fqns in names.handles for fqn in fqns)}
     lacking = {fqn for of_rank in held for fqn in of_rank}.difference(held[0])
     return [*held[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]

@@ -1,4 +1,4 @@
-"""A whole optimizer state dict that only rank 0 has: its description goes to all, of its tensors each rank's local shard."""
+"""Distributes rank 0's full optimizer state dict: broadcasts its description, so that tensors can be sent as shards."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["FromRankZero", "shared_from_rank_zero"]
 
 
 class FromRankZero:
-    """A tensor that the first rank of a model's groups has and the others only know the shape of.
+    """Describes a tensor that only the first rank of a model's groups holds.
 
     Attributes:
         tensor: the tensor on the first rank, None elsewhere.
         shape: its shape.
         dtype: its dtype.
-        groups: the ranks.
+        groups: the model's shard and replicate groups.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class FromRankZero:
 
 
 def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """``given`` of rank 0 on every rank, with tensors still to be sent.
+    """Broadcast rank 0's ``given``, with :class:`FromRankZero` in place of its tensors.
 
     Every rank must call this.
 
     Raises:
-        UsageError: rank 0 has none.
-        UnsupportedError: rank 0 has a value that cannot be described.
-        PeerFailureError: rank 0 found one of these.
+        UsageError: rank 0 has no optimizer state dict.
+        UnsupportedError: rank 0 has a value that cannot be encoded.
+        PeerFailureError: rank 0 raised one of these.
     """
     unit = names.handles[0][0]
     groups, device = unit.options.groups, unit.options.device
@@ -97,7 +97,7 @@ def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _encoded(value: Any, what: str, *, whole: bool = False) -> list[Any]:
-    """A value as JSON, which knows neither tensors nor tuples (Adam's betas)."""
+    """Encode a value as JSON, which has neither tensors nor tuples (Adam's betas)."""
     if isinstance(value, torch.Tensor) and value.dim() and whole:
         return ["tensor", str(value.dtype), list(value.shape)]
     if isinstance(value, torch.Tensor) and value.dim() == 0:

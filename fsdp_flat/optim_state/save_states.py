@@ -1,4 +1,4 @@
-"""``optim_state_dict``: an optimizer's state under parameter names, whole or in dim-0 chunks."""
+"""Implements ``optim_state_dict``: saves optimizer states under parameter names, as full tensors or dim-0 chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SAVING = ErrorTexts(
     "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
 )
 
-# By handle and parameter, the tensor states.
+# The tensor states, by handle and parameter.
 _Values = dict[FlatParamHandle, list[dict[str, Any]]]
 
 
@@ -38,31 +38,31 @@ def save_optim_state(
     boxes: bool = False,
     handled_once: bool = False,
 ) -> dict[str, Any]:
-    """The state dict of an optimizer under names.
+    """Return the state dict of an optimizer, keyed by names.
 
     Every rank must call this.
 
     Args:
-        model: what the optimizer's parameters are found in.
-        contents: the optimizer's.
-        whole: whole tensors, else torch's types with dim-0 chunks.
-        rank0_only: with ``whole``, ranks other than the first of all send what they have and return an empty dict.
-        offload_to_cpu: values on the CPU.
-        boxes: without ``whole``, boxes of this rank's states in place of chunks; nothing is communicated then, but for
-            the states of handlers or with ``handled_once``.
-        handled_once: states of handlers are whole on one rank each, in turn, and left out on the others. Ranks compare
-            which states they have.
+        model: the model that the optimizer's parameters belong to.
+        contents: the optimizer's contents.
+        whole: return full tensors, else DTensors or ShardedTensors of dim-0 chunks.
+        rank0_only: with ``whole``, ranks other than the first of all send their shards and return an empty dict.
+        offload_to_cpu: return values on the CPU.
+        boxes: without ``whole``, return boxes of this rank's states in place of chunks; then nothing is communicated,
+            except with registered handlers or ``handled_once``.
+        handled_once: return each state that has a handler on one rank only, as a full tensor, ranks in turn. Ranks
+            compare the names of their states.
 
     Raises:
-        OptionError: the optimizer holds a parameter that is none of the model's.
-        UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar, and has no handler.
-        UsageError: a rank lacks a state, which other ranks have, of elements that it holds; or other ranks did not
-            call it.
-        PeerFailureError: another rank found one of these.
+        OptionError: the optimizer holds a parameter that is not the model's.
+        UnsupportedError: a state that is neither shaped like the rank's local shard nor a scalar, and has no handler.
+        UsageError: a rank lacks a state of elements that it holds, while other ranks have it; or other ranks did not
+            call this.
+        PeerFailureError: another rank raised one of these.
     """
     names = names_of(model)
     boxes = boxes and not whole
-    # A handler is registered on every rank, so all take the same way.
+    # Handlers are registered on every rank, so all ranks take the same branch.
     alone = boxes and not handled_once and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     order = _order(names, contents, alone=alone)
@@ -99,9 +99,9 @@ def save_optim_state(
 
 
 def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[str]:
-    """Names in FSDP1's order, the same on every rank: sorted with original parameters, else as rank 0's optimizer has.
+    """Return names in the order of rank 0's optimizer, as in FSDP1; empty with original parameters, which are sorted.
 
-    Every rank must call this, except ``alone``.
+    Every rank must call this, except with ``alone``.
     """
     units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
     if all(unit.options.use_orig_params for unit in units):
@@ -168,7 +168,7 @@ def _empty_values(names: ParamNames) -> _Values:
 def _whole_values(
     names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, to_zero: bool, offload: bool
 ) -> _Values:
-    """Every local shard goes straight to its place in the whole tensors, of all units and states at once."""
+    """Send every local shard directly to its place in the full tensors, for all units and states at once."""
     values = _empty_values(names)
     channels = P2PChannels()
     for unit, handle, _ in names.handles:

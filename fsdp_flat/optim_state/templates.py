@@ -1,4 +1,4 @@
-"""Empty states to read a checkpoint into, whatever state the optimizer has so far."""
+"""Creates empty optimizer states to read a checkpoint into, independent of the optimizer's current state."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 def template_states(
     model: nn.Module, wanted: Wanted, read: Callable[[str, str, torch.Tensor], torch.Tensor]
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
-    """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's local shards of parameters that are sharded.
+    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
 
     Args:
         model: the model that has the parameters.
-        wanted: by parameter name and state name, the whole shape and the dtype.
-        read: reads one state into a tensor for it, and returns that.
+        wanted: by parameter name and state name, the full shape and the dtype.
+        read: reads one state into a tensor for it, and returns that tensor.
 
     Returns:
-        The tensors, and those that have a handler, which are whole and read when they are asked for.
+        The tensors; and the states that have a handler, which are full tensors read on demand.
 
     Raises:
-        LoadError: names or shapes that are none of the model's.
+        LoadError: a name or shape does not fit the model.
     """
     names = names_of(model)
     sharded = {fqn: (unit, handle, i) for unit, handle, fqns in names.handles for i, fqn in enumerate(fqns)}
@@ -45,7 +45,7 @@ def template_states(
             )
         for name, (shape, dtype) in states.items():
             if fqn in sharded and name in sharded[fqn][0].optim_state_handlers:
-                # It was saved whole, in a shape that only the handler knows.
+                # Saved as a full tensor, in a shape that only the handler defines.
                 deferred.setdefault(fqn, {})[name] = _deferred(fqn, name, shape, dtype, read)
                 continue
             if fqn in others:

@@ -1,4 +1,4 @@
-"""Layer 3: model state dicts, made of layout and shard."""
+"""Saves and loads model state dicts (layer 3)."""
 
 from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_of, boxes_to_shard, check_boxes
 from fsdp_flat.state_dict.chunk_specs import (

@@ -1,4 +1,4 @@
-"""Names of torch.distributed that moved between torch 2.8 and 2.15, resolved in one place."""
+"""Resolves names of torch.distributed that moved between torch 2.8 and 2.15."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["root_mesh"]
 
 
 def root_mesh(mesh: DeviceMesh) -> Any:
-    """The mesh that ``mesh`` was sliced from, or itself."""
+    """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources

@@ -1,8 +1,8 @@
-"""The communication-free form: a parameter as boxes of this rank's flat shard, which checkpoints store as they are.
+"""Represents a parameter as N-d boxes of this rank's flat shard, which checkpoints store without communication.
 
-A rank's local shard of a parameter is a flat interval, and an interval is at most ``2 * ndim - 1`` boxes (``layout.boxes``).
-``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so nothing has to move between
-ranks to write a checkpoint that every sharding can read.
+A rank's local shard of a parameter is a flat interval, which splits into at most ``2 * ndim - 1`` boxes
+(``layout.boxes``). ``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so ranks
+exchange nothing to write a checkpoint that every sharding can read.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _aten = torch.ops.aten
 
 
 class BoxedTensor(torch.Tensor):
-    """A tensor of which this process holds some boxes.
+    """Represents a tensor of which this process holds some boxes.
 
     ``torch.distributed.checkpoint`` saves it, and loads into it, through the protocol of its
-    ``_checkpointable.py``. Beyond that it can be copied, detached and moved; it is no operand of arithmetic.
+    ``_checkpointable.py``. Beyond that it can be copied, detached and moved; arithmetic is not supported.
 
     Attributes:
-        boxes: where the parts lie in the whole tensor.
+        boxes: offsets and sizes of the parts in the full tensor.
         parts: one tensor per box, of the box's sizes; views of the live shard unless they were copied.
     """
 
@@ -45,7 +45,7 @@ class BoxedTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> BoxedTensor:
-        """A tensor of ``shape`` of which ``parts`` are at hand, at the places that ``found`` says."""
+        """Create a tensor of full shape ``shape`` of which this rank holds ``parts`` at the boxes ``found``."""
         made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         made.boxes, made.parts = tuple(found), tuple(parts)
         return made
@@ -60,7 +60,7 @@ class BoxedTensor(torch.Tensor):
             kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
             return args[0]._with(lambda part: func(part, **kwargs))
         if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
-            # ``dcp.async_save`` copies a tensor so: an empty one, then its attributes.
+            # ``dcp.async_save`` copies a tensor as an empty one, then its attributes.
             return args[0]._with(lambda part: func(part, part.shape, **(kwargs or {})))
         if func is _aten.copy_.default and isinstance(args[1], BoxedTensor) and args[0].boxes == args[1].boxes:
             for part, source in zip(args[0].parts, args[1].parts, strict=True):
@@ -86,7 +86,7 @@ class BoxedTensor(torch.Tensor):
         # A saver in another process gets its own copies.
         return BoxedTensor, (tuple(self.shape), self.boxes, self.parts, self.dtype, self.device)
 
-    # torch.distributed.checkpoint takes long to import, and whoever calls these three has it already.
+    # torch.distributed.checkpoint is slow to import; callers of these three methods have imported it already.
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -119,23 +119,25 @@ def _chunk(box: Box) -> Any:
 
 
 def boxes_of(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Of a parameter the shape of the whole tensor, and the boxes of it that this rank holds."""
+    """Return the shape of a parameter's full tensor, and the boxes of it that this rank holds."""
     shape, adapter = handle.layout.param_infos[index].shape, handle.views.params[index].adapter
     start, found = adapter.offsets(shape), boxes(shape, handle.views.local_shards[index].in_param)
     return adapter.full_shape(shape), tuple(box.within(start) for box in found) if any(start) else found
 
 
 def boxed_value(handle: FlatParamHandle, index: int, local_shard: torch.Tensor) -> torch.Tensor:
-    """A parameter, or an optimizer's state of one, as boxes of this rank's local shard; nothing is communicated or copied.
+    """Represent a parameter, or an optimizer state of one, as boxes of this rank's local shard.
+
+    Nothing is communicated or copied.
 
     Args:
         handle: the handle that holds the parameter.
-        index: the parameter's parameter.
-        local shard: 1-D, what this rank holds.
+        index: index of the parameter in the handle.
+        local_shard: this rank's local shard, 1-D.
 
     Returns:
-        A :class:`BoxedTensor` whose parts are views of ``local_shard``; a plain empty tensor where the whole has no
-        elements, of which no box could tell that it exists.
+        A :class:`BoxedTensor` whose parts are views of ``local_shard``; a plain empty tensor if the full tensor has
+        no elements, because without a box a checkpoint would not contain it.
     """
     shape, found = boxes_of(handle, index)
     if math.prod(shape) == 0:
@@ -146,10 +148,10 @@ def boxed_value(handle: FlatParamHandle, index: int, local_shard: torch.Tensor) 
 
 
 def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None:
-    """Raise if boxes of one parameter do not fit what this rank holds of it.
+    """Raise if the boxes of one parameter are not those of this rank's local shard.
 
     Raises:
-        LoadError: the shape, or the boxes, are not those of this rank.
+        LoadError: the shape or the boxes differ from this rank's.
     """
     fqn, run = handle.layout.param_infos[index].fqn, handle.views.local_shards[index].in_param
     shape, expected = boxes_of(handle, index)
@@ -164,7 +166,7 @@ def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None
 
 
 def boxes_to_shard(value: BoxedTensor, handle: FlatParamHandle, index: int, local_shard: torch.Tensor) -> None:
-    """Copy checked boxes into this rank's local shard (1-D), where they are not views of it already."""
+    """Copy checked boxes into this rank's local shard (1-D), except those that are views of it already."""
     run = handle.views.local_shards[index].in_param
     for box, part in zip(value.boxes, value.parts, strict=True):
         target = local_shard[box.interval.shift(-run.start).to_slice()]

@@ -1,8 +1,8 @@
-"""The form of sharded state dicts: which chunk of a parameter each rank has, and how local shards become chunks.
+"""Assigns chunks of a parameter to ranks for sharded state dicts, and converts local shards to chunks and back.
 
-A plain parameter is cut into dim-0 chunks over the shard group. A parameter that tensor parallelism has split is a
-DTensor on the mesh of both groups, as in torch FSDP1: dim 0 over the shard group, then what tensor parallelism splits.
-Where that is dim 0 too, the chunk of a rank lies on other ranks of both groups; it is fetched along one after the other.
+A plain parameter is split into dim-0 chunks over the shard group. A parameter that tensor parallelism has split is a
+DTensor on the mesh of both groups, as in torch FSDP1: dim 0 over the shard group, then the tensor-parallel dim. If
+that is dim 0 too, a rank's chunk lies on other ranks of both groups and is exchanged along one after the other.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __all__ = ["ChunkSpec", "SpecTensor", "chunk_spec", "chunks_of", "fitting_chunk"
 
 @dataclass(frozen=True, slots=True)
 class _SecondExchange:
-    """The way along the tensor-parallel group: between the rows that lie there and those of the chunks."""
+    """Describes the exchange along the tensor-parallel group, between the rows held and the rows of the chunks."""
 
     rank_group: RankGroup
     held: Partition
@@ -49,18 +49,18 @@ class _SecondExchange:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSpec:
-    """How one parameter of a unit lies in sharded state dicts.
+    """Describes the chunks of one parameter of a unit in sharded state dicts.
 
     Attributes:
-        device: the device of compute.
-        group: the shard group.
-        local shards: its ranks' local shards of the flattened parameter (of the tensor-parallel part where it is split).
-        chunks: their chunks, in the same elements.
-        shape: shape of the whole tensor.
+        device: the compute device.
+        rank_group: the shard group.
+        local_shards: partition of the flattened parameter (or its tensor-parallel part) into the ranks' local shards.
+        chunks: partition of the same elements into the ranks' chunks.
+        shape: shape of the full tensor.
         chunk_shape: shape of this rank's chunk.
-        mesh: the mesh of the DTensor; None for a ShardedTensor, or a plain tensor where nothing is sharded.
-        placements: those of the DTensor.
-        second: where the chunk is fetched along the tensor-parallel group too.
+        mesh: the mesh of the DTensor; None for a ShardedTensor, or a plain tensor if nothing is sharded.
+        placements: placements of the DTensor.
+        second: the exchange along the tensor-parallel group, if the chunk needs one.
     """
 
     device: torch.device
@@ -74,7 +74,7 @@ class ChunkSpec:
     second: _SecondExchange | None
 
     def as_given(self, value: torch.Tensor) -> ChunkSpec:
-        """This form for a 0-dim ``value``: a DTensor is whole on every rank, a ShardedTensor on one."""
+        """Return the spec for a 0-dim ``value``: a DTensor is replicated, a ShardedTensor is held by one rank."""
         if self.shape or self.rank_group.size == 1:
             return self
         if isinstance(value, DTensor):
@@ -83,7 +83,7 @@ class ChunkSpec:
         return replace(self, chunks=chunk_partition((), self.rank_group.size), chunk_shape=own_shape)
 
     def to_torch_type(self, chunk: torch.Tensor, tensors: ShardedTensors) -> torch.Tensor:
-        """torch's type for a tensor of which this rank holds ``chunk``; ``tensors`` are those of the same save."""
+        """Return ``chunk`` as a DTensor, ShardedTensor or plain tensor; ``tensors`` is shared by one save."""
         if self.mesh is not None:
             return dtensor(chunk, self.shape, self.mesh, self.placements)
         if self.rank_group.size == 1:
@@ -93,11 +93,11 @@ class ChunkSpec:
 
 @dataclass(frozen=True, slots=True)
 class SpecTensor:
-    """One tensor that is saved or loaded: a parameter or an optimizer's state of it.
+    """Holds one tensor to save or load: a parameter, or an optimizer state of it.
 
     Attributes:
-        form: that of the parameter.
-        local shard: 1-D, this rank's local shard: where it is saved from, or loaded to.
+        spec: the parameter's spec.
+        local_shard: this rank's local shard (1-D), the source of a save or the target of a load.
     """
 
     spec: ChunkSpec
@@ -105,16 +105,16 @@ class SpecTensor:
 
 
 def plan_full_transfer(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> TransferPlan:
-    """How rank ``rank`` of the shard group takes part in making a parameter whole on rank ``dst``, or for None on all."""
+    """Plan the transfers of rank ``rank`` of the shard group that unshard a parameter on rank ``dst`` (None: all)."""
     held = handle.layout.partition(index)
     return plan_transfer(held, ReplicatedPartition(held.numel, dst, held.size), rank)
 
 
 def chunk_spec(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkSpec:
-    """The form of parameter ``index``.
+    """Return the spec of parameter ``index``.
 
     Raises:
-        UnsupportedError: tensor parallelism has split the parameter over ranks that no mesh joins with the unit's.
+        UnsupportedError: tensor parallelism has split the parameter, and no mesh contains both groups.
     """
     groups = unit.options.groups
     shape = handle.layout.param_infos[index].shape
@@ -128,7 +128,7 @@ def chunk_spec(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkSpec:
     if groups.mesh is not None and rank_group.size > 1:
         mesh, dim = _mesh_of(unit)
         if not shape:
-            # There is no dimension to be cut along.
+            # A 0-dim tensor has no dimension to shard.
             whole = ReplicatedPartition(1, None, rank_group.size)
             return ChunkSpec(
                 unit.options.device, rank_group, local_shards, whole, shape, shape, mesh, _placements(mesh, {}), None
@@ -139,7 +139,7 @@ def chunk_spec(unit: Unit, handle: FlatParamHandle, index: int) -> ChunkSpec:
 
 
 def _mesh_of(unit: Unit) -> tuple[Any, int]:
-    """The mesh of DTensors and which of its dims shards: the mesh that the unit's was sliced from, as in FSDP1."""
+    """Return the mesh of DTensors and its shard dim: the mesh that the unit's was sliced from, as in FSDP1."""
     mesh = unit.options.groups.mesh
     dim = 1 if unit.options.strategy.is_hybrid else 0
     root = root_mesh(mesh)
@@ -181,7 +181,8 @@ def _split_spec(
         return ChunkSpec(
             unit.options.device, rank_group, local_shards, chunks, whole, own_shape, root, placements, None
         )
-    # DTensor cuts dim 0 along the shard group first, tensor parallelism did along its own: rows change ranks on both.
+    # DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first: rows
+    # change ranks in both groups.
     tensor_axis = RankGroup.of(adapter.mesh.get_group(0))
     width = math.prod(whole[1:])
     part = chunk_rows(whole[0], tensor_axis.size, tensor_axis.rank)
@@ -202,9 +203,9 @@ def _split_spec(
 
 
 def fitting_chunk(spec: ChunkSpec, value: torch.Tensor) -> tuple[torch.Tensor | None, str]:
-    """This rank's chunk of a ShardedTensor or DTensor of the right shape, or what is wrong with it.
+    """Return this rank's chunk of a ShardedTensor or DTensor of the right shape, or None and an error text.
 
-    A DTensor on the form's mesh with other placements is redistributed, which every rank of the mesh takes part in.
+    A DTensor on the spec's mesh with other placements is redistributed; every rank of the mesh must call this.
     """
     rank = spec.rank_group.rank
     if isinstance(value, DTensor) and spec.mesh is not None and value.device_mesh == spec.mesh:
@@ -246,13 +247,13 @@ def _joined_mesh(unit: Unit, name: str, adapter: DTensorAdapter) -> tuple[Any, i
 
 
 def chunks_of(rows: Sequence[SpecTensor], *, offload: bool) -> list[torch.Tensor]:
-    """This rank's chunks, as torch's types, of tensors of which every rank has its local shards.
+    """Exchange local shards for this rank's chunks, returned as DTensors or ShardedTensors.
 
-    Every rank of the shard groups must call this with the same rows. What moves is at most a shard's worth a rank.
+    Every rank of the shard groups must call this with the same rows. Each rank sends at most the size of its shard.
 
     Args:
         rows: the tensors.
-        offload: chunks on the CPU.
+        offload: return the chunks on the CPU.
     """
     found = []
     on_their_way = _ChunkExchange()
@@ -303,7 +304,7 @@ def write_chunks(rows: Sequence[tuple[SpecTensor, torch.Tensor]]) -> None:
 
 
 class _ChunkExchange:
-    """Rows of one save or load on their way."""
+    """Holds the transfers in flight of one save or load."""
 
     def __init__(self) -> None:
         self._channels = P2PChannels()

@@ -1,4 +1,4 @@
-"""The forms of state dicts as data: how a unit saves itself and loads itself in each."""
+"""Maps each state-dict type to its codec: the functions that save and load one unit."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ __all__ = ["CODECS", "StateDictCodec"]
 
 @dataclass(frozen=True, slots=True)
 class StateDictCodec:
-    """One form.
+    """Holds the save and load functions of one state-dict type.
 
     Attributes:
-        gather: communicates for all units of a save at once: ``gather(units, config)``; None if the form takes no
-            communication. Units that are missing in what it returns gather for themselves.
+        gather: communicates for all units of a save at once: ``gather(units, config)``; None if the type needs no
+            communication. Units missing from its result communicate in ``save``.
         save: adds a unit's entries: ``save(unit, config, prefix, inner, gathered)``.
-        load: takes a unit's entries: ``load(unit, state_dict, prefix, report)``.
-        model_config: class of its options for model state dicts.
-        optim_config: class of its options for optimizer state dicts.
+        load: removes and loads a unit's entries: ``load(unit, state_dict, prefix, report)``.
+        model_config: class of the options for model state dicts.
+        optim_config: class of the options for optimizer state dicts.
     """
 
     gather: Callable[[Sequence[Unit], StateDictConfig], Mapping[Unit, Any]] | None

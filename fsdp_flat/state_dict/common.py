@@ -1,4 +1,4 @@
-"""What the forms of state dicts share: names, reports, and making room in the wrapped modules' own loading."""
+"""Implements the steps that all state-dict types share: key names, load reports, preparing the modules' own load."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ LOADING = ErrorTexts(
 
 @dataclass(slots=True)
 class LoadReport:
-    """What one load finds wrong, and what it is to write once nothing is.
+    """Collects the errors of one load and the writes to run if there are none.
 
     Attributes:
-        missing: names that are missing, the list that ``nn.Module.load_state_dict`` makes its error of.
-        errors: one line per value that does not fit, likewise.
-        writes: to be done if everything fits.
-        chunks: this rank's chunks that go to every rank's local shards, with their names.
-        units: units that take chunks as well as whole tensors.
-        has_chunks, has_own: some value for them is a chunk; is one that this rank needs no other for.
+        missing: missing names; ``nn.Module.load_state_dict`` builds its error from this list.
+        errors: one line per value that does not fit; used likewise.
+        writes: run if everything fits.
+        chunks: this rank's chunks to send to every rank's local shards, with their names.
+        units: units that accept chunks as well as full tensors.
+        has_chunks: some value for ``units`` is a chunk.
+        has_own: some value for ``units`` can be loaded without another rank.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -66,25 +67,25 @@ class LoadReport:
 
     @property
     def exchanging_units(self) -> list[Unit]:
-        """Units whose ranks exchange chunks; none where all values are whole, which each rank may load by itself."""
+        """Units whose ranks exchange chunks; none if all values are full tensors, which need no communication."""
         if self.has_chunks:
             return self.units
-        # Nothing was given here. What other ranks were given in the form that is set are chunks.
+        # This rank was given no value; other ranks may have been given chunks, and then all of them communicate.
         is_sharded = any(unit.options.groups.shard.size > 1 for unit in self.units)
         return self.units if is_sharded and not self.has_own else []
 
     def mismatch(self, name: str, got: Any, expected: Any) -> None:
-        """Note a wrong shape, in torch's words."""
+        """Record a wrong shape, in the wording of torch."""
         self.errors.append(
             f"size mismatch for {name}: copying a param with shape {torch.Size(got)} from checkpoint, "
             f"the shape in current model is {torch.Size(expected)}."
         )
 
     def commit(self, *, refused: bool) -> None:
-        """Write everything, or on any error nothing. Where chunks are exchanged, one rank's error is every rank's.
+        """Run all writes, or none on any error. Where chunks are exchanged, an error on one rank stops every rank.
 
         Args:
-            refused: the caller has found something wrong, which it will report itself.
+            refused: the caller has found an error, which it reports itself.
         """
         error: FsdpFlatError | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
         if refused and error is None:
@@ -101,12 +102,14 @@ class LoadReport:
 
 
 def failed_anywhere(exchanging_units: list[Unit], error: FsdpFlatError | None, lines: Sequence[str] = ()) -> list[str]:
-    """What is wrong on other ranks, in a line; nothing if all is well there or nobody is to be asked.
+    """Exchange errors with the other ranks; return theirs in one line, or an empty list.
+
+    Every rank of the units' groups must call this.
 
     Args:
-        meets: units whose ranks all call this.
-        error: what is wrong here.
-        lines: what has to be the same on every rank.
+        exchanging_units: units whose ranks all call this; without any, nothing is communicated.
+        error: the error of this rank.
+        lines: lines that must be equal on every rank.
     """
     if exchanging_units:
         rank_groups = rank_groups_of(exchanging_units)
@@ -122,7 +125,7 @@ def failed_anywhere(exchanging_units: list[Unit], error: FsdpFlatError | None, l
 
 
 def rank_groups_of(units: list[Unit]) -> list[RankGroup]:
-    """Every group along which the units' ranks have to agree: their own, and those of tensor parallelism."""
+    """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
     found: dict[RankGroup, None] = {}
     for unit in units:
         found.update(dict.fromkeys(unit.options.groups.rank_groups))
@@ -133,7 +136,7 @@ def rank_groups_of(units: list[Unit]) -> list[RankGroup]:
 
 
 def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix: str, value: Any) -> None:
-    """Set every name of a parameter that the wrapped modules left in ``destination``; None deletes them."""
+    """Set every name of a parameter that is present in ``destination`` to ``value``; None deletes them."""
     for site in handle.views.params[index].sites:
         name = prefix + site.fqn
         if name in destination:
@@ -144,41 +147,44 @@ def put(destination: dict[str, Any], handle: FlatParamHandle, index: int, prefix
 
 
 def local_shards_of(unit: Unit, handle: FlatParamHandle) -> list[torch.Tensor]:
-    """This rank's local shard of each parameter (1-D), a view of the shard as it is now."""
+    """Return this rank's local shard of each parameter (1-D), a view of the current flat shard."""
     if unit.is_sharded:
-        # While parameters are gathered the modules show those, and nothing can be assigned to the shard.
+        # While the unit is unsharded the modules hold unsharded parameters, so the user cannot assign sharded ones.
         handle.adopt_changes()
     return [local_shard_of(handle, index) for index in range(len(handle.layout.param_infos))]
 
 
 def local_shard_of(handle: FlatParamHandle, index: int) -> torch.Tensor:
-    """This rank's local shard of one parameter (1-D), a view of the shard, into which assigned parameters were adopted."""
+    """Return this rank's local shard of one parameter (1-D), a view of the flat shard.
+
+    Call ``handle.adopt_changes`` first: the shard holds assigned parameters only after that.
+    """
     return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
 
 
 def restore_buffers(unit: Unit, destination: dict[str, Any], prefix: str) -> None:
-    """Bring buffers that compute in another dtype to the one they were registered with."""
+    """Cast the unit's buffers in ``destination`` from the compute dtype to the dtype they were registered with."""
     unit.buffers.restore(destination, prefix)
 
 
 def prepare_load(
     unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport, *, loads_flats: bool = False
 ) -> dict[FlatParamHandle, list[Any]]:
-    """Take this unit's entries out of ``state_dict`` and rename the rest for the wrapped module.
+    """Remove this unit's entries from ``state_dict`` and rename the rest for the wrapped module.
 
     Args:
         unit: the unit.
-        state_dict: what is loaded; changed.
-        prefix: of the unit's names in it.
-        report: gets what is missing and what is wrong.
-        loads_flats: the caller takes flat parameters; without it they are an error.
+        state_dict: the state dict to load; changed in place.
+        prefix: prefix of the unit's names in it.
+        report: receives missing names and errors.
+        loads_flats: the caller loads flat parameters; otherwise they are an error.
 
     Returns:
         By handle, for each parameter the value found under any of its names, or None.
     """
     unit.reshard()
     for handle in unit.handles:
-        # What the user assigned to sharded parameters before the load must not come after it.
+        # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
         handle.adopt_changes()
         report.writes.append(handle.views.rewritten)
     unit.use_sharded_views()
@@ -186,7 +192,7 @@ def prepare_load(
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):
             name = key[len(prefix) :]
-            # Wrapper words are no part of names here; FSDP1 unsharded parameters that of torch.compile in what it saves.
+            # Names here are without wrapper prefixes; FSDP1 leaves torch.compile's "_orig_mod." in its state dicts.
             state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
     flats = [key for key in state_dict if _FLAT_NAME.fullmatch(key, len(inner)) and key.startswith(inner)]
     if flats and unit.handles and not loads_flats:
@@ -203,7 +209,7 @@ def prepare_load(
     taken: dict[FlatParamHandle, list[Any]] = {}
     for handle in unit.handles:
         values = []
-        # torch.distributed.checkpoint fills in for a missing name what named_parameters gives: nothing to load.
+        # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
         own = {id(param) for param in handle.views.visible_params()}
         for entry in handle.views.params:
             given = [(site, state_dict.pop(inner + site.fqn, None)) for site in entry.sites]
@@ -215,7 +221,7 @@ def prepare_load(
 
 
 def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, report: LoadReport) -> None:
-    """Have this rank's local shard of a whole tensor copied if it fits."""
+    """Add to ``report`` the copy of this rank's local shard out of a full tensor, or an error if it does not fit."""
     param_info = handle.layout.param_infos[index]
     name = prefix + param_info.fqn
     if not is_tensor_like(value):
@@ -234,17 +240,17 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
         return
     local_shard = handle.layout.local_shard(index, unit.options.groups.shard.rank)
     if not local_shard.is_empty:
-        # Taking a part of a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
+        # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
         is_read = isinstance(value, torch.Tensor)
         whole = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
         source = adapter.local_part(whole.detach().reshape(shape)).reshape(-1)[local_shard.in_param.to_slice()]
-        # What stands for a tensor in a file (Lightning's lazy loading) is read here; only the local shard is kept.
+        # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only the local shard is kept.
         source = source if is_read else source.clone()
         report.writes.append(lambda: handle.flat_param.data[local_shard.in_shard.to_slice()].copy_(source))
 
 
 def finish_load(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:
-    """Give the wrapped modules' own loading something to find: each visible parameter itself."""
+    """Insert each visible parameter itself into ``state_dict``, so that the modules' own load finds every name."""
     for handle in unit.handles:
         for entry in handle.views.params:
             for site in entry.sites:

@@ -1,7 +1,8 @@
-"""FULL state dicts: whole tensors under the names of the unwrapped model.
+"""Saves and loads FULL state dicts: full tensors under the names of the unwrapped model.
 
-A save sends every local shard straight to its place in the results, so the peak is the result (and one unit, where results
-go from an accelerator to the CPU); a load copies this rank's local shards out of the given tensors and communicates nothing.
+A save sends every local shard directly to its place in the results, so peak memory is the result (plus one unit if
+results move from an accelerator to the CPU). A load copies this rank's local shards out of the given tensors and
+communicates nothing.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from fsdp_flat.state_dict.common import (
 
 __all__ = ["gather_full", "load_full", "save_full"]
 
-# By handle and parameter, whole tensors.
+# Full tensors, by handle and parameter.
 Wholes = list[list[torch.Tensor]]
 
 
 def gather_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wholes]:
-    """The whole tensors of every unit, all on their way at once; of none where their device could not hold them all.
+    """Exchange the full tensors of every unit at once; return an empty dict if device memory might not hold them.
 
     Every rank of the shard groups must call this.
     """
@@ -59,11 +60,11 @@ def save_full(
 
     Args:
         unit: the unit.
-        config: ``rank0_only`` leaves the unit's parameters and buffers out on other ranks of its shard group.
-        prefix: what the names start with.
+        config: ``rank0_only`` omits the unit's parameters and buffers on other ranks of its shard group.
+        prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
-            save themselves in it; hooks of the wrapped modules see whole parameters.
-        gathered: what :func:`gather_full` gave for the unit.
+            save themselves in it; hooks of the wrapped modules see full parameters.
+        gathered: the result of :func:`gather_full` for the unit.
     """
     to_zero = _to_zero(config)
     keep = not to_zero or unit.options.groups.primary.rank == 0
@@ -78,7 +79,7 @@ def save_full(
                 elif present:
                     value = destination[present[0]].detach()
                     stored = entry.adapter.full_tensor(value)
-                    # Inside summon_full_params a value is a view of what is summoned, unless hooks have changed it.
+                    # Inside summon_full_params a value is a view of the summoned parameter, unless a hook replaced it.
                     if not fresh and _shares_memory(stored, handle.views.shown(index)):
                         stored = stored.clone()
                     stored = stored.cpu() if config.offload_to_cpu else stored
@@ -98,7 +99,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _whole_shown(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bool) -> Iterator[bool]:
-    """Show whole parameters where the unit's entries are kept; whether they are memory of their own."""
+    """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
     if unit.whole is not None:
         with whole_params(unit):
             yield False
@@ -120,7 +121,7 @@ def _whole_shown(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bo
 
 
 def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
-    """Whole parameters in memory of their own; with ``to_zero`` empty but on rank 0 of the shard groups.
+    """Unshard parameters into new tensors; with ``to_zero`` they are empty except on rank 0 of the shard groups.
 
     Every rank of the shard groups must call this.
     """
@@ -154,7 +155,7 @@ def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]
 
 
 def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Have one unit's local shards copied out of whole tensors; no communication."""
+    """Add to ``report`` the copies of one unit's local shards out of full tensors; no communication."""
     check_idle(unit, "load_state_dict")
     for handle, values in prepare_load(unit, state_dict, prefix, report).items():
         for index, value in enumerate(values):

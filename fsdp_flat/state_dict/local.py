@@ -1,4 +1,4 @@
-"""LOCAL state dicts: each unit's flat shard as it is, for the same wrapping and number of ranks."""
+"""Saves and loads LOCAL state dicts: each unit's flat shard, for the same wrapping and number of ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["load_local", "save_local"]
 
 
 def flat_key(unit: Unit, handle: FlatParamHandle) -> str:
-    """Name of a handle's flat parameter below its unit: ``_flat_param``, and ``_flat_param_1``, ... after that."""
+    """Return the name of a handle's flat parameter below its unit: ``_flat_param``, ``_flat_param_1``, ..."""
     index = unit.handles.index(handle)
     return FLAT_PARAM if index == 0 else f"{FLAT_PARAM}_{index}"
 
@@ -39,7 +39,7 @@ def save_local(
     inner: Callable[[], dict[str, Any]],
     _gathered: None = None,
 ) -> dict[str, Any]:
-    """Add one unit's flat shards: the live ones' memory, or with ``offload_to_cpu`` a copy, also of what is there."""
+    """Add one unit's flat shards as views of live memory, or with ``offload_to_cpu`` as copies (also on the CPU)."""
     check_idle(unit, "state_dict")
     groups = unit.options.groups
     if groups.mesh is not None:
@@ -69,7 +69,7 @@ def _copy(handle: FlatParamHandle, local: torch.Tensor) -> None:
 
 
 def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Have one unit's flat shards copied back."""
+    """Add to ``report`` the copies of one unit's flat shards."""
     check_idle(unit, "load_state_dict")
     inner = prefix + FSDP_PREFIX
     flats = {
@@ -79,7 +79,7 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
     }
     quiet = LoadReport()
     given = prepare_load(unit, state_dict, prefix, quiet, loads_flats=True)
-    # The parameters' own names are not there to be missed, but what has to be done before any write is the same.
+    # Parameter names are not expected here, so their "missing" entries are dropped; the preparatory writes are kept.
     report.writes.extend(quiet.writes)
     rank = unit.options.groups.shard.rank
     for handle, value in flats.items():

@@ -1,4 +1,4 @@
-"""Which form a state dict takes, and with which options."""
+"""Checks and builds the settings of a state-dict type: its codec and its options."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def settings_for(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """The settings that the arguments of ``set_state_dict_type`` describe.
+    """Build the settings from the arguments of ``set_state_dict_type``.
 
     Raises:
         UsageError: a config does not belong to the type, or there is no such type.
@@ -33,7 +33,7 @@ def settings_for(
 
 
 def _ours(given: Any, expected: type[Any]) -> Any:
-    """``given``, or a config of ours with the same fields where it is another library's of that name."""
+    """Return ``given``, converted to this library's config class if it is another library's class of that name."""
     if given is None or isinstance(given, expected):
         return expected() if given is None else given
     return expected(

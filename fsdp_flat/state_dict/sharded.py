@@ -1,4 +1,4 @@
-"""SHARDED state dicts: torch's types with dim-0 chunks, made by one exchange of local shards."""
+"""Saves and loads SHARDED state dicts: DTensors or ShardedTensors of dim-0 chunks, from one exchange of shards."""
 
 from __future__ import annotations
 
@@ -31,11 +31,9 @@ __all__ = ["gather_sharded", "load_sharded", "save_sharded"]
 
 
 def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
-    """The chunks of every unit, by handle and parameter, exchanged at once; of none where their device could not hold all.
+    """Exchange the chunks of every unit at once; return an empty dict if device memory might not hold them.
 
-    It is not for boxes, which nothing is exchanged for.
-
-    Every rank of the shard groups must call this.
+    Not for ``boxes=True``, which communicates nothing. Every rank of the shard groups must call this.
     """
     if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
@@ -68,14 +66,14 @@ def save_sharded(
     inner: Callable[[], dict[str, Any]],
     gathered: list[Any] | None = None,
 ) -> dict[str, Any]:
-    """Add the entries of one unit's subtree: ShardedTensors, or DTensors where the unit was given a mesh.
+    """Add the entries of one unit's subtree: ShardedTensors, or DTensors if the unit has a mesh.
 
-    Every rank of the shard group must call this. What is not sharded is returned whole. With ``config.boxes`` nothing
-    is exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
+    Every rank of the shard group must call this. Unsharded units save full tensors. With ``config.boxes`` nothing is
+    exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
 
     Args:
         unit, config, prefix, inner: as for :func:`save_full`.
-        gathered: what :func:`gather_sharded` gave for the unit.
+        gathered: the result of :func:`gather_sharded` for the unit.
     """
     check_idle(unit, "state_dict")
     with _names_shown(unit):
@@ -98,7 +96,7 @@ def save_sharded(
 
 @contextmanager
 def _names_shown(unit: Unit) -> Iterator[None]:
-    """Have the modules register something under every original name, for the dict's keys and their order."""
+    """Register a placeholder under every original name, so that the dict gets its keys in their order."""
     try:
         for handle in unit.handles:
             handle.views.show_names()
@@ -117,9 +115,9 @@ def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: di
 
 
 def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Have one unit's local shards made of chunked tensors. Plain whole tensors are taken as well.
+    """Add to ``report`` the loads of one unit's local shards from chunked tensors or full tensors.
 
-    Where any value of a load is chunked, every rank of the shard group must call this, with the same names.
+    If any value of a load is chunked, every rank of the shard group must call this, with the same names.
     """
     check_idle(unit, "load_state_dict")
     given = prepare_load(unit, state_dict, prefix, report)

@@ -1,4 +1,4 @@
-"""torch's two types for a tensor of which every rank holds a dim-0 chunk, made and read without communication."""
+"""Builds and reads torch's types of sharded tensors, DTensor and ShardedTensor, without communication."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ __all__ = [
 def dtensor(
     chunk: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
 ) -> torch.Tensor:
-    """A DTensor of ``shape`` of which this rank holds ``chunk``."""
+    """Build a DTensor of ``shape`` of which this rank holds ``chunk``."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
-    """A ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
+    """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
 
-    Source of the form: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
+    Source of the format: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
     a chunk have no local shard).
     """
     metadata = []
@@ -58,22 +58,22 @@ def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: Rank
         if shape:
             offsets[0] = chunk_rows(shape[0], rank_group.size, rank).start
         metadata.append((rank, offsets, list(size)))
-    # A tensor without rows has a chunk all the same: torch refuses one without any.
+    # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
     return _sharded_tensor(chunk, shape, rank_group, metadata or [(0, [0] * len(shape), list(shape))])
 
 
 class ShardedTensors:
-    """Makes the ShardedTensors of one save, as :func:`sharded_tensor` does.
+    """Builds the ShardedTensors of one save, as :func:`sharded_tensor` does.
 
-    torch derives and checks what tells where the chunks are for every tensor anew, in a time that grows with the number
-    of ranks. Here it does so for the first tensor of a kind, and the others of that shape are made like it.
+    torch derives and checks the shard metadata of every tensor anew, in time that grows with the number of ranks.
+    Here it does so for the first tensor of each shape, group, dtype and device; the others reuse its metadata.
     """
 
     def __init__(self) -> None:
         self._first: dict[Any, ShardedTensor] = {}
 
     def make(self, chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> torch.Tensor:
-        """A ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``."""
+        """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``; this rank holds ``chunk``."""
         kind = (shape, rank_group, chunk.dtype, chunk.device, chunk.is_pinned())
         first = self._first.get(kind)
         if first is None:
@@ -95,7 +95,7 @@ class ShardedTensors:
 
 
 def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, rank_group: RankGroup) -> torch.Tensor:
-    """A 1-D ShardedTensor of ``numel`` elements, ``shard_numel`` a rank, of which this rank holds ``local``."""
+    """Build a 1-D ShardedTensor of ``numel`` elements, ``shard_numel`` per rank, of which this rank holds ``local``."""
     metadata = [
         (rank, [rank * shard_numel], [min(shard_numel, numel - rank * shard_numel)])
         for rank in range(rank_group.size)
@@ -133,19 +133,19 @@ def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
 
 
 def is_chunked(value: Any) -> bool:
-    """Whether a value is one of the two types."""
+    """Return whether a value is a DTensor or ShardedTensor."""
     return isinstance(value, (DTensor, ShardedTensor))
 
 
 def describe(value: Any) -> str:
-    """What a value is, for error texts."""
+    """Describe a value for error texts."""
     if isinstance(value, DTensor):
         return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
     return f"{type(value).__name__} of shape {shape_of(value)}"
 
 
 def local_chunk(value: Any) -> torch.Tensor | None:
-    """What this rank holds of a ShardedTensor or DTensor; None of anything else.
+    """Return this rank's local tensor of a ShardedTensor or DTensor; None for any other value.
 
     Raises:
         OptionError: a ShardedTensor with several local shards.
@@ -161,12 +161,12 @@ def local_chunk(value: Any) -> torch.Tensor | None:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """The whole shape of a tensor of any kind; ``()`` for what is no tensor."""
+    """Return the full shape of a tensor of any type; ``()`` for a value that is not a tensor."""
     # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
 
 
 def dtype_of(value: Any) -> torch.dtype:
-    """The dtype of a tensor of any kind."""
+    """Return the dtype of a tensor of any type."""
     dtype: torch.dtype = (value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value).dtype
     return dtype

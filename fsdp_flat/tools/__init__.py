@@ -1,1 +1,1 @@
-"""Floor 6: command-line tools. Nothing in the library imports them."""
+"""Provides command-line tools (layer 6). Nothing in the library imports them."""

@@ -1,4 +1,4 @@
-"""Moves a codebase from torch's FSDP1 to fsdp_flat: rewrites imports, and says what to look at.
+"""Migrates a codebase from torch's FSDP1 to fsdp_flat: rewrites imports, and reports places to check.
 
 ::
 
@@ -6,12 +6,12 @@
     python -m fsdp_flat.migrate --write src/ train.py     # changes the files
 
 The patch goes to standard output, so that ``> fsdp.patch`` and ``git apply`` work; the report goes to standard error,
-one line a finding, ``path:line: kind: text``. Kinds: ``changed``; ``differs``, for what behaves differently from now
-on; ``check``, for what cannot be judged from the text (private names, FSDP2 beside FSDP1, ``import *``, names in
-strings, libraries that wrap by themselves); ``error``, for files that cannot be read.
+one line per finding, ``path:line: kind: text``. Kinds: ``changed``; ``differs``, for code that behaves differently
+after the migration; ``check``, for code that cannot be judged from its source (private names, FSDP2 beside FSDP1,
+``import *``, names in strings, libraries that wrap models themselves); ``error``, for files that cannot be read.
 
-Exit status: 0, nothing is left to do; 1, changes are pending (never with ``--write``); 2, there is something to check,
-or an error. A second run on the result changes nothing.
+Exit status: 0, nothing is left to do; 1, changes are pending (never with ``--write``); 2, there are findings to check,
+or errors. A second run on the result changes nothing.
 
 Only imports and paths into ``torch.distributed.fsdp`` change; all other bytes stay. Needs libcst:
 ``pip install 'fsdp-flat[migrate]'``.
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: without the program's name; by default those of the process.
+        arguments: the arguments without the program's name; by default those of the process.
 
     Returns:
         The exit status.
@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _files(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Python files and notebooks at and below ``paths``, and an error line for each path that is not there."""
+    """Find Python files and notebooks at and below ``paths``; return them and an error line per missing path."""
     files: dict[Path, None] = {}
     errors = []
     for path in paths:

@@ -1,7 +1,7 @@
-"""Where a module reaches torch's FSDP1, and what its imports become.
+"""Finds the imports and uses of torch's FSDP1 in a module, and rewrites them.
 
-:class:`Reached` reads: which imports bring something of ``torch.distributed.fsdp`` in, and which expressions use it.
-:func:`plan_imports` decides for each import and each use. :class:`Rewriter` carries the plan out. What is not in the
+:class:`Reached` collects the imports of ``torch.distributed.fsdp`` and the expressions that use them.
+:func:`plan_imports` decides for each import and each use. :class:`Rewriter` applies the plan. All code outside the
 plan keeps every byte.
 """
 
@@ -24,12 +24,12 @@ Statement = cst.Import | cst.ImportFrom
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """One line of the report.
+    """Describes one line of the report.
 
     Attributes:
-        line: in the file as it was.
-        kind: ``"changed"``, ``"differs"`` (behaves differently) or ``"check"`` (cannot be judged).
-        text: what it is.
+        line: line number in the original file.
+        kind: ``"changed"``, ``"differs"`` (behaves differently), ``"check"`` (cannot be judged) or ``"error"``.
+        text: the message.
     """
 
     line: int
@@ -39,13 +39,13 @@ class Finding:
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """An expression that names something in ``torch.distributed.fsdp`` through a module.
+    """Describes an expression that refers to an object in ``torch.distributed.fsdp`` through a module.
 
     Attributes:
         node: the expression.
-        name: what it stands for, dotted.
-        line: where it is.
-        is_sure: no other import gives the same expression another meaning.
+        name: the dotted name of the object.
+        line: its line number.
+        is_sure: no other import may give the same expression another meaning.
     """
 
     node: cst.BaseExpression
@@ -55,24 +55,24 @@ class Use:
 
     @property
     def ours(self) -> str | None:
-        """What it becomes, if that is known. A module used as a value may be wanted for any name in it."""
+        """Replacement, or None if unknown: a module used as a value may be used for any name in it."""
         return counterpart(self.name) if self.is_sure and not is_module(self.name) else None
 
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """One name of an import statement.
+    """Describes one name of an import statement.
 
     Attributes:
         statement: the statement.
-        alias: the part of it.
-        full: the dotted name of what is imported.
+        alias: its part for this name.
+        full: the dotted name of the imported object.
         local: the name that it binds.
-        line: where the statement is.
+        line: line number of the statement.
         is_plain: ``import a.b``, which binds ``a``.
-        uses: expressions that reach FSDP1 through the name.
-        num_loads: how often the name is read.
-        scope: where it is bound.
+        uses: expressions that refer to FSDP1 through the name.
+        num_loads: number of times the name is read.
+        scope: the scope that it is bound in.
     """
 
     statement: Statement
@@ -105,7 +105,7 @@ class Reached(cst.CSTVisitor):
         self._loads: list[cst.Name] = []
 
     def line(self, node: cst.CSTNode) -> int:
-        """The line that a node begins on."""
+        """Return the line that a node begins on."""
         return int(self.get_metadata(meta.PositionProvider, node).start.line)
 
     def visit_Import(self, node: cst.Import) -> bool:
@@ -150,15 +150,15 @@ class Reached(cst.CSTVisitor):
         name = peer[0]
         parent = self.get_metadata(meta.ParentNodeProvider, node)
         if is_module(name) and isinstance(parent, cst.Attribute) and parent.value is node:
-            return  # the name goes on, and what it stands for is found there
+            return  # the dotted name continues; the whole expression is visited separately
         if isinstance(node, cst.Name) and not is_module(name):
-            return  # a name that was imported itself: its import changes, the use stays
+            return  # the name itself was imported: its import changes, the use stays
         use = Use(node, name, self.line(node), is_sure=len(names) == 1)
         self.uses.append(use)
         self._roots.append((use, root))
 
     def leave_Module(self, original_node: cst.Module) -> None:
-        """Join uses and reads to the imports that they go through."""
+        """Assign uses and reads to the imports that bind their names."""
         for use, root in self._roots:
             for binding in self._through(root):
                 binding.uses.append(use)
@@ -169,20 +169,20 @@ class Reached(cst.CSTVisitor):
                     binding.num_loads += 1
 
     def _through(self, name: cst.Name) -> list[Binding]:
-        """The imports that may have given a name its meaning."""
+        """Return the imports that may bind a name."""
         scope = self.get_metadata(meta.ScopeProvider, name, None)
         assigned = {id(getattr(found, "node", None)) for found in scope[name.value]} if scope is not None else set()
         return [b for b in self.bindings if b.local == name.value and id(b.statement) in assigned]
 
 
 def imported_names(visitor: cst.CSTVisitor, node: cst.CSTNode) -> list[str]:
-    """The dotted names that an expression may stand for by way of imports."""
+    """Return the dotted names of imported objects that an expression may refer to."""
     found = visitor.get_metadata(meta.QualifiedNameProvider, node, frozenset())
     return sorted({name.name for name in found if name.source is meta.QualifiedNameSource.IMPORT})
 
 
 def root_of(node: cst.BaseExpression) -> cst.Name | None:
-    """The first name of ``a.b.c``; None for any other expression."""
+    """Return the first name of ``a.b.c``; None for any other expression."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node if isinstance(node, cst.Name) else None
@@ -190,15 +190,14 @@ def root_of(node: cst.BaseExpression) -> cst.Name | None:
 
 @dataclass(slots=True)
 class Plan:
-    """What becomes of a module.
+    """Holds the changes planned for a module.
 
     Attributes:
-        targets: for each part of an import that changes, what it becomes: ``module`` to import the name from, or
-            statements of their own.
-        added: imports that follow a statement.
-        rewritten: expressions and the dotted name each becomes.
-        moved: ``(line, old module, new module)`` and the names that go from one to the other.
-        findings: what else to report.
+        targets: the replacement of each part of an import that changes.
+        added: imports to add after a statement.
+        rewritten: the new dotted name of each expression that changes.
+        moved: by ``(line, old module, new module)``, the names that move between these modules.
+        findings: other findings to report.
     """
 
     targets: dict[cst.ImportAlias, Target] = field(default_factory=dict)
@@ -208,14 +207,14 @@ class Plan:
     findings: list[Finding] = field(default_factory=list)
 
     def move(self, line: int, old: str, new: str) -> None:
-        """Report that a name moved; both are dotted."""
+        """Record that a name moved; both names are dotted."""
         (old_module, _, _), (new_module, _, name) = old.rpartition("."), new.rpartition(".")
         names = self.moved.setdefault((line, old_module, new_module), [])
         if name not in names:
             names.append(name)
 
     def report(self) -> list[Finding]:
-        """Everything to report, in the order of lines."""
+        """Return all findings in the order of lines."""
         moved = [
             Finding(line, "changed", f"{', '.join(names)}: from {new} instead of {old}")
             for (line, old, new), names in self.moved.items()
@@ -223,17 +222,17 @@ class Plan:
         return sorted({*moved, *self.findings})
 
     def add(self, line: int, kind: str, text: str) -> None:
-        """Report something."""
+        """Record a finding."""
         self.findings.append(Finding(line, kind, text))
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What one part of an import becomes.
+    """Describes the replacement of one part of an import.
 
     Attributes:
-        module: imported from there under the same name (for ``from`` imports).
-        imports: or: ``import`` statements, each as a dotted name and the name it is bound to, if another.
+        module: the module to import the same name from (for ``from`` imports).
+        imports: alternatively ``import`` statements, each a dotted name and the name of its ``as`` clause or None.
     """
 
     module: str | None = None
@@ -241,7 +240,7 @@ class Target:
 
 
 def plan_imports(reached: Reached) -> Plan:
-    """Decide what becomes of every import of, and every path into, ``torch.distributed.fsdp``."""
+    """Plan the replacement of every import of, and every dotted path into, ``torch.distributed.fsdp``."""
     plan = Plan()
     for line, module in reached.stars:
         plan.add(line, "check", f"`from {module} import *` does not say which names are used; name them")
@@ -298,7 +297,7 @@ def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> N
 
 
 def _can_move_whole(binding: Binding, ours: str) -> bool:
-    """Whether an import under a name may be replaced, all uses of the name staying as they are."""
+    """Return whether an import of a module may be replaced with all uses of its name unchanged."""
     return all(
         counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
         for use in binding.uses
@@ -306,7 +305,7 @@ def _can_move_whole(binding: Binding, ours: str) -> bool:
 
 
 def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
-    """Spell the uses of a name out as ours, and import what they need beside it."""
+    """Rewrite the uses of a name to our full dotted names, and add the imports that these need."""
     for use in binding.uses:
         ours = use.ours
         if ours is None:
@@ -324,12 +323,12 @@ def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> 
 
 
 def _siblings(binding: Binding, bindings: Iterable[Binding]) -> list[Binding]:
-    """The other imports that bind the same name in the same scope."""
+    """Return the other imports that bind the same name in the same scope."""
     return [b for b in bindings if b is not binding and b.local == binding.local and b.scope is binding.scope]
 
 
 def _in_whole(use: Use, plan: Plan, bindings: Iterable[Binding]) -> bool:
-    """Whether the import that a use goes through is replaced as a whole."""
+    """Return whether the import that binds a use's name is replaced entirely."""
     through = [binding for binding in bindings if use in binding.uses]
     return any(binding.alias in plan.targets and not binding.is_plain for binding in through)
 
@@ -348,7 +347,7 @@ def _report_left(plan: Plan, line: int, name: str, *, is_sure: bool = True) -> N
 
 
 def _report_mixture(plan: Plan, reached: Reached) -> None:
-    """FSDP2's names are right where they are, but a file that has both needs a look."""
+    """Report the names of FSDP2, which stay in torch, in a file that also uses FSDP1."""
     if not plan.targets and not plan.rewritten:
         return
     found = [(binding.line, binding.full) for binding in reached.bindings if is_inside(binding.full)]
@@ -359,7 +358,7 @@ def _report_mixture(plan: Plan, reached: Reached) -> None:
 
 
 class Rewriter(cst.CSTTransformer):
-    """Carries a plan out."""
+    """Applies a plan to a module."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -429,12 +428,12 @@ class Rewriter(cst.CSTTransformer):
         imports: Iterable[tuple[str, str | None]],
         present: Collection[str] = (),
     ) -> cst.FlattenSentinel[Statement] | Statement:
-        """The statements that take the place of one, with the imports that rewritten uses need.
+        """Return the statements that replace one, with the imports that rewritten uses need.
 
         Args:
             original: the statement.
-            statements: what remains of it.
-            imports: what else takes its place.
+            statements: the statements that keep the rest of its names.
+            imports: further imports that replace it.
             present: modules that ``statements`` import by their own names.
         """
         added = (name for name in self.plan.added.get(original, ()) if name not in present)
@@ -453,7 +452,7 @@ class Rewriter(cst.CSTTransformer):
             return updated_node
         first, *others = updated_node.body
         comment = updated_node.trailing_whitespace.comment
-        # A directive to a linter or type checker goes for every part of the import.
+        # A directive to a linter or type checker applies to every part of the import.
         goes_on = comment is not None and comment.value.lstrip("# ").startswith(("noqa", "type:", "pylint", "isort"))
         newline = cst.TrailingWhitespace(newline=updated_node.trailing_whitespace.newline)
         trailing = updated_node.trailing_whitespace if goes_on else newline

@@ -1,4 +1,4 @@
-"""Splitting one ``from`` import into several, with every comment beside the name it was beside."""
+"""Splits one ``from`` import into several, keeping every comment beside its name."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import libcst as cst
 
 __all__ = ["dotted", "split_import_from"]
 
-# What stands between two names: after a comma, after the opening bracket, before the closing one.
+# Whitespace and comments between two names: after a comma, after the opening bracket, before the closing one.
 Gap = cst.BaseParenthesizableWhitespace
 
 
 def split_import_from(node: cst.ImportFrom, groups: Mapping[str | None, Sequence[int]]) -> list[cst.ImportFrom]:
-    """One import for each group of names; brackets, line breaks and comments as they were.
+    """Split an import into one per group of names, keeping brackets, line breaks and comments.
 
     Args:
         node: the import, not of ``*``.
-        groups: for each module (None for the one that is imported from now) the indices of its names, in order.
+        groups: for each module (None for the current one) the indices of its names, in order.
     """
     assert not isinstance(node.names, cst.ImportStar)
     parts = []
@@ -32,7 +32,7 @@ def split_import_from(node: cst.ImportFrom, groups: Mapping[str | None, Sequence
 
 
 def _only(node: cst.ImportFrom, indices: Sequence[int]) -> cst.ImportFrom:
-    """The import with some of its names left out."""
+    """Return the import with only the names at ``indices``."""
     names = node.names
     assert not isinstance(names, cst.ImportStar)
     gaps = _gaps(node)
@@ -54,7 +54,7 @@ def _only(node: cst.ImportFrom, indices: Sequence[int]) -> cst.ImportFrom:
 
 
 def _gaps(node: cst.ImportFrom) -> list[Gap]:
-    """The gaps before each name and after the last one."""
+    """Return the gaps before each name and after the last one."""
     names = node.names
     assert not isinstance(names, cst.ImportStar)
     nothing = cst.SimpleWhitespace("")
@@ -71,7 +71,7 @@ def _gaps(node: cst.ImportFrom) -> list[Gap]:
 
 
 def _joined(after: Gap, before: Gap, *, is_adjacent: bool) -> Gap:
-    """The gap between two names that were not neighbours: the end of one's line, and what leads the other."""
+    """Join the gap after one name and the gap before another that was not adjacent to it."""
     if is_adjacent:
         return before
     if isinstance(before, cst.ParenthesizedWhitespace):
@@ -83,12 +83,12 @@ def _joined(after: Gap, before: Gap, *, is_adjacent: bool) -> Gap:
 
 
 def _without_lines(gap: Gap) -> Gap:
-    """The gap without comments on lines of their own, which stay with the last name."""
+    """Return the gap without comments on separate lines, which stay with the last name."""
     return gap.with_changes(empty_lines=()) if isinstance(gap, cst.ParenthesizedWhitespace) else gap
 
 
 def dotted(name: str) -> cst.Name | cst.Attribute:
-    """The expression ``a.b.c``."""
+    """Build the expression ``a.b.c`` from a dotted name."""
     module = cst.parse_expression(name)
     assert isinstance(module, (cst.Name, cst.Attribute))
     return module

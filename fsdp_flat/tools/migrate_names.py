@@ -1,4 +1,4 @@
-"""Which name of torch's FSDP1 is which name of fsdp_flat. Strings only; torch's FSDP is not imported."""
+"""Maps names of torch's FSDP1 to names of fsdp_flat, as strings; torch's FSDP is not imported."""
 
 from __future__ import annotations
 
@@ -104,23 +104,23 @@ ABSENT_ATTRIBUTES = frozenset(
 
 
 def is_inside(name: str, package: str = PEER) -> bool:
-    """Whether a dotted name is ``package`` or below it."""
+    """Return whether a dotted name is ``package`` or below it."""
     return name == package or name.startswith(package + ".")
 
 
 def is_fsdp2(name: str) -> bool:
-    """Whether a dotted name inside ``torch.distributed.fsdp`` belongs to FSDP2."""
+    """Return whether a dotted name inside ``torch.distributed.fsdp`` belongs to FSDP2."""
     return symbol_of(name).rpartition(".")[2] in FSDP2_NAMES or is_inside(name, f"{PEER}._fully_shard")
 
 
 def is_module(name: str) -> bool:
-    """Whether a dotted name inside ``torch.distributed.fsdp`` is a module there rather than something in one."""
+    """Return whether a dotted name inside ``torch.distributed.fsdp`` is a module rather than a name in a module."""
     tail = name.removeprefix(PEER).removeprefix(".")
     return "." not in tail and (tail in _MODULES or tail.startswith("_"))
 
 
 def symbol_of(name: str) -> str:
-    """The module, or the name in a module, that a dotted name inside ``torch.distributed.fsdp`` begins with.
+    """Return the module, or the name in a module, that a dotted name inside ``torch.distributed.fsdp`` begins with.
 
     ``torch.distributed.fsdp.ShardingStrategy.NO_SHARD`` begins with ``torch.distributed.fsdp.ShardingStrategy``.
     """
@@ -133,10 +133,10 @@ def symbol_of(name: str) -> str:
 
 
 def counterpart(name: str) -> str | None:
-    """The dotted name in fsdp_flat for a module or name inside ``torch.distributed.fsdp``; None if there is none.
+    """Return the dotted name in fsdp_flat for a module or name inside ``torch.distributed.fsdp``, or None.
 
     Args:
-        name: dotted, as :func:`symbol_of` gives it.
+        name: dotted name, as returned by :func:`symbol_of`.
     """
     if name in _ELSEWHERE:
         return f"{_ELSEWHERE[name]}.{name.rpartition('.')[2]}"

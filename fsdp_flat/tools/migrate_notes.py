@@ -1,6 +1,6 @@
-"""What a migrated module does differently, and what nobody but its author can judge.
+"""Finds code in a migrated module that behaves differently, or that only its author can judge.
 
-Each rule is one line of a table; README's "Where we differ from FSDP1" is the whole list.
+README's "Where we differ from FSDP1" has the full list.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PEER_PATH = re.compile(rf"{re.escape(PEER)}(\.\w+)*")
 
 
 class Notes(cst.CSTVisitor):
-    """Walks a module and collects findings; :meth:`report` gives them."""
+    """Visits a module and collects findings; :meth:`report` returns them."""
 
     METADATA_DEPENDENCIES = (meta.QualifiedNameProvider, meta.PositionProvider, meta.ExpressionContextProvider)
 
@@ -55,7 +55,7 @@ class Notes(cst.CSTVisitor):
         self._used: set[str] = set()
 
     def report(self) -> list[Finding]:
-        """One finding for each rule that applies, at the first line where it does."""
+        """Return one finding for each rule that applies, at the first line where it applies."""
         is_fsdp2_alone = bool(self._used) and self._used <= FSDP2_NAMES
         found = []
         for (kind, text), lines in self._lines.items():
@@ -112,7 +112,7 @@ class Notes(cst.CSTVisitor):
             self._note(node, "differs", _NAMES[name])
 
     def _public_name(self, node: cst.BaseExpression) -> str | None:
-        """What an expression names in ``torch.distributed.fsdp``, without that prefix; None if it is elsewhere."""
+        """Return the name in ``torch.distributed.fsdp`` that an expression refers to, without that prefix, or None."""
         for name in imported_names(self, node):
             if is_inside(name):
                 tail = name.removeprefix(PEER).removeprefix(".")
@@ -132,7 +132,7 @@ class Notes(cst.CSTVisitor):
             and positional
             and self._public_name(positional[0]) == WRAPPER
         ):
-            num_positional = 0  # the wrapper is handed on with arguments for it
+            num_positional = 0  # the wrapper class is passed as an argument, with keyword arguments for it
         else:
             return
         self._look_at_wrapping(node, arguments, num_positional, is_open=any(arg.star for arg in node.args))

@@ -1,4 +1,4 @@
-"""One module's source from torch's FSDP1 to fsdp_flat."""
+"""Migrates one module's source from torch's FSDP1 to fsdp_flat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
 
 __all__ = ["Migrated", "migrate_source"]
 
-# Parsing takes far longer than reading, so most files are told to be of no interest by their words.
+# Parsing is far slower than reading, so a text search skips most files.
 _REACHES_FSDP = re.compile(rb"\bdistributed\b.*\bfsdp\b|\bfsdp\b.*\bdistributed\b", re.DOTALL)
 _NAMES_FSDP = re.compile(
     "|".join(
@@ -30,11 +30,11 @@ _NAMES_FSDP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """What became of one module.
+    """Holds the migrated source of one module.
 
     Attributes:
-        data: the source; the same object as was given where nothing changes.
-        findings: in the order of lines.
+        data: the source; the given object if nothing changes.
+        findings: the findings in the order of lines.
     """
 
     data: bytes
@@ -44,13 +44,13 @@ class Migrated:
 def migrate_source(data: bytes) -> Migrated:
     """Rewrite a module's imports of ``torch.distributed.fsdp``.
 
-    Encoding, line ends and all bytes that are not part of such imports, or of paths into that module, stay.
+    Encoding, line endings and all bytes outside such imports, and outside paths into that module, are unchanged.
 
     Args:
-        data: the source as it is in the file.
+        data: the bytes of the file.
 
     Returns:
-        The new source and the report. Source that cannot be parsed comes back as it is, with an ``error`` finding.
+        The new source and the report. Source that cannot be parsed is returned unchanged, with an ``error`` finding.
     """
     if not _is_of_interest(data):
         return Migrated(data, [])

@@ -205,7 +205,7 @@ def assert_same_as_peer(layout: FlatLayout, rank: int, handle: Any) -> None:
     tail = Interval(layout.unpadded_numel, layout.numel).intersect(layout.shard(rank))
     assert flat_param._shard_numel_padded == tail.numel
 
-    # The peer calls some parameters without elements "in shard"; nothing depends on it, and a local shard has elements here.
+    # torch marks some parameters without elements as "in shard"; nothing depends on it. Our local shards have elements.
     infos = flat_param._shard_param_infos
     theirs = [
         LocalShard(

@@ -1,8 +1,8 @@
-"""Puts the recording streams and the fake accelerator into the library: the only file that names its internals.
+"""Patches the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.comm_context.streams_for`` makes the streams of a tree. Here it makes :class:`AcceleratorStreams` over
-  recording streams, in the order in which a step first uses them.
-* ``fsdp_flat.construction.compute_device_from`` answers the accelerator.
+* ``fsdp_flat.runtime.comm_context.streams_for`` creates the streams of a tree. Here it creates
+  :class:`AcceleratorStreams` over recording streams, in the order in which a step first uses them.
+* ``fsdp_flat.construction.compute_device_from`` returns the accelerator.
 * ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
 * :func:`names_of_storages` asks units for their handles, shards, unsharded buffers and flat gradients.
 """

@@ -285,7 +285,7 @@ class Record:
 
 @contextmanager
 def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
-    """Record every collective called through ``torch.distributed`` inside the block, and every message of a transport."""
+    """Record every collective of ``torch.distributed`` called inside the block, and every message of a transport."""
     record = Record(on_call=on_call)
     originals: list[tuple[Any, str, Any]] = []
     places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]

@@ -1,4 +1,4 @@
-"""What tests share: warm worker ranks, comparisons that can fail, references to compare with."""
+"""Provides tests with warm worker ranks, comparisons that can fail, and references to compare with."""
 
 from .compare import assert_close, assert_equal
 from .pool import RankFailure, Ranks

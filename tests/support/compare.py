@@ -1,4 +1,4 @@
-"""Comparisons of tensors and nested structures that say where they differ and by how much."""
+"""Compares tensors and nested structures, and reports where and by how much they differ."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from fsdp_flat.flat.sharded_grad import ShardedGrad
 def assert_close(actual: Any, expected: Any, *, rtol: float, atol: float, what: str = "value") -> None:
     """Assert ``|actual - expected| <= atol + rtol * |expected|`` everywhere; NaN equals NaN.
 
-    Types, keys, lengths, shapes, dtypes and devices have to be the same. ``torch.nn.Parameter`` counts as a tensor.
+    Types, keys, lengths, shapes, dtypes and devices must be equal. ``torch.nn.Parameter`` counts as a tensor.
     Numbers are compared with the same tolerance, anything else with ``==``.
 
     Args:
         actual: a tensor, a number, or dicts, lists and tuples of such.
         expected: the same structure.
-        what: what the value is, the start of the path in the message.
+        rtol: relative tolerance.
+        atol: absolute tolerance.
+        what: name of the value, the start of the path in the message.
     """
     __tracebackhide__ = True
     _compare(actual, expected, what, rtol, atol)
 
 
 def assert_equal(actual: Any, expected: Any, *, what: str = "value") -> None:
-    """Assert that both are the same to the bit, so that ``-0.0`` differs from ``0.0`` and a NaN from another NaN."""
+    """Assert that both are bitwise equal, so that ``-0.0`` differs from ``0.0`` and a NaN from another NaN."""
     __tracebackhide__ = True
     _compare(actual, expected, what, None, None)
 
@@ -82,7 +84,7 @@ def _compare_tensors(
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements' bytes, one row an element."""
+    """Return the bytes of the elements, one row per element."""
     flat = tensor.contiguous().reshape(-1)
     return flat.view(torch.uint8).reshape(flat.numel(), tensor.element_size())
 
@@ -102,7 +104,7 @@ def _compare_floats(actual: float, expected: float, path: str, rtol: float | Non
 
 
 def _kind(value: Any) -> type:
-    """The type that has to agree: a parameter, or a part of a gradient, is a tensor, an ordered dict a dict."""
+    """Return the type to compare: a parameter or sharded gradient is a tensor, an ordered dict a dict."""
     if type(value) in (torch.nn.Parameter, ShardedGrad):
         return torch.Tensor
     return dict if isinstance(value, dict) else type(value)

@@ -1,4 +1,4 @@
-"""What the pool and its worker ranks say to each other: pickled records over a pipe."""
+"""Defines the messages between the pool and its worker ranks: pickled records over a pipe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One function call, and the warning filters that are active in the test that asks for it."""
+    """Describes one function call, and the warning filters active in the test that requests it."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -21,33 +21,33 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class RunTask:
-    """A pickled :class:`Task`: unpickling it imports the test's module, whose errors belong to the task."""
+    """Carries a pickled :class:`Task`: unpickling it imports the test's module, whose errors belong to the task."""
 
     payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Every rank has ended the task: put the process back into its first state."""
+    """Requests the reset of the process to its first state, after every rank has ended the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The worker is in its first state. ``ignored`` is what Python could only print since the task began."""
+    """Reports that the worker is in its first state. ``ignored`` has the errors that Python only printed since."""
 
     ignored: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The function returned; ``payload`` is its pickled result."""
+    """Reports that the function returned; ``payload`` is its pickled result."""
 
     payload: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """The function raised. ``when`` is comparable over ranks (one machine's monotonic clock)."""
+    """Reports that the function raised. ``when`` is comparable between ranks (one machine's monotonic clock)."""
 
     summary: str
     traceback: str
@@ -62,5 +62,5 @@ def send(connection: Connection, message: object) -> None:
 
 
 def receive(connection: Connection) -> Any:
-    """Receive what :func:`send` sent; raises ``EOFError`` when the other side is gone."""
+    """Receive a message of :func:`send`; raises ``EOFError`` if the other side has closed."""
     return pickle.loads(connection.recv_bytes())

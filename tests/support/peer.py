@@ -1,6 +1,6 @@
-"""torch's own FSDP1 as a reference on CPU and gloo, with the defects mended that would crash the comparison.
+"""Provides torch's FSDP1 as a reference on CPU and gloo, with fixes for defects that would crash the comparison.
 
-Only for functions that run on worker ranks: the mending stays in the process.
+Only for functions that run on worker ranks: the fixes stay in the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ORIGINAL_UNFLATTEN = _optim_utils._unflatten_orig_param_states
 
 
 def peer_fsdp(module: nn.Module, **kwargs: Any) -> PeerFSDP:
-    """torch's FSDP1 around ``module``, computing on the CPU. Every rank of the group must call this.
+    """Wrap ``module`` in torch's FSDP1, computing on the CPU. Every rank of the group must call this.
 
     Args:
         module: the module to wrap; its parameters are replaced.
@@ -40,7 +40,7 @@ def peer_fsdp(module: nn.Module, **kwargs: Any) -> PeerFSDP:
 
 @contextmanager
 def peer_warnings_silenced() -> Iterator[None]:
-    """Ignore that torch calls its FSDP1 interface deprecated, and no other warning."""
+    """Ignore torch's deprecation warnings about FSDP1, and no other warning."""
     with warnings.catch_warnings():
         for category in (FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=r"torch\.")
@@ -49,12 +49,12 @@ def peer_warnings_silenced() -> Iterator[None]:
 
 
 def mend_peer() -> None:
-    """Mend two defects of torch 2.13 where the handle computes on the CPU.
+    """Fix two defects of torch 2.13 for handles that compute on the CPU.
 
-    ``FlatParamHandle.to_cpu`` frees the very storage that it hands out, so a full state dict with
-    ``offload_to_cpu=True`` reads freed memory: it does nothing then. The full optimizer state of original parameters
-    with ``offload_to_cpu=True`` is made of views of a buffer that the next state overwrites: they are cloned then, as
-    they are without offloading.
+    ``FlatParamHandle.to_cpu`` frees the storage that it returns, so a full state dict with ``offload_to_cpu=True``
+    reads freed memory; fixed by doing nothing. The full optimizer state of original parameters with
+    ``offload_to_cpu=True`` consists of views of a buffer that the next state overwrites; fixed by cloning them, as
+    without offloading.
     """
     FlatParamHandle.to_cpu = _to_cpu  # type: ignore[method-assign, assignment]
     _optim_utils._unflatten_orig_param_states = _unflatten  # type: ignore[assignment]

@@ -1,4 +1,4 @@
-"""Warm pools of worker ranks, and the report of what went wrong on which rank."""
+"""Runs functions on warm pools of worker ranks, and reports the failures of each rank."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, se
 
 START_TIMEOUT_S = 240.0
 TASK_TIMEOUT_S = 60.0
-# Ranks share what they import: a pool is there in a moment, also after a failure has closed the one before.
+# Ranks fork from a server that has imported these modules, so that a pool starts fast, also after a failure.
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
     ["tests.support.worker", "fsdp_flat", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint"]
 )
-# How long the other ranks may still take once one has failed: they are often stuck in a collective.
+# Time for the other ranks to end once one has failed: they are often stuck in a collective.
 GRACE_S = 2.0
 
 
 class RankFailure(Exception):
-    """A rank raised, died or did not end; the text has every rank's state and the first cause."""
+    """Reports that a rank raised, died or did not end; the text has every rank's state and the first cause."""
 
 
 @dataclass(slots=True)
 class Died:
-    """The process ended in the middle of a task."""
+    """Reports that the process ended in the middle of a task."""
 
     exit_code: int
     when: float
@@ -51,14 +51,14 @@ class Died:
 
 @dataclass(slots=True)
 class StillRunning:
-    """The rank had not ended the task when the pool stopped waiting."""
+    """Reports that the rank had not ended the task when the pool stopped waiting."""
 
     stack: str = ""
 
 
 @dataclass(slots=True)
 class Worker:
-    """One rank's process, the pipe to it, and what it printed."""
+    """Holds one rank's process, the pipe to it, and its log file."""
 
     rank: int
     process: BaseProcess
@@ -68,7 +68,7 @@ class Worker:
     num_log_bytes_seen: int = field(default=0)
 
     def new_output(self) -> str:
-        """What the rank has printed since the last call."""
+        """Return the output of the rank since the last call."""
         with open(self.log_path, "rb") as log:
             log.seek(self.num_log_bytes_seen)
             data = log.read()
@@ -80,7 +80,7 @@ Outcome = Returned | Raised | Died | StillRunning
 
 
 class WorkerPool:
-    """``num_ranks`` processes in one gloo group. A failure closes it: its ranks may be in any state."""
+    """Runs ``num_ranks`` processes in one gloo group. A failure closes the pool: its ranks may be in any state."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
@@ -97,12 +97,12 @@ class WorkerPool:
 
     @property
     def is_open(self) -> bool:
-        """Whether the pool can run tasks: a failure closes it."""
+        """True while the pool can run tasks; a failure closes it."""
         return bool(self._workers)
 
     @property
     def pids(self) -> list[int]:
-        """The workers' process ids, by rank."""
+        """Process ids of the workers, by rank."""
         return [pid_of(worker) for worker in self._workers]
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
@@ -135,7 +135,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.pipe.close()
         for worker in self._workers:
-            # Nothing to wait for: an idle worker has no state that has to be saved.
+            # Kill at once: an idle worker has no state to save.
             worker.process.kill()
             worker.process.join()
         self._print_output()
@@ -145,7 +145,7 @@ class WorkerPool:
     def _start(self, rank: int) -> Worker:
         here, there = multiprocessing.Pipe()
         log_path = self._directory / f"log{rank}"
-        log_path.touch()  # it is read before the process has come so far
+        log_path.touch()  # it may be read before the process opens it
         start_server()
         process = SERVER.Process(target=worker_module.main, args=(rank, self.num_ranks, there, str(self._directory)))
         process.start()
@@ -153,13 +153,13 @@ class WorkerPool:
         return Worker(rank, process, here, log_path, self._directory / f"stack{rank}")
 
     def _wait(self, timeout: float, good: type) -> list[Any]:
-        """Each rank's answer, death, or that it still runs at the end of the timeout or of the grace time."""
+        """Wait for each rank's outcome: an answer, its death, or that it still runs after the timeout or grace time."""
         outcomes: dict[int, Any] = {}
         stop = time.monotonic() + timeout
         while len(outcomes) < self.num_ranks and time.monotonic() < stop:
             waiting = [worker for worker in self._workers if worker.rank not in outcomes]
             remaining = max(0.0, stop - time.monotonic())
-            # Woken up now and then, since a dead rank's own children can keep its pipe open.
+            # Wake up regularly, because a dead rank's children can keep its pipe open.
             readable = connection.wait([worker.pipe for worker in waiting], min(remaining, 0.5))
             for worker in waiting:
                 if worker.pipe not in readable and worker.process.exitcode is None:
@@ -185,7 +185,7 @@ class WorkerPool:
         return Died(worker.process.exitcode, time.monotonic())
 
     def _reset(self, function: Callable[..., Any]) -> None:
-        """Have every rank restored, only now that no rank is inside the task and its groups any more."""
+        """Reset every rank, once no rank is inside the task and its groups any more."""
         for worker in self._workers:
             send_if_alive(worker.pipe, Reset())
         answers = self._wait(TASK_TIMEOUT_S, Ready)
@@ -197,7 +197,7 @@ class WorkerPool:
             raise RankFailure(f"{name_of(function)} returned, but left errors behind:\n" + "\n".join(ignored))
 
     def _print_output(self) -> None:
-        """Hand what the ranks printed to pytest's capture."""
+        """Print the output of the ranks, for pytest's capture."""
         for worker in self._workers:
             for line in worker.new_output().splitlines():
                 print(f"[rank {worker.rank}] {line}")
@@ -222,11 +222,11 @@ class WorkerPool:
 
 
 def start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs; what takes long to import it has imported."""
+    """Start the server that ranks are forked from, unless it runs; it has imported the slow modules."""
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if sys.platform == "linux":
-        # Else gloo looks the host's name up, which some machines cannot.
+        # Otherwise gloo resolves the host name, which fails on some machines.
         environ["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     before = dict(os.environ)
     try:
@@ -238,13 +238,13 @@ def start_server() -> None:
 
 
 def pid_of(worker: Worker) -> int:
-    """A worker's process id."""
+    """Return a worker's process id."""
     assert worker.process.pid is not None
     return worker.process.pid
 
 
 def pickled_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """The task with the warning filters of the running test, marks and all."""
+    """Pickle a task with the warning filters of the running test, including those of its marks."""
     try:
         pickle.dumps(function)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -253,13 +253,13 @@ def pickled_task(function: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def send_if_alive(pipe: connection.Connection, message: object) -> None:
-    """Send ``message``; that the other side is gone shows up when its answer is waited for."""
+    """Send ``message`` unless the other side has closed, which is detected when waiting for its answer."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         send(pipe, message)
 
 
 def first_to_fail(outcomes: list[Any]) -> int | None:
-    """The rank whose failure came first, looking past collectives that only noticed another rank's."""
+    """Return the rank that failed first, ignoring collectives that failed because of another rank."""
     failures = [
         (isinstance(outcome, Raised) and (outcome.is_follow_up or outcome.is_skip), outcome.when, rank)
         for rank, outcome in enumerate(outcomes)
@@ -269,7 +269,7 @@ def first_to_fail(outcomes: list[Any]) -> int | None:
 
 
 def state_of(outcome: Any) -> str:
-    """One line on a rank."""
+    """Describe a rank's outcome in one line."""
     if isinstance(outcome, Raised):
         return f"{'skipped' if outcome.is_skip else 'raised'} {outcome.summary}"
     if isinstance(outcome, Died):
@@ -280,7 +280,7 @@ def state_of(outcome: Any) -> str:
 
 
 def exit_text(exit_code: int) -> str:
-    """An exit code as a person says it."""
+    """Describe an exit code, with the signal's name."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
@@ -290,7 +290,7 @@ def exit_text(exit_code: int) -> str:
 
 
 def details_of(outcome: Any) -> str:
-    """A traceback or a stack, where there is one."""
+    """Return the traceback or stack of an outcome, or an empty string."""
     if isinstance(outcome, Raised):
         return outcome.traceback
     if isinstance(outcome, StillRunning):
@@ -299,7 +299,7 @@ def details_of(outcome: Any) -> str:
 
 
 def stack_of(worker: Worker) -> str:
-    """Every Python thread's stack of a running worker, innermost frame first, with source lines."""
+    """Return every Python thread's stack of a running worker, innermost frame first, with source lines."""
     try:
         os.kill(pid_of(worker), signal.SIGUSR1)
         text = ""
@@ -315,7 +315,7 @@ def stack_of(worker: Worker) -> str:
 
 
 def with_source(stack: str) -> str:
-    """A faulthandler dump with each frame's line of source below it."""
+    """Add to a faulthandler dump the source line of each frame."""
     lines = []
     for line in stack.splitlines():
         lines.append(line)
@@ -327,23 +327,23 @@ def with_source(stack: str) -> str:
 
 
 def tail(path: Path, num_lines: int = 40) -> list[str]:
-    """The last lines of a file."""
+    """Return the last lines of a file."""
     return path.read_text(errors="replace").splitlines()[-num_lines:]
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's name for messages."""
+    """Return a function's name for messages."""
     return f"{function.__module__}.{function.__qualname__}"
 
 
 class WarmPools:
-    """The session's pools by number of ranks: made when first asked for, and anew after a failure."""
+    """Holds the session's pools by number of ranks: started on first use, and again after a failure."""
 
     def __init__(self) -> None:
         self._pools: dict[int, WorkerPool] = {}
 
     def pool(self, num_ranks: int) -> WorkerPool:
-        """The warm pool of that many ranks."""
+        """Return the warm pool of ``num_ranks`` ranks."""
         if num_ranks not in self._pools or not self._pools[num_ranks].is_open:
             self._pools[num_ranks] = WorkerPool(num_ranks)
         return self._pools[num_ranks]
@@ -356,7 +356,7 @@ class WarmPools:
         kwargs: dict[str, Any],
         timeout: float,
     ) -> list[Any]:
-        """:meth:`WorkerPool.run` on the warm pool."""
+        """Call :meth:`WorkerPool.run` on the warm pool."""
         return self.pool(num_ranks).run(function, args, kwargs, timeout)
 
     def close(self) -> None:
@@ -368,7 +368,7 @@ class WarmPools:
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """A warm pool as a test sees it: ``ranks(2).run(function, ...)``."""
+    """Gives a test access to a warm pool: ``ranks(2).run(function, ...)``."""
 
     pools: WarmPools
     num_ranks: int
@@ -387,5 +387,5 @@ class Ranks:
         try:
             return self.pools.run(self.num_ranks, function, args, kwargs, self.timeout)
         except RankFailure as failure:
-            # Raised from here, so that pytest shows the test's line and the report, not the pool's frames.
+            # Raise from here, so that pytest shows the test's line and the report, not the pool's frames.
             raise failure.with_traceback(None) from None

@@ -1,4 +1,4 @@
-"""``@on_ranks(2, 4)``: a test whose body runs on every rank."""
+"""Implements ``@on_ranks(2, 4)``, which runs the body of a test on every rank."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .pool import TASK_TIMEOUT_S
 def on_ranks(*sizes: int, timeout: float = TASK_TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated top-level test on every rank, once for each number of ranks.
 
-    The test may name ``rank`` and ``num_ranks`` among its arguments. All others are pytest's as usual
-    (parametrised values, fixtures such as ``tmp_path``) and travel to the ranks by pickle.
+    The test may take ``rank`` and ``num_ranks`` as arguments. All others are pytest's as usual (parametrised values,
+    fixtures such as ``tmp_path``) and are pickled for the ranks.
 
     Args:
-        sizes: numbers of ranks; each becomes a test of its own, ``test_name[2ranks]``.
+        sizes: numbers of ranks; each becomes a separate test, ``test_name[2ranks]``.
         timeout: seconds until the test fails with every rank's stack.
     """
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -40,7 +40,7 @@ def on_ranks(*sizes: int, timeout: float = TASK_TIMEOUT_S) -> Callable[[Callable
             ranks(num_ranks, timeout=timeout).run(run_body, body.__module__, body.__name__, arguments)
 
         asked = dict.fromkeys(["ranks", "num_ranks", *names])
-        # Tells pytest what to pass; it would else look at the body's own arguments.
+        # pytest passes the arguments of this signature; without it, those of the body.
         test.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in asked]
         )
@@ -50,7 +50,7 @@ def on_ranks(*sizes: int, timeout: float = TASK_TIMEOUT_S) -> Callable[[Callable
 
 
 def run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
-    """On a rank: call the body below the decorator."""
+    """Call the undecorated body of a test on a rank."""
     body = getattr(importlib.import_module(module), name).__wrapped__
     if "rank" in inspect.signature(body).parameters:
         arguments["rank"] = dist.get_rank()

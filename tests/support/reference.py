@@ -1,4 +1,4 @@
-"""A replicated model on the global batch: what training on shards has to give."""
+"""Trains a replicated model on the global batch, as the reference for sharded training."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ LossFunction = Callable[[nn.Module, Any], torch.Tensor]
 def replicated_gradients(
     model: nn.Module, batches: Sequence[Any], loss_of: LossFunction
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
-    """The mean loss over all ranks' batches, and its gradients.
+    """Compute the mean loss over all ranks' batches, and its gradients.
 
     No communication: every rank runs all batches, one after the other, on its own plain copy.
-    Gradients are left in ``.grad`` too, added to what was there, as backward does.
+    Gradients are also accumulated into ``.grad``, as by backward.
 
     Args:
         model: a plain module with the weights that the sharded model started from.
         batches: each rank's batch, by rank.
-        loss_of: ``loss_of(model, batch)`` is a scalar, the mean over the batch's own elements.
+        loss_of: ``loss_of(model, batch)`` returns a scalar, the mean over the batch's elements.
 
     Returns:
-        The loss, detached, and ``{fqn: gradient}``, ``None`` where a parameter got none.
+        The loss, detached, and ``{fqn: gradient}``, ``None`` for a parameter without a gradient.
     """
     if not batches:
         raise ValueError("the reference needs one batch for each rank, got none")
@@ -45,7 +45,7 @@ def replicated_gradients(
 def replicated_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss_of: LossFunction
 ) -> torch.Tensor:
-    """One optimizer step of the replicated model on all ranks' batches; returns the mean loss before it."""
+    """Take one optimizer step of the replicated model on all ranks' batches; return the mean loss before it."""
     optimizer.zero_grad()
     loss, _ = replicated_gradients(model, batches, loss_of)
     optimizer.step()

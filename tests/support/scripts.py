@@ -1,4 +1,4 @@
-"""The FSDP1 scripts of ``tests/scripts``, run on a rank of the pool or as commands of their own."""
+"""Runs the FSDP1 scripts of ``tests/scripts``, on a rank of the pool or as separate commands."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def run_script(script: Path, function: str, *arguments: Any) -> Any:
     """Call a function of a script on this rank, in the pool's process group."""
     namespace = runpy.run_path(str(script), run_name="script")
     with warnings.catch_warnings():
-        # torch's FSDP1 is deprecated, and torch's checkpoints use what is.
+        # torch's FSDP1 is deprecated, and torch's checkpoints use deprecated names.
         warnings.filterwarnings("ignore", module="" if script.parent == SCRIPTS else r"torch\.")
         return namespace[function](*arguments)
 
 
 def command(*words: object) -> str:
-    """What a command of this Python prints; it has to end well."""
+    """Run this Python with the given arguments and return its output; assert that it succeeds."""
     done = subprocess.run(
         [sys.executable, *map(str, words)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -42,17 +42,17 @@ def command(*words: object) -> str:
 
 
 def torchrun(num_ranks: int, *words: object) -> str:
-    """What torchrun and its ranks print."""
+    """Run torchrun and return the output of it and its ranks."""
     return command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, *words)
 
 
 def printed_losses(output: str) -> list[float]:
-    """The losses that a script has printed."""
+    """Return the losses that a script printed."""
     return [float(text) for text in re.findall(r"loss (\d+\.\d+)", output)]
 
 
 def assert_equal_losses(found: list[float], expected: list[float]) -> None:
-    """Assert that the losses are the same, and that they are some to compare."""
+    """Assert that the losses agree, and that there are at least three, all different."""
     __tracebackhide__ = True
     assert len(found) >= 3
     assert len(set(expected)) == len(expected)

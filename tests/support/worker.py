@@ -1,4 +1,4 @@
-"""A worker rank: joins one process group, then runs the functions it is sent until the pipe closes."""
+"""Runs a worker rank: joins one process group, then runs the functions it receives until the pipe closes."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, se
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
-# What a collective says when another rank has left it: never the first cause of a failure.
+# Error texts of a collective that another rank has left: never the first cause of a failure.
 FOLLOW_UPS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
 
 
 def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
-    """What the process of a rank does; what it prints goes to a file in the directory ``path``."""
-    # Ctrl-C is for the test session, which then ends its workers.
+    """Run the process of a rank; its output goes to a file in the directory ``path``."""
+    # Ctrl-C goes to the test session only, which then ends its workers.
     os.setsid()
     directory = Path(path)
     print_to(directory / f"log{rank}")
@@ -53,12 +53,12 @@ def main(rank: int, num_ranks: int, pipe: Connection, path: str) -> None:
     dist.init_process_group("gloo", store=base_store, rank=rank, world_size=num_ranks, timeout=GROUP_TIMEOUT)
     dist.barrier()
     serve(pipe, FirstState(base_store))
-    # The groups' threads need not be joined: nothing that they could still do is wanted.
+    # Exit without joining the groups' threads: no work of theirs is needed any more.
     os._exit(0)
 
 
 def print_to(path: str | Path) -> None:
-    """Have what this process prints appended to a file at once."""
+    """Append the output of this process to a file, unbuffered."""
     log = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(log, stream.fileno())
@@ -66,7 +66,7 @@ def print_to(path: str | Path) -> None:
 
 
 def watch_parent() -> None:
-    """End this process when the test session is gone, also in the middle of a collective."""
+    """End this process when the test session ends, also in the middle of a collective."""
     session = multiprocessing.parent_process()
     assert session is not None
     session.join()
@@ -74,7 +74,7 @@ def watch_parent() -> None:
 
 
 def rewrite_asserts() -> None:
-    """Let a plain ``assert`` in a test module show its values here too, as in the pytest process."""
+    """Install pytest's assertion rewriting, so that a plain ``assert`` in a test module shows its values."""
     from _pytest.assertion import install_importhook
     from _pytest.config import get_config
 
@@ -105,7 +105,7 @@ def serve(connection: Connection, first_state: FirstState) -> None:
 
 
 def run_task(payload: bytes) -> Returned | Raised:
-    """Call the function; whatever it raises becomes a record, so that no frame outlives the task."""
+    """Call the function; an exception is converted to a record, so that no frame outlives the task."""
     try:
         with warnings.catch_warnings():
             task: Task = pickle.loads(payload)
@@ -117,7 +117,7 @@ def run_task(payload: bytes) -> Returned | Raised:
 
 
 def describe(error: BaseException) -> Raised:
-    """The record of an exception, without the frames of this file."""
+    """Convert an exception to a record, without the frames of this file."""
     frames: TracebackType | None = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -153,7 +153,7 @@ def unprintable_errors_into(ignored: list[str]) -> Iterator[None]:
 
 
 class FirstState:
-    """What every task starts from: one process group, fixed seeds, default settings."""
+    """Restores the state that every task starts from: one process group, fixed seeds, default settings."""
 
     def __init__(self, base_store: dist.Store) -> None:
         self._base_store = base_store
@@ -164,7 +164,7 @@ class FirstState:
         self._num_modules = 0
 
     def restore(self) -> None:
-        """Put the process back. Called when no rank is inside the task any more."""
+        """Restore the process's first state. Called when no rank is inside the task any more."""
         self._num_restores += 1
         sys.stdout, sys.stderr = self._streams
         if os.environ != self._environ:
@@ -183,31 +183,31 @@ class FirstState:
         self._collect_garbage()
 
     def _forget_groups(self) -> None:
-        """Destroy every group but the default one, and make the names of later groups new."""
+        """Destroy every group but the default one, and make the names of later groups unique."""
         world: Any = distributed_c10d._world
         default = world.default_pg
         for group in list(world.pg_map):
             if group is not default:
                 dist.destroy_process_group(group)
-        # Ranks may have counted differently in the last task, and some group names are hashes of
-        # the ranks: numbers that depend on the task alone, and a prefix for the keys of old groups.
+        # Ranks may have counted groups differently in the last task, and some group names are hashes of the ranks:
+        # restart the count at a number that depends on the task alone, and give each task a prefix for its keys.
         world.group_count = 1000 * self._num_restores
         backend, _ = world.pg_map[default]
         world.pg_map[default] = (backend, dist.PrefixStore(f"task{self._num_restores}", self._base_store))
         if "torch.distributed.tensor" in sys.modules:
-            # It caches meshes, whose groups are gone, under keys that an equal new mesh would hit.
+            # It caches meshes, whose groups are destroyed, under keys that an equal new mesh would hit.
             clear_sharding_cache()
 
     def _collect_garbage(self) -> None:
         gc.collect()
         if len(sys.modules) != self._num_modules:
-            # Imported code stays for good: left out of later collections, which then take a millisecond.
+            # Imported code stays alive: exclude it from later collections, which then take a millisecond.
             self._num_modules = len(sys.modules)
             gc.freeze()
 
 
 def clear_sharding_cache() -> None:
-    """Have DTensor forget the shardings that it has derived; only a private function of torch 2.9 or newer does."""
+    """Clear DTensor's cache of derived shardings; there is only a private function for it, since torch 2.9."""
     from torch.distributed.tensor import DTensor, debug
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
