@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_flat.errors import LoadError
 from fsdp_flat.optim_state.handlers import DeferredState
 from fsdp_flat.optim_state.optim_params import names_of
+from fsdp_flat.optim_state.owned import owners_by_slot
 from fsdp_flat.state_dict import boxed_value
 
 __all__ = ["template_states"]
@@ -18,7 +19,11 @@ Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 def template_states(
-    model: nn.Module, wanted: Wanted, read: Callable[[str, str, torch.Tensor], torch.Tensor]
+    model: nn.Module,
+    wanted: Wanted,
+    read: Callable[[str, str, torch.Tensor], torch.Tensor],
+    *,
+    owners: Mapping[nn.Parameter, int],
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
     """Tensors of zeros for optimizer states, on the CPU: boxes of this rank's local shards of parameters that are sharded.
 
@@ -26,15 +31,17 @@ def template_states(
         model: the model that has the parameters.
         wanted: by parameter name and state name, the whole shape and the dtype.
         read: reads one state into a tensor for it, and returns that.
+        owners: by parameter that one rank of the shard group has all states of, that rank.
 
     Returns:
-        The tensors, and those that have a handler, which are whole and read when they are asked for.
+        The tensors, and those that have a handler or an owner, which are whole and read when they are asked for.
 
     Raises:
         LoadError: names or shapes that are none of the model's.
     """
     names = names_of(model)
     sharded = {fqn: (unit, handle, i) for unit, handle, fqns in names.handles for i, fqn in enumerate(fqns)}
+    owned = owners_by_slot(names, owners)
     others = {name: tuple(param.shape) for param, name in names.others.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
@@ -44,8 +51,8 @@ def template_states(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if fqn in sharded and name in sharded[fqn][0].optim_state_handlers:
-                # It was saved whole, in a shape that only the handler knows.
+            if fqn in sharded and (name in sharded[fqn][0].optim_state_handlers or sharded[fqn][1:] in owned):
+                # It is wanted whole, in a shape that only the handler or the optimizer knows.
                 deferred.setdefault(fqn, {})[name] = _deferred(fqn, name, shape, dtype, read)
                 continue
             if fqn in others:
