@@ -26,6 +26,7 @@ from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
+from fsdp_flat.matrix_optimizer import MatrixOptimizer, matrix_params
 from fsdp_flat.names import clean_named_modules, clean_named_parameters, clean_tensor_name, whole_shape
 from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
@@ -42,6 +43,7 @@ __all__ = [
     "FullyShardedDataParallel",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
+    "MatrixOptimizer",
     "MixedPrecision",
     "OptimStateDictConfig",
     "OptimStateHandler",
@@ -64,6 +66,7 @@ __all__ = [
     "iter_full_state_dict",
     "load_checkpoint",
     "load_full",
+    "matrix_params",
     "participate",
     "plan",
     "register_forward_method",

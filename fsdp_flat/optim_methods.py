@@ -99,13 +99,15 @@ class OptimStateMethods(nn.Module):
         config = settings.optim_state_dict_config
         if settings.state_dict_type is not StateDictType.FULL_STATE_DICT:
             _warn_if_empty(optim, optim_state_dict)
+        contents = contents_of(optim)
         loaded = load_optim_state(
             model,
-            contents_of(optim).params,
+            contents.params,
             optim_state_dict,
             named=is_named_optimizer,
             from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
             expects_chunks=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
+            owners=contents.owners,
         )
         if load_directly:
             optim.load_state_dict(loaded)
@@ -151,6 +153,7 @@ class OptimStateMethods(nn.Module):
             named=is_named_optimizer,
             from_rank_zero=rank0_only,
             expects_chunks=not full_state_dict,
+            owners=None if optim is None else contents_of(optim).owners,
         )
 
     @staticmethod
@@ -253,7 +256,10 @@ class OptimStateMethods(nn.Module):
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return load_optim_state(model, contents_of(optim).params, sharded_optim_state_dict, expects_chunks=True)
+        contents = contents_of(optim)
+        return load_optim_state(
+            model, contents.params, sharded_optim_state_dict, expects_chunks=True, owners=contents.owners
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -311,7 +317,9 @@ class OptimStateMethods(nn.Module):
             PhaseError: (an AssertionError) no such key type.
         """
         _warn_optim_input(optim_input)
-        return rekey(optim_state_dict, optim_state_key_type, model, ordered_params(model, optim, optim_input))
+        params = ordered_params(model, optim, optim_input)
+        owned = () if optim is None else contents_of(optim).owners
+        return rekey(optim_state_dict, optim_state_key_type, model, params, any_shape=owned)
 
 
 def _settings(model: nn.Module) -> StateDictSettings:

@@ -374,7 +374,7 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         deferred: dict[str, dict[str, Any]] = {}
         if optim is not None:
             wanted = wanted_of_optim(metadata, plain, found.path)
-            blank, deferred = template_states(model, wanted, read)
+            blank, deferred = template_states(model, wanted, read, owners=contents_of(optim).owners)
             template["optim"] = {"state": blank}
     with together.raising_together():
         read_tensors(template, reader)
@@ -383,10 +383,10 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
     if optim is not None:
         # Everything is checked, on all ranks, before anything is changed.
         with together.raising_together():
-            params = contents_of(optim).params
+            contents = contents_of(optim)
             state = optim_state_of([template["optim"]["state"], deferred], plain)
         with together.raising_together():
-            loaded = load_optim_state(model, params, state)
+            loaded = load_optim_state(model, contents.params, state, owners=contents.owners)
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.raising_together():
             optim.load_state_dict(loaded)

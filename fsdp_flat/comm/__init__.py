@@ -8,6 +8,7 @@ from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_redu
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, host_group, is_simulated, resolve_groups
 from fsdp_flat.comm.small_messages import (
+    control_device,
     digest_of,
     dtype_named,
     exchange_bytes,
@@ -38,6 +39,7 @@ __all__ = [
     "barrier",
     "begin_all_reduce",
     "collectives_for",
+    "control_device",
     "digest_of",
     "dtype_named",
     "exchange_bytes",

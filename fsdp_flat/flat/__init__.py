@@ -5,7 +5,7 @@ from fsdp_flat.flat.dynamo import active_compiler, dynamo_disabled, dynamo_disab
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedPlaceholder, unguarded
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, MemoryPool, set_grad
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,
     DTensorAdapter,
@@ -55,6 +55,7 @@ __all__ = [
     "modules_of",
     "named_sites",
     "node_will_run",
+    "set_grad",
     "unguarded",
     "unsharded_shape",
 ]

@@ -21,7 +21,8 @@ _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer can update local shards, that its states have their shapes, and warn of empty groups.
 
-    An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``.
+    An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``. One that keeps the full
+    states of each parameter on one rank names these ranks in ``state_owners``.
 
     Raises:
         UsageError: if it needs unsharded parameters, or has states of unsharded parameters.
@@ -29,9 +30,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     needs_whole = any(part in kind for kind in kinds for part in _WHOLE_PARAMETERS)
     works_on_slices = getattr(optimizer, "works_on_slices", False)
+    owners = getattr(optimizer, "state_owners", {})
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if not getattr(param, "_fsdp_flattened", False):
+            if param in owners or not getattr(param, "_fsdp_flattened", False):
                 continue
             if needs_whole and not works_on_slices:
                 _check_whole(optimizer, param)
@@ -69,9 +71,10 @@ def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
     kind = type(optimizer).__name__
     raise UsageError(
         f"{kind} computes with whole parameters, and it was given {_described(param)}. On slices {kind} would be "
-        "another algorithm. Give it parameters that no unit shards (ignored_states, or NO_SHARD with "
-        "use_orig_params=True), use an optimizer that works element by element, or set optimizer.works_on_slices = "
-        "True if this one takes slices into account."
+        f"another algorithm. Use fsdp_flat.MatrixOptimizer(model, {kind}, ...), which needs use_orig_params=True and "
+        "makes each parameter whole on one rank for the step; or give it parameters that no unit shards "
+        "(ignored_states, or NO_SHARD with use_orig_params=True), use an optimizer that works element by element, or "
+        "set optimizer.works_on_slices = True if this one takes slices into account."
     )
 
 

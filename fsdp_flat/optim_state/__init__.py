@@ -3,16 +3,19 @@
 from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.optim_state.keys import rekey
 from fsdp_flat.optim_state.load_states import load_optim_state
-from fsdp_flat.optim_state.optim_params import OptimContents, contents_of, ordered_params
+from fsdp_flat.optim_state.optim_params import Managed, OptimContents, ParamNames, contents_of, names_of, ordered_params
 from fsdp_flat.optim_state.save_states import save_optim_state
 from fsdp_flat.optim_state.templates import template_states
 
 __all__ = [
+    "Managed",
     "OptimContents",
     "OptimStateHandler",
+    "ParamNames",
     "StatePart",
     "contents_of",
     "load_optim_state",
+    "names_of",
     "ordered_params",
     "register_optim_state_handler",
     "rekey",

@@ -17,6 +17,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.handlers import refuse_split
 from fsdp_flat.optim_state.non_tensor_values import value_from_text, value_to_text
 from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, is_on_other_ranks, is_scalar
+from fsdp_flat.optim_state.owned import OwnedState, owned_tensors, owners_by_slot
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict import rank_groups_of
 
@@ -36,18 +37,21 @@ class HandleStates:
         custom_handled: by parameter, the states that have a handler; None for a state that only other ranks have.
         plain: by parameter, the states that are scalars or not tensors.
         held: by parameter, whether this rank's optimizer holds the parameter.
+        owned: by parameter that one rank owns, its states by name.
     """
 
     local_shards: dict[str, list[torch.Tensor | None]] = field(default_factory=dict)
     custom_handled: list[dict[str, torch.Tensor | None]] = field(default_factory=list)
     plain: list[dict[str, Any]] = field(default_factory=list)
     held: list[bool] = field(default_factory=list)
+    owned: dict[int, dict[str, OwnedState]] = field(default_factory=dict)
 
     def params_with_state(self) -> list[bool]:
         """Return for each parameter whether it has any state."""
         return [
             bool(values)
             or bool(self.custom_handled[index])
+            or bool(self.owned.get(index))
             or any(row[index] is not None for row in self.local_shards.values())
             for index, values in enumerate(self.plain)
         ]
@@ -61,19 +65,34 @@ def read_states(names: ParamNames, contents: OptimContents) -> dict[FlatParamHan
     """
     found: dict[FlatParamHandle, HandleStates] = {}
     held = set(contents.params)
+    owners = owners_by_slot(names, contents.owners)
     for unit, handle, _ in names.handles:
         num = len(handle.layout.param_infos)
         states = HandleStates(
             custom_handled=[{} for _ in range(num)], plain=[{} for _ in range(num)], held=[False] * num
         )
+        states.owned = {index: {} for index in range(num) if (handle, index) in owners}
         for param in handle.views.visible_params():
             for index in names.managed[param].indices:
                 states.held[index] = param in held
+            if param in contents.owners:
+                if contents.owners[param] == handle.spec.rank and param in contents.state:
+                    _read_owned(states, names, param, contents.state[param])
+                continue
             # States of empty local shards are never updated (a step count, for one): use those of other ranks.
             if param in held and param in contents.state and not is_on_other_ranks(param, handle):
                 _read(states, names, unit, handle, param, contents.state[param])
         found[handle] = states
     return found
+
+
+def _read_owned(states: HandleStates, names: ParamNames, param: nn.Parameter, values: Mapping[str, Any]) -> None:
+    managed = names.managed[param]
+    (index,) = managed.indices
+    states.owned[index] = owned_tensors(f"{managed.fqns[0]!r} (unit {managed.unit.name!r})", values)
+    for name, value in values.items():
+        if name not in states.owned[index]:
+            states.plain[index][name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _read(
@@ -141,7 +160,7 @@ def agree_on_states(
         rows = exchange_ints([int(error is None), digest_of(text.encode())], rank_group.group, device)
         if not all(is_well for is_well, _ in rows) or len({digest for _, digest in rows}) == 1:
             continue
-        numels = [[local_shard.numel for local_shard in handle.views.local_shards] for _, handle, _ in members]
+        numels = [_numels_with_state(handle, states[handle]) for _, handle, _ in members]
         payloads = exchange_bytes(json.dumps([json.loads(text), numels]).encode(), rank_group.group, device)
         everyone = [json.loads(payload) for payload in payloads]
         lacking = _lacking(dist.get_process_group_ranks(rank_group.group), members, everyone)
@@ -156,6 +175,14 @@ def agree_on_states(
     for found_states in states.values():
         _sort(found_states)
     return error
+
+
+def _numels_with_state(handle: FlatParamHandle, states: HandleStates) -> list[int]:
+    """For each parameter how many of its elements this rank's optimizer keeps states for."""
+    # Of an owned parameter the owner has all states: no other rank lacks any.
+    return [
+        0 if index in states.owned else local_shard.numel for index, local_shard in enumerate(handle.views.local_shards)
+    ]
 
 
 def _lacking(
@@ -221,6 +248,11 @@ def _describe(states: HandleStates) -> dict[str, Any]:
             for name, row in states.local_shards.items()
         },
         "held": states.held,
+        "owned": [
+            [index, name, state.shape, str(state.dtype)]
+            for index, row in states.owned.items()
+            for name, state in row.items()
+        ],
         "handled": [list(row) for row in states.custom_handled],
         "plain": [{name: value_to_text(value) for name, value in sorted(row.items())} for row in states.plain],
     }
@@ -242,6 +274,8 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
     for mine, others in zip(states.custom_handled, described["handled"], strict=True):
         for name in others:
             mine.setdefault(name, None)
+    for index, name, shape, dtype_name in described["owned"]:
+        states.owned[index].setdefault(name, OwnedState(None, tuple(shape), dtype_named(dtype_name)))
     for own_row, other in zip(states.plain, described["plain"], strict=True):
         for name, text in other.items():
             if name not in own_row:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,7 +14,14 @@ from fsdp_flat.optim_state.optim_params import ParamNames, names_of
 __all__ = ["rekey"]
 
 
-def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequence[nn.Parameter]) -> dict[str, Any]:
+def rekey(
+    given: dict[str, Any],
+    key_type: Any,
+    model: nn.Module,
+    params: Sequence[nn.Parameter],
+    *,
+    any_shape: Collection[nn.Parameter] = (),
+) -> dict[str, Any]:
     """Return ``given`` with its keys converted to names or positions.
 
     Args:
@@ -22,6 +29,7 @@ def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequen
         key_type: the type of keys to return.
         model: the model that has the names.
         params: the optimizer's parameters in order.
+        any_shape: those of them whose states may have shapes of their own.
 
     Raises:
         OptionError: keys of both types, a key that is no parameter of the model, or a state that does not fit the
@@ -39,7 +47,8 @@ def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequen
     names = names_of(model)
     order = [names.fqns_of(param)[0] for param in params]
     to_names = member == "PARAM_NAME"
-    _check_shapes(given, names, params, order)
+    free = {position for position, param in enumerate(params) if param in any_shape}
+    _check_shapes({key: row for key, row in given["state"].items() if key not in free}, names, params, order)
     if kinds and (str in kinds) == to_names:
         return given
     table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
@@ -52,20 +61,31 @@ def rekey(given: dict[str, Any], key_type: Any, model: nn.Module, params: Sequen
 
 
 def _check_shapes(
-    given: dict[str, Any], names: ParamNames, params: Sequence[nn.Parameter], order: Sequence[str]
+    state: dict[Any, Any], names: ParamNames, params: Sequence[nn.Parameter], order: Sequence[str]
 ) -> None:
     """Raise if a state has another shape than the parameter at its position, so belongs to another parameter."""
-    for key, row in given["state"].items():
+    shapes = {_shape_at(names, param) for param in params}
+    # States that have shapes of their own (Adafactor's factors) do not reveal the order.
+    unlike = {
+        name
+        for row in state.values()
+        for name, value in row.items()
+        if (shape := tuple(getattr(value, "shape", ()))) and shape not in shapes
+    }
+    for key, row in state.items():
         if not isinstance(key, int) or key >= len(params):
             continue
         managed = names.managed.get(params[key])
-        expected = tuple(params[key].shape)
-        if managed is not None:
-            expected = managed.handle.layout.param_infos[managed.indices[0]].shape
+        expected = _shape_at(names, params[key])
         for name, value in row.items():
             shape = tuple(getattr(value, "shape", ()))
-            if shape and shape != expected and (managed is None or len(managed.indices) == 1):
+            if shape and shape != expected and name not in unlike and (managed is None or len(managed.indices) == 1):
                 raise OptionError(
                     f"State {name!r} at position {key} has shape {shape}, but the parameter there, {order[key]!r}, has "
                     f"{expected}. The optimizer state was saved with another order of parameters."
                 )
+
+
+def _shape_at(names: ParamNames, param: nn.Parameter) -> tuple[int, ...]:
+    managed = names.managed.get(param)
+    return tuple(param.shape) if managed is None else managed.handle.layout.param_infos[managed.indices[0]].shape

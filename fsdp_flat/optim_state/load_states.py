@@ -7,8 +7,10 @@ rank 0's tensors are sent, ranks agree that everything fits.
 from __future__ import annotations
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,9 +19,10 @@ from torch import nn
 from fsdp_flat.comm import P2PChannels, barrier
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import Partition, ReplicatedPartition, plan_transfer
+from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, boxes, plan_transfer
 from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
 from fsdp_flat.optim_state.optim_params import ParamNames, current_names, is_on_other_ranks, is_scalar, names_of
+from fsdp_flat.optim_state.owned import Owners, owners_by_slot
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
@@ -48,6 +51,7 @@ def load_optim_state(
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
+    owners: Mapping[nn.Parameter, int] | None = None,
 ) -> dict[str, Any]:
     """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
 
@@ -61,6 +65,8 @@ def load_optim_state(
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
+        owners: by parameter whose states one rank of the shard group has in full, that rank; the result has them only
+            there, as full tensors.
 
     Raises:
         OptionError: (a ValueError) ``given`` has no ``state``, or is keyed by positions.
@@ -78,7 +84,8 @@ def load_optim_state(
     try:
         shown = current_names(model) if named else {}
         keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
-        result = _planned(names, params, given, plan, keys, named=named)
+        owned = owners_by_slot(names, owners or {})
+        result = _planned(names, params, given, plan, keys, owned=owned, named=named)
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
@@ -178,6 +185,7 @@ def _planned(
     plan: _Plan,
     keys: list[Any],
     *,
+    owned: Owners,
     named: bool,
 ) -> dict[str, Any]:
     if not _is_state_dict(given):
@@ -201,9 +209,13 @@ def _planned(
         seen.update(fqns)
         if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
             visible = handle.views.visible_params()
-            for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan).items():
-                # torch's named optimizer requires every state; others have none for an empty local shard.
-                if fqns[index] in ids and (named or not is_on_other_ranks(visible[index], handle)):
+            for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan, owned).items():
+                if (handle, index) in owned:
+                    is_here = owned[handle, index] == handle.spec.rank
+                else:
+                    # torch's named optimizer requires every state; others have none for an empty local shard.
+                    is_here = named or not is_on_other_ranks(visible[index], handle)
+                if fqns[index] in ids and is_here:
                     state[keys[ids[fqns[index]]]] = values
     for param, name in names.others.items():
         seen.add(name)
@@ -251,6 +263,7 @@ def _for_handle(
     by_name: dict[str, dict[str, Any]],
     elementwise: set[str],
     plan: _Plan,
+    owned: Owners,
 ) -> dict[int, dict[str, Any]]:
     """Return the states of this rank's visible parameters, by index (0 without original parameters)."""
     rows = [by_name.get(fqn) for fqn in fqns]
@@ -262,6 +275,9 @@ def _for_handle(
             if row is None:
                 continue
             found[index] = {}
+            if (handle, index) in owned:
+                found[index] = _for_owner(unit, handle, index, fqns[index], row, plan, owned[handle, index])
+                continue
             # Sorted, because every rank must exchange in the same order.
             for key in sorted(row):
                 value = row[key]
@@ -289,6 +305,62 @@ def _for_handle(
                 value = row[key] if row else None
                 _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, local_shard, plan)
     return {0: result}
+
+
+def _for_owner(
+    unit: Unit, handle: FlatParamHandle, index: int, fqn: str, row: dict[str, Any], plan: _Plan, owner: int
+) -> dict[str, Any]:
+    """The states of a parameter that one rank owns: whole tensors there, of any shape."""
+    rank_group, found = unit.options.groups.shard, {}
+    is_owner = rank_group.rank == owner
+    for key in sorted(row):
+        value = row[key]
+        if is_scalar(value):
+            found[key] = _plain(value)
+            continue
+        shape = shape_of(value)
+        target = _new_local_shard(value, math.prod(shape) if is_owner else 0, handle)
+        if is_owner:
+            found[key] = target.view(shape)
+        _fill_owned(unit, handle, index, f"State {key!r} of {fqn!r}", value, target, plan, owner)
+    return found
+
+
+def _fill_owned(
+    unit: Unit,
+    handle: FlatParamHandle,
+    index: int,
+    what: str,
+    value: Any,
+    target: torch.Tensor,
+    plan: _Plan,
+    owner: int,
+) -> None:
+    """Plan how the owner of a state gets all of it (1-D); ``target`` is empty on other ranks."""
+    rank_group, shape = unit.options.groups.shard, shape_of(value)
+    is_owner, wanted = rank_group.rank == owner, ReplicatedPartition(math.prod(shape), owner, rank_group.size)
+    if isinstance(value, FromRankZero):
+        plan.scatter(value, wanted, target)
+    elif is_chunked(value):
+        spec = chunk_spec(unit, handle, index).as_given(value)
+        chunk, problem = fitting_chunk(spec, value)
+        if chunk is None or shape != spec.shape:
+            raise LoadError(f"{what}: {problem or f'a tensor of shape {shape} in chunks; expected {spec.shape}.'}")
+        plan.write_chunk(what, SpecTensor(replace(spec, local_shards=wanted), target), chunk)
+    elif isinstance(value, BoxedTensor):
+        if is_owner and value.boxes != boxes(shape, Interval(0, target.numel())):
+            raise LoadError(
+                f"{what}: {value!r} is not whole on rank {rank_group.rank} of the shard group, which owns the parameter. "
+                "Boxes fit the optimizer that they were made for: load the checkpoint into this optimizer's own state "
+                "dict with torch.distributed.checkpoint, which reshards."
+            )
+        if is_owner:
+            plan.copy(target, value.parts[0].reshape(-1))
+    elif isinstance(value, DeferredState):
+        if is_owner:
+            plan.copies.append(lambda: target.copy_(value.read().reshape(-1)))
+    elif is_owner:
+        plan.copy(target, value.detach().reshape(-1))
 
 
 def _new_local_shard(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:

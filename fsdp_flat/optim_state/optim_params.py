@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,11 +87,13 @@ class OptimContents:
         params: its parameters, in the order in which its state dict numbers them.
         state: by parameter, its states.
         groups: its groups, with parameters; None for a state dict without ``param_groups``.
+        owners: by parameter whose states one rank of the shard group has in full, that rank.
     """
 
     params: tuple[nn.Parameter, ...]
     state: Mapping[nn.Parameter, Mapping[str, Any]]
     groups: tuple[dict[str, Any], ...] | None
+    owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
 
 def contents_of(
@@ -109,8 +111,9 @@ def contents_of(
         OptionError: a key is neither a position nor such a name.
     """
     params = tuple(param for group in optim.param_groups for param in group["params"])
+    owners = getattr(optim, "state_owners", {})
     if state_dict is None:
-        return OptimContents(params, optim.state, tuple(optim.param_groups))
+        return OptimContents(params, optim.state, tuple(optim.param_groups), owners)
     by_name = {} if model is None else {clean_fqn(name): param for param, name in current_names(model).items()}
 
     def of(key: Any) -> nn.Parameter:
@@ -122,7 +125,7 @@ def contents_of(
     state = {of(key): value for key, value in state_dict["state"].items()}
     given = state_dict.get("param_groups")
     groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
-    return OptimContents(params, state, groups)
+    return OptimContents(params, state, groups, owners)
 
 
 def current_names(model: nn.Module) -> dict[nn.Parameter, str]:

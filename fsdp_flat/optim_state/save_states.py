@@ -14,6 +14,7 @@ from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.optim_state.handle_states import HandleStates, agree_on_states, read_states
 from fsdp_flat.optim_state.merge import everywhere, in_turn, merged_states, on_first
 from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, names_of
+from fsdp_flat.optim_state.owned import boxed_owned, chunked_owned, entries_of, owners_by_slot, whole_owned
 from fsdp_flat.optim_state.param_groups import complete_groups
 from fsdp_flat.runtime import ErrorTexts, agree
 from fsdp_flat.state_dict import SpecTensor, boxed_value, chunk_spec, chunks_of, plan_full_transfer, rank_groups_of
@@ -49,7 +50,7 @@ def save_optim_state(
         rank0_only: with ``whole``, ranks other than the first of all send their shards and return an empty dict.
         offload_to_cpu: return values on the CPU.
         boxes: without ``whole``, return boxes of this rank's states in place of chunks; then nothing is communicated,
-            except with registered handlers or ``handled_once``.
+            except with registered handlers, owned parameters or ``handled_once``.
         handled_once: return each state that has a handler on one rank only, as a full tensor, ranks in turn. Ranks
             compare the names of their states.
 
@@ -62,8 +63,9 @@ def save_optim_state(
     """
     names = names_of(model)
     boxes = boxes and not whole
-    # Handlers are registered on every rank, so all ranks take the same branch.
-    alone = boxes and not handled_once and not any(unit.optim_state_handlers for unit, _, _ in names.handles)
+    # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
+    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit, _, _ in names.handles)
+    alone = boxes and not handled_once and not shared
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
@@ -79,10 +81,34 @@ def save_optim_state(
         else:
             values = _chunked_values(names, states, offload=offload_to_cpu)
         dst_of = on_first if to_zero else in_turn if handled_once else everywhere
-        for (handle, index, name), value in merged_states(names, states, dst_of, offload=offload_to_cpu).items():
+        merged = merged_states(names, states, dst_of, offload=offload_to_cpu)
+        owners = owners_by_slot(names, contents.owners)
+        owned = list(entries_of(names, {handle: states[handle].owned for handle in states}, owners))
+        if boxes:
+            rows = boxed_owned(owned, once=handled_once, offload=offload_to_cpu)
+        elif whole:
+            rows = whole_owned(owned, to_zero=to_zero, offload=offload_to_cpu)
+        else:
+            rows = chunked_owned(owned, offload=offload_to_cpu)
+        for (handle, index, name), value in (*merged.items(), *rows.items()):
             values[handle][index][name] = value
     if not keep:
         return {}
+    by_name = _by_name(names, contents, states, values, offload=offload_to_cpu)
+    placed = dict.fromkeys(fqn for fqn in order if fqn in by_name)
+    placed.update(dict.fromkeys(sorted(by_name)))
+    state = {"state": {name: by_name[name] for name in placed}}
+    return state if groups is None else {**state, "param_groups": groups}
+
+
+def _by_name(
+    names: ParamNames,
+    contents: OptimContents,
+    states: dict[FlatParamHandle, HandleStates],
+    values: _Values,
+    *,
+    offload: bool,
+) -> dict[str, dict[str, Any]]:
     by_name: dict[str, dict[str, Any]] = {}
     for _, handle, fqns in names.handles:
         for index, has in enumerate(states[handle].params_with_state()):
@@ -91,11 +117,8 @@ def save_optim_state(
                 by_name[fqns[index]] = {key: row[key] for key in sorted(row)}
     for param, name in names.others.items():
         if param in contents.state:
-            by_name[name] = {key: _copied(value, offload_to_cpu) for key, value in contents.state[param].items()}
-    placed = dict.fromkeys(fqn for fqn in order if fqn in by_name)
-    placed.update(dict.fromkeys(sorted(by_name)))
-    state = {"state": {name: by_name[name] for name in placed}}
-    return state if groups is None else {**state, "param_groups": groups}
+            by_name[name] = {key: _copied(value, offload) for key, value in contents.state[param].items()}
+    return by_name
 
 
 def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 from fsdp_flat.errors import LoadError
 from fsdp_flat.optim_state.handlers import DeferredState
 from fsdp_flat.optim_state.optim_params import names_of
+from fsdp_flat.optim_state.owned import owners_by_slot
 from fsdp_flat.state_dict import boxed_value
 
 __all__ = ["template_states"]
@@ -18,7 +19,11 @@ Wanted = Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
 
 
 def template_states(
-    model: nn.Module, wanted: Wanted, read: Callable[[str, str, torch.Tensor], torch.Tensor]
+    model: nn.Module,
+    wanted: Wanted,
+    read: Callable[[str, str, torch.Tensor], torch.Tensor],
+    *,
+    owners: Mapping[nn.Parameter, int],
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
     """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
 
@@ -26,15 +31,17 @@ def template_states(
         model: the model that has the parameters.
         wanted: by parameter name and state name, the full shape and the dtype.
         read: reads one state into a tensor for it, and returns that tensor.
+        owners: by parameter whose states one rank of the shard group has in full, that rank.
 
     Returns:
-        The tensors; and the states that have a handler, which are full tensors read on demand.
+        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
 
     Raises:
         LoadError: a name or shape does not fit the model.
     """
     names = names_of(model)
     sharded = {fqn: (unit, handle, i) for unit, handle, fqns in names.handles for i, fqn in enumerate(fqns)}
+    owned = owners_by_slot(names, owners)
     others = {name: tuple(param.shape) for param, name in names.others.items()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
@@ -44,8 +51,8 @@ def template_states(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if fqn in sharded and name in sharded[fqn][0].optim_state_handlers:
-                # Saved as a full tensor, in a shape that only the handler defines.
+            if fqn in sharded and (name in sharded[fqn][0].optim_state_handlers or sharded[fqn][1:] in owned):
+                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
                 deferred.setdefault(fqn, {})[name] = _deferred(fqn, name, shape, dtype, read)
                 continue
             if fqn in others:

@@ -85,7 +85,8 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_on_slices(kind: Any
     before = weights(model)
     named = r"'first.weight' \(5, 3\) of unit" if use_orig_params else "a flat parameter"
     with pytest.raises(
-        UsageError, match=rf"{kind.__name__} computes with whole parameters.*{named}.*another algorithm"
+        UsageError,
+        match=rf"{kind.__name__} computes with whole parameters.*{named}.*another algorithm\. Use fsdp_flat\.Matrix",
     ):
         kind(model.parameters(), lr=0.1).step()
     assert_equal(weights(model), before)

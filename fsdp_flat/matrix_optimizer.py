@@ -1,0 +1,382 @@
+"""Optimizers that need whole matrices (Muon, Shampoo, Adafactor), over parameters of which a rank holds a slice.
+
+Each parameter is owned by one rank of its shard group. For a step the owner receives the slices of its weight and of
+its gradient, an ordinary optimizer updates the whole weight, and the slices go back. The optimizer's states stay on the
+owner as whole tensors. Keeping them as slices, as other optimizers do, would let every state dict work unchanged, but
+would move five matrices a step in place of three (Muon's momentum to the owner and back), and states of another shape
+(Adafactor's factors, Shampoo's preconditioners) are no slices anyway. Instead state dicts read ``state_owners``: they
+save what the owner has and load to it alone (``optim_state/owned.py``).
+
+An owner is one of the ranks that hold elements of the parameter, so a parameter that lies on one rank does not move,
+and every rank that takes part in a transfer sees for itself whether there is a gradient.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fsdp_flat.comm import P2PChannels, RankGroup, control_device, exchange_ints
+from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.flat import unguarded
+from fsdp_flat.matrix_owners import (
+    NO_MOVES,
+    GradStatus,
+    OwnedParam,
+    balanced_owners,
+    check_param,
+    check_status,
+    rounds_of,
+    without_memory,
+)
+from fsdp_flat.names import whole_shape
+from fsdp_flat.optim_state import ParamNames, names_of
+from fsdp_flat.runtime import ErrorTexts, Unit, agree
+from fsdp_flat.state_dict import rank_groups_of
+
+__all__ = ["MatrixOptimizer", "matrix_params"]
+
+_WORDS = ErrorTexts(
+    "giving parameters to a MatrixOptimizer",
+    "Ranks gave different parameters to a MatrixOptimizer.",
+    "Give it the same parameters in the same groups on every rank, also those that a rank has no elements of.",
+)
+_MAX_NBYTES = 1 << 30
+
+
+def matrix_params(model: nn.Module) -> list[nn.Parameter]:
+    """Collect the parameters whose unsharded shape has two dims or more, for an optimizer of matrices.
+
+    Args:
+        model: a wrapped model, or a module that holds wrapped ones, with ``use_orig_params=True``.
+
+    Returns:
+        The parameters in the order of ``model.parameters()``, each once; of sharded ones this rank's slices.
+
+    Raises:
+        OptionError: (a ValueError) a flat parameter, which holds several (``use_orig_params=False``).
+    """
+    return [param for param in model.parameters() if len(whole_shape(param)) >= 2]
+
+
+class MatrixOptimizer(Optimizer):
+    """Steps an optimizer of whole parameters over the parameters of a wrapped model.
+
+    ::
+
+        matrices = fsdp_flat.matrix_params(model)
+        others = [param for param in model.parameters() if param not in set(matrices)]
+        muon = fsdp_flat.MatrixOptimizer(model, torch.optim.Muon, params=matrices, lr=0.02)
+        adamw = torch.optim.AdamW(others, lr=3e-4)
+
+    Weights come out as the inner optimizer's would on the unwrapped model, as long as it treats each parameter by
+    itself. It is used like any optimizer: groups with options of their own, schedulers on ``param_groups``,
+    ``zero_grad``, closures, ``clip_grad_norm_`` and gradient scalers before it. ``FSDP.optim_state_dict`` and
+    ``save_checkpoint`` save its states under parameter names in their unsharded shapes, for any number of ranks, any
+    wrapping, and the unwrapped model.
+
+    A step moves weight and gradient of each parameter to its owner and the weight back. An owner has about its
+    share of all elements, whole, during the step, and their states for good. Every rank must make it, step it, and add
+    groups to it, at the same point.
+
+    Args:
+        model: a wrapped model, or a module that holds wrapped ones, with ``use_orig_params=True``.
+        optimizer_class: a ``torch.optim.Optimizer`` subclass, or what makes one of parameter groups and ``options``.
+        params: parameters, named parameters or groups, the same on every rank; by default ``matrix_params(model)``.
+            Parameters of other shapes and parameters that no unit manages are taken too.
+        max_nbytes: bytes of weights and gradients that an owner receives before it steps; at least one parameter. With
+            more, the inner optimizer is stepped several times, each time over the parameters that have a gradient.
+        options: what ``optimizer_class`` takes besides parameters.
+
+    Attributes:
+        state_owners: by sharded parameter, the rank of its shard group that has its states. ``state`` is empty for the
+            parameters of others.
+
+    Raises:
+        OptionError: (a ValueError) a flat parameter, a parameter of another model, or ``max_nbytes`` below 1.
+        UnsupportedError: (a NotImplementedError) tensor parallelism has split a parameter.
+        RankMismatchError: (a ValueError) ranks gave different parameters.
+        PeerFailureError: (a RuntimeError) another rank failed with one of these.
+        Exception: what ``optimizer_class`` raises, on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer_class: Callable[..., Optimizer],
+        *,
+        params: Iterable[Any] | None = None,
+        max_nbytes: int = _MAX_NBYTES,
+        **options: Any,
+    ) -> None:
+        names = names_of(model)
+        units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+        self._model = model
+        self._max_nbytes = max_nbytes
+        self._inner: Optimizer | None = None
+        self._owned: list[OwnedParam] = []
+        self._rounds: list[list[OwnedParam]] = []
+        self.state_owners: dict[nn.Parameter, int] = {}
+        error: Exception | None = None
+        try:
+            if max_nbytes < 1:
+                raise OptionError(f"max_nbytes must be a number of bytes of at least 1; got {max_nbytes!r}.")
+            super().__init__(matrix_params(model) if params is None else params, options)
+            groups = [self._inner_group(names, group) for group in self.param_groups]
+            self._inner = optimizer_class(groups, **options)
+            self.defaults = dict(self._inner.defaults)
+            self._finish_groups()
+        except Exception as found:
+            error = found
+        self._agree(names, units, error)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own. Every rank must call this with the same parameters.
+
+        Args:
+            param_group: ``{"params": [...], **options}``.
+
+        Raises:
+            OptionError, UnsupportedError, RankMismatchError, PeerFailureError: as the constructor.
+        """
+        if self._inner is None:
+            super().add_param_group(param_group)
+            return
+        names = names_of(self._model)
+        units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+        num_groups, num_owned = len(self.param_groups), len(self._owned)
+        error: Exception | None = None
+        try:
+            super().add_param_group(param_group)
+            self._inner.add_param_group(self._inner_group(names, self.param_groups[-1]))
+            self._finish_groups()
+        except Exception as found:
+            error = found
+        try:
+            self._agree(names, units, error)
+        except Exception:
+            self._drop_groups(num_groups, num_owned)
+            raise
+
+    def _drop_groups(self, num_groups: int, num_owned: int) -> None:
+        assert self._inner is not None
+        del self.param_groups[num_groups:], self._inner.param_groups[num_groups:]
+        for entry in self._owned[num_owned:]:
+            del self.state_owners[entry.param]
+        del self._owned[num_owned:]
+
+    def _agree(self, names: ParamNames, units: list[Unit], error: Exception | None) -> None:
+        if not units:
+            if error is not None:
+                raise error
+            return
+        lines = []
+        if error is None:
+            for number, group in enumerate(self.param_groups):
+                fqns = [fqn for param in group["params"] for fqn in names.fqns_of(param)]
+                lines += [f"group {number}: {fqn}" for fqn in fqns]
+        agree(lines, error, rank_groups_of(units), units[0].options.device, _WORDS)
+
+    def _inner_group(self, names: ParamNames, group: dict[str, Any]) -> dict[str, Any]:
+        """The group of the inner optimizer: whole parameters, and the same options."""
+        found = []
+        for param in group["params"]:
+            check_param(names, param)
+            if param in names.managed:
+                found.append((param, names.managed[param]))
+        owners = balanced_owners(found, self._owned)
+        wholes = {}
+        for param, managed in found:
+            (index,), handle = managed.indices, managed.handle
+            blank = without_memory(param, handle.layout.param_infos[index].shape)
+            whole = nn.Parameter(blank, requires_grad=param.requires_grad)
+            # Marks by which an optimizer tells parameters apart stay readable.
+            whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
+            entry = OwnedParam(param, managed.fqns[0], managed.unit, handle, index, owners[param], whole)
+            self._owned.append(entry)
+            self.state_owners[param] = entry.owner
+            wholes[param] = whole
+        return {**_options_of(group), "params": [wholes.get(param, param) for param in group["params"]]}
+
+    def _finish_groups(self) -> None:
+        """Take over options that the inner optimizer filled in, and leave it the states of this rank's parameters."""
+        assert self._inner is not None
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_options_of(inner_group))
+        for entry in self._owned:
+            if not entry.is_owner:
+                self._inner.state.pop(entry.whole, None)
+        self._rounds = list(rounds_of(self._owned, self._max_nbytes))
+        self._show_states()
+
+    def _show_states(self) -> None:
+        """Have ``state`` show what the inner optimizer has of this rank's parameters."""
+        assert self._inner is not None
+        shown = {entry.param: entry.whole for entry in self._owned if entry.is_owner}
+        for group in self.param_groups:
+            for param in group["params"]:
+                inner = shown.get(param, param)
+                if inner in self._inner.state:
+                    self.state[param] = self._inner.state[inner]
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. Every rank of the shard groups must call this.
+
+        Args:
+            closure: computes the loss anew and returns it; called once, on every rank.
+
+        Returns:
+            What ``closure`` returned; None without one.
+
+        Raises:
+            UsageError: (a RuntimeError) some ranks have a gradient of a parameter and others lack it, or whole
+                parameters are summoned.
+            Exception: what the inner optimizer raises, on the owner.
+        """
+        assert self._inner is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with unguarded():
+            self._check_grads()
+        options = [_options_of(group) for group in self.param_groups]
+        error: Exception | None = None
+        for entries in self._rounds or [[]]:
+            with unguarded():
+                self._gather(entries)
+            if error is None:
+                # Each time as the step began: an inner optimizer that counts steps in its groups counts one.
+                _set_options(self._inner, options)
+                try:
+                    self._inner.step()
+                except Exception as found:
+                    # Other ranks wait for the weights, so they get them first.
+                    error = found
+            with unguarded():
+                self._scatter(entries)
+        if error is not None:
+            raise error
+        for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
+            group.update(_options_of(inner_group))
+        self._show_states()
+        return loss
+
+    def _check_grads(self) -> None:
+        """Raise on every rank of a group whose ranks would not exchange the same.
+
+        Where a group communicates on an accelerator only, ranks are not compared: the host would wait for the device.
+        """
+        by_axis: dict[RankGroup, list[OwnedParam]] = {}
+        for entry in self._owned:
+            by_axis.setdefault(entry.rank_group, []).append(entry)
+        for rank_group, entries in by_axis.items():
+            own = [int(entry.status()) for entry in entries]
+            rows = [own]
+            device = entries[0].unit.options.device
+            if (
+                rank_group.group is not None
+                and rank_group.size > 1
+                and control_device(rank_group.group, device).type == "cpu"
+            ):
+                rows = exchange_ints(own, rank_group.group, device)
+            for entry, found in zip(entries, zip(*rows, strict=True), strict=True):
+                check_status(entry, found)
+
+    def _gather(self, entries: Sequence[OwnedParam]) -> None:
+        """Bring weights and gradients to their owners."""
+        channels = P2PChannels()
+        arriving: list[tuple[OwnedParam, torch.Tensor, torch.Tensor]] = []
+        for entry in entries:
+            has_grad = entry.status() == GradStatus.HAS_GRAD
+            moves = entry.moves(to_owner=True) if has_grad else NO_MOVES
+            param, grad = entry.param.detach().reshape(-1), entry.param.grad
+            sources = [param, None if grad is None else grad.detach().reshape(-1)]
+            targets: list[torch.Tensor | None] = [None, None]
+            if has_grad and entry.is_owner:
+                assert sources[1] is not None
+                weight, whole_grad = param, sources[1]
+                if not entry.is_on_one_rank:
+                    weight, whole_grad = param.new_empty(entry.numel), whole_grad.new_empty(entry.numel)
+                    targets = [weight, whole_grad]
+                arriving.append((entry, weight, whole_grad))
+            for source, target in zip(sources, targets, strict=True):
+                # Rounds bound what is under way, in the same way on every rank; so nothing is counted here.
+                channels.add(entry.rank_group, entry.unit.options.device, moves, source, target, nbytes=0)
+        channels.wait()
+        for entry, weight, whole_grad in arriving:
+            entry.fill(weight, whole_grad)
+
+    def _scatter(self, entries: Sequence[OwnedParam]) -> None:
+        """Bring weights back to the slices."""
+        channels = P2PChannels()
+        for entry in entries:
+            has_grad = entry.status() == GradStatus.HAS_GRAD
+            moves = entry.moves(to_owner=False) if has_grad else NO_MOVES
+            target = entry.param.detach().reshape(-1)
+            source = entry.whole.detach().reshape(-1) if has_grad and entry.is_owner else None
+            if source is not None and entry.is_on_one_rank and source.data_ptr() != target.data_ptr():
+                target.copy_(source)
+            channels.add(entry.rank_group, entry.unit.options.device, moves, source, target, nbytes=0)
+        channels.wait()
+        for entry in entries:
+            if entry.status() == GradStatus.HAS_GRAD:
+                # Written past its version counter, by which units see that their weights have changed.
+                torch.autograd.graph.increment_version(entry.param)
+            entry.release()
+
+    # -- state dicts -------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what ``FSDP.optim_state_dict_to_load`` has made for this optimizer.
+
+        The state dict of the unwrapped model's optimizer is taken as it is too, if it numbers the same parameters.
+
+        Args:
+            state_dict: ``{"state": {position: {...}}, "param_groups": [...]}`` with states in unsharded shapes; those
+                of parameters that other ranks own are left out.
+
+        Raises:
+            ValueError: the groups are not those of this optimizer.
+        """
+        assert self._inner is not None
+        super().load_state_dict(state_dict)
+        wholes: dict[Any, OwnedParam] = {entry.param: entry for entry in self._owned}
+        state: defaultdict[Any, Any] = defaultdict(dict)
+        for param, values in self.state.items():
+            entry = wholes.get(param)
+            if entry is None or entry.is_owner:
+                state[param if entry is None else entry.whole] = values
+        groups = [
+            {**inner_group, **_options_of(group)}
+            for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True)
+        ]
+        # Optimizers bring states of older versions up to date there.
+        self._inner.__setstate__({"state": state, "param_groups": groups})
+        self.state = defaultdict(dict)
+        self._show_states()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedError(
+            "A MatrixOptimizer cannot be copied or pickled: it belongs to its model on this rank. Make a new one for a "
+            "copy of the model, and save states by FSDP.optim_state_dict or save_checkpoint."
+        )
+
+
+def _set_options(optimizer: Optimizer, options: Sequence[dict[str, Any]]) -> None:
+    for group, values in zip(optimizer.param_groups, options, strict=True):
+        for key in _options_of(group).keys() - values.keys():
+            del group[key]
+        group.update(values)
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

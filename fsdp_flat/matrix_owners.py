@@ -1,0 +1,209 @@
+"""Parameters that one rank of the shard group owns for a step: which rank, in which order, and what has to move."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import RankGroup
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
+from fsdp_flat.flat import PLAIN, FlatParameter, FlatParamHandle, set_grad
+from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
+from fsdp_flat.optim_state import Managed, ParamNames
+from fsdp_flat.runtime import Unit
+
+__all__ = [
+    "NO_MOVES",
+    "GradStatus",
+    "OwnedParam",
+    "balanced_owners",
+    "check_param",
+    "check_status",
+    "rounds_of",
+    "without_memory",
+]
+
+NO_MOVES = TransferPlan((), (), None)
+
+
+class GradStatus(IntEnum):
+    """What a rank says of a parameter before a step."""
+
+    NO_GRAD = 0
+    HAS_GRAD = 1
+    NO_ELEMENTS = 2
+    NOT_SHARDED = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OwnedParam:
+    """One parameter of a unit.
+
+    Attributes:
+        param: what the model shows, this rank's slice.
+        fqn: its name.
+        unit, handle, index: where it lies.
+        owner: the rank of the shard group that computes with it.
+        whole: what the inner optimizer holds; it has the unsharded shape, and memory during a step on the owner.
+    """
+
+    param: nn.Parameter
+    fqn: str
+    unit: Unit
+    handle: FlatParamHandle
+    index: int
+    owner: int
+    whole: nn.Parameter
+
+    @property
+    def rank_group(self) -> RankGroup:
+        """The ranks that hold slices."""
+        return self.unit.options.groups.shard
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.handle.layout.param_infos[self.index].numel
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank computes with it."""
+        return self.rank_group.rank == self.owner
+
+    @property
+    def is_on_one_rank(self) -> bool:
+        """Whether the owner holds all elements, so that nothing moves."""
+        return self.handle.layout.partition(self.index)[self.owner].numel == self.numel
+
+    def moves(self, *, to_owner: bool) -> TransferPlan:
+        """How this rank takes part in bringing slices to the owner, or back."""
+        if self.is_on_one_rank:
+            return NO_MOVES
+        slices, whole = (
+            self.handle.layout.partition(self.index),
+            ReplicatedPartition(self.numel, self.owner, self.rank_group.size),
+        )
+        return (
+            plan_transfer(slices, whole, self.rank_group.rank)
+            if to_owner
+            else plan_transfer(whole, slices, self.rank_group.rank)
+        )
+
+    def status(self) -> GradStatus:
+        """Whether this rank holds elements of it, and has a gradient of them."""
+        piece = self.handle.views.local_shards[self.index]
+        if self.param.numel() != piece.numel:
+            return GradStatus.NOT_SHARDED
+        if piece.is_empty and self.numel > 0:
+            return GradStatus.NO_ELEMENTS
+        return GradStatus.NO_GRAD if self.param.grad is None else GradStatus.HAS_GRAD
+
+    def fill(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
+        """Show the inner optimizer a weight and a gradient (1-D, ``numel``)."""
+        shape = self.handle.layout.param_infos[self.index].shape
+        self.whole.requires_grad_(self.param.requires_grad)
+        self.whole.data = weight.view(shape)
+        set_grad(self.whole, grad.view(shape))
+
+    def release(self) -> None:
+        """Let go of the memory of the weight and the gradient."""
+        self.whole.grad = None
+        self.whole.data = without_memory(self.param, self.handle.layout.param_infos[self.index].shape)
+
+
+def without_memory(param: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A tensor of ``shape`` that has one element in memory."""
+    return torch.empty((), dtype=param.dtype, device=param.device).expand(tuple(shape))
+
+
+def check_param(names: ParamNames, param: torch.Tensor) -> None:
+    """Raise if a parameter cannot be made whole.
+
+    Raises:
+        OptionError: it is a flat parameter, or none of the model's.
+        UnsupportedError: tensor parallelism has split it.
+    """
+    if isinstance(param, FlatParameter):
+        managed = names.managed.get(param)
+        where = "" if managed is None else f" of unit {managed.unit.name!r}, with {managed.fqns[0]!r} in it,"
+        raise OptionError(
+            f"MatrixOptimizer was given a flat parameter{where} of which this rank holds {param.numel()} elements; it "
+            "needs the parameters themselves. Wrap the model with use_orig_params=True."
+        )
+    assert isinstance(param, nn.Parameter)
+    fqns = names.fqns_of(param)
+    managed = names.managed.get(param)
+    if managed is not None and managed.handle.views.params[managed.indices[0]].adapter is not PLAIN:
+        raise UnsupportedError(
+            f"Parameter {fqns[0]!r} of unit {managed.unit.name!r} is split by tensor parallelism on rank "
+            f"{managed.handle.spec.rank} of the shard group, and MatrixOptimizer makes parameters whole over the shard "
+            "group only. Leave it to an optimizer that works element by element, such as AdamW."
+        )
+
+
+def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
+    """Raise if a parameter is not sharded on a rank, or has a gradient on a part of its ranks only.
+
+    Raises:
+        UsageError: it is so; every rank that compares sees the same.
+    """
+    what = f"Parameter {entry.fqn!r} of unit {entry.unit.name!r}"
+    with_grad = [rank for rank, status in enumerate(found) if status == GradStatus.HAS_GRAD]
+    without = [rank for rank, status in enumerate(found) if status == GradStatus.NO_GRAD]
+    if GradStatus.NOT_SHARDED in found:
+        raise UsageError(
+            f"{what} is not sharded, or was given another shape, so MatrixOptimizer cannot step. Step outside of "
+            "summon_full_params and unshard_for."
+        )
+    if with_grad and without:
+        raise UsageError(
+            f"{what} has a gradient on ranks {with_grad} of the shard group and none on ranks {without}, so "
+            "MatrixOptimizer cannot make it whole. Set gradients to None on every rank or on none."
+        )
+
+
+def balanced_owners(
+    params: Sequence[tuple[nn.Parameter, Managed]], placed: Sequence[OwnedParam]
+) -> dict[nn.Parameter, int]:
+    """Choose an owner for each parameter, the same on every rank: the one with the fewest elements so far.
+
+    The largest parameters come first. Of ranks that have equally many, the one with the longest slice is taken.
+
+    Args:
+        params: parameters without owners.
+        placed: those that have one, which counts.
+    """
+    loads: dict[RankGroup, list[int]] = {}
+    for entry in placed:
+        loads.setdefault(entry.rank_group, [0] * entry.rank_group.size)[entry.owner] += entry.numel
+    found = {}
+    by_size = sorted(params, key=lambda item: -item[1].handle.layout.param_infos[item[1].indices[0]].numel)
+    for param, managed in by_size:
+        rank_group = managed.unit.options.groups.shard
+        load = loads.setdefault(rank_group, [0] * rank_group.size)
+        pieces = managed.handle.layout.partition(managed.indices[0])
+        holders = [rank for rank in pieces.ranks(Interval(0, pieces.numel)) if not pieces[rank].is_empty] or [0]
+        owner = min(holders, key=lambda rank: (load[rank], -pieces[rank].numel, rank))
+        load[owner] += pieces.numel
+        found[param] = owner
+    return found
+
+
+def rounds_of(entries: Sequence[OwnedParam], max_nbytes: int) -> Iterator[list[OwnedParam]]:
+    """Cut the parameters so that no owner receives more than ``max_nbytes`` of weights and gradients in a round."""
+    current: list[OwnedParam] = []
+    received: dict[tuple[RankGroup, int], int] = {}
+    for entry in entries:
+        key = (entry.rank_group, entry.owner)
+        nbytes = 0 if entry.is_on_one_rank else 2 * entry.numel * entry.param.itemsize
+        if received.get(key) and received[key] + nbytes > max_nbytes:
+            yield current
+            current, received = [], {}
+        current.append(entry)
+        received[key] = received.get(key, 0) + nbytes
+    if current:
+        yield current
