@@ -40,9 +40,9 @@ class UnitDescription:
         name: its path; for the outermost unit the class of the model.
         strategy: name of the ``ShardingStrategy``.
         dtypes: dtypes of the unsharded parameters, by name without ``torch.``.
-        num_params: number of parameters, a tied one counted once.
-        numel: number of their elements, over all ranks.
-        trainable_numel: number of elements of parameters that get gradients.
+        num_params: parameters, a tied one counted once.
+        numel: their elements, over all ranks.
+        trainable_numel: elements of parameters that get gradients.
         shard_nbytes: bytes of this rank's shard of the parameters.
         grad_nbytes: bytes of this rank's shard of the gradients after a backward; 0 for frozen parameters.
         gathered_nbytes: bytes of the unsharded parameters; 0 if nothing is sharded.
@@ -69,8 +69,8 @@ class ModelDescription:
 
     Attributes:
         units: the units that have parameters.
-        num_shards: number of ranks that the parameters of the outermost unit are sharded over.
-        num_replicas: number of ranks that hold the same shard of it.
+        num_shards: ranks that the parameters of the outermost unit are sharded over.
+        num_replicas: ranks that hold the same shard of it.
         most_gathered_nbytes: maximum bytes of unsharded parameters that exist at one time in a step: with a strategy
             that frees parameters after forward the outermost unit and the two largest others, else all.
     """
@@ -160,9 +160,9 @@ def plan(
         print(plan(model, 64, auto_wrap_policy=ModuleWrapPolicy({Block})))
 
     Args:
-        module: the module, not wrapped.
-        num_ranks: number of ranks of the job.
-        num_replicas: number of ranks that hold the same shard, for hybrid strategies.
+        module: an unwrapped module.
+        num_ranks: ranks of the job.
+        num_replicas: ranks that hold the same shard, for hybrid strategies.
         sharding_strategy: as for ``FullyShardedDataParallel``, and so the other arguments.
         auto_wrap_policy: ...
         mixed_precision: ...
@@ -305,7 +305,7 @@ def _summed(described: Sequence[UnitDescription], groups: ShardingGroups, *, has
     """Combine descriptions of units to one of the model.
 
     Args:
-        described: descriptions of the units that have parameters.
+        described: units that have parameters.
         groups: groups of the outermost unit.
         has_root: the first of ``described`` is the outermost unit.
     """

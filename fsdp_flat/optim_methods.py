@@ -41,14 +41,14 @@ class OptimStateMethods(nn.Module):
             optim: its optimizer, built after wrapping.
             optim_state_dict: used instead of ``optim.state_dict()``, keyed by position (or by name, as torch's named
                 optimizer does).
-            group: accepted for compatibility with FSDP1; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
-            UnsupportedError: a state has neither the shape of its parameter's local shard nor that of a scalar.
+            UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         settings = _settings(model)
@@ -86,10 +86,10 @@ class OptimStateMethods(nn.Module):
             optim_state_dict: from :meth:`optim_state_dict`, FSDP1's, or a plain optimizer's under names.
             is_named_optimizer: keys of the result are names.
             load_directly: also load the result into ``optim``.
-            group: accepted for compatibility with FSDP1; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
-            The argument of ``optim.load_state_dict`` on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
@@ -173,17 +173,17 @@ class OptimStateMethods(nn.Module):
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
-            optim_input: accepted for compatibility with FSDP1; ``optim`` gives the order of parameters.
+            optim_input: accepted as in FSDP1; ``optim`` gives the order of parameters.
             rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send their shards and return an
                 empty dict.
-            group: accepted for compatibility with FSDP1; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
-            UnsupportedError: a state has neither the shape of its parameter's local shard nor that of a scalar.
+            UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
@@ -198,14 +198,14 @@ class OptimStateMethods(nn.Module):
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
-            group: accepted for compatibility with FSDP1; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
             OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
-            UnsupportedError: a state has neither the shape of its parameter's local shard nor that of a scalar.
+            UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
@@ -223,11 +223,11 @@ class OptimStateMethods(nn.Module):
         Args:
             full_optim_state_dict: full tensors under names.
             model: the wrapped model, or a module that holds wrapped ones.
-            optim_input: the parameters or groups that the optimizer was built from, if there is no ``optim``.
-            optim: the optimizer that gives the order of parameters; without both it is ``model.parameters()``.
+            optim_input: input of the optimizer's constructor, if there is no ``optim``.
+            optim: gives the order of parameters; without both it is ``model.parameters()``.
 
         Returns:
-            The argument of ``optim.load_state_dict`` on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
@@ -248,7 +248,7 @@ class OptimStateMethods(nn.Module):
             optim: its optimizer, built after wrapping.
 
         Returns:
-            The argument of ``optim.load_state_dict`` on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
@@ -272,12 +272,12 @@ class OptimStateMethods(nn.Module):
         Args:
             full_optim_state_dict: full tensors under names on rank 0; ignored on other ranks.
             model: the wrapped model, or a module that holds wrapped ones.
-            optim_input: the parameters or groups that the optimizer was built from, if there is no ``optim``.
-            optim: the optimizer that gives the order of parameters; without both it is ``model.parameters()``.
-            group: accepted for compatibility with FSDP1; each unit's own groups are used.
+            optim_input: input of the optimizer's constructor, if there is no ``optim``.
+            optim: gives the order of parameters; without both it is ``model.parameters()``.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
-            The argument of ``optim.load_state_dict`` on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
@@ -302,8 +302,8 @@ class OptimStateMethods(nn.Module):
             optim_state_dict: the state dict.
             optim_state_key_type: the type of the new keys.
             model: the model that has the names.
-            optim_input: the parameters or groups that the optimizer was built from, if there is no ``optim``.
-            optim: the optimizer that gives the order of parameters; without both it is ``model.parameters()``.
+            optim_input: input of the optimizer's constructor, if there is no ``optim``.
+            optim: gives the order of parameters; without both it is ``model.parameters()``.
 
         Returns:
             A state dict of the same values under the other keys.

@@ -105,7 +105,7 @@ def _first_finding(
 ) -> Exception:
     """Return the first failure or difference that any rank of the group has found.
 
-    ``own`` says that ``found`` is a failure of this rank, not one received from another rank.
+    ``own`` says that ``found`` is this rank's failure, not another's.
     """
     assert rank_group.group is not None
     kind = "failure" if own else "difference" if isinstance(found, RankMismatchError) else "heard"

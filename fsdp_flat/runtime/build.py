@@ -59,7 +59,7 @@ def build_unit(
         owners: for parameters shared between units, the module whose unit manages them.
         broadcast: first overwrite this unit's tensors with those of rank 0.
         on_meta: on some rank a part of the model is on the meta device.
-        unit_id: identifies the unit in exchanges between ranks, the same on all of them.
+        unit_id: id of the unit between ranks, the same on all of them.
 
     Raises:
         OptionError: the parameters cannot be flattened together.

@@ -64,7 +64,7 @@ class Unit:
         ignored: modules and parameters that are not managed.
         buffers: buffers that compute in another dtype.
         stored: tensors that the module stores in forward.
-        unit_id: identifies the unit in exchanges between ranks, the same on all of them; 0 if it has none.
+        unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
 
     Attributes:
         phase: the state of the step; written by this class and by ``summon_full_params``.

@@ -99,7 +99,7 @@ def check_written(
 
     Args:
         entries: names of units, and their tensors that had no values when the unit was built.
-        rank_groups: groups of the ranks that hold the tensors' shards.
+        rank_groups: groups over which to compare.
         device: the compute device.
 
     Raises:
