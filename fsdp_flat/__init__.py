@@ -1,4 +1,4 @@
-"""fsdp_flat: fully sharded data parallelism in the FSDP1 style, on CPUs and accelerators."""
+"""Provides fully sharded data parallelism in the FSDP1 style, on CPUs and accelerators."""
 
 from fsdp_flat import torch_version  # first: with an old torch, any of the others may fail
 from fsdp_flat.api import (

@@ -1,4 +1,4 @@
-"""Enums and option records of FSDP1's public interface: names, values and defaults as there.
+"""Defines the enums and option records of FSDP1's public interface, with its names, values and defaults.
 
 ``fsdp_flat.api`` mirrors ``torch.distributed.fsdp.api``. Everything here is a plain value
 without behaviour, so every layer may import it.
@@ -33,9 +33,9 @@ __all__ = [
 
 
 class _NamedEnum(Enum):
-    """An enum whose members equal those of the same name in another library's enum of the same name.
+    """Compares members as equal to those of the same name in another library's enum of the same name.
 
-    So ``ShardingStrategy.FULL_SHARD`` of torch, kept from before a client moved over, compares equal to ours.
+    For example torch's ``ShardingStrategy.FULL_SHARD``, still used by a client that moved over, equals ours.
     """
 
     def __eq__(self, other: object) -> bool:
@@ -45,11 +45,11 @@ class _NamedEnum(Enum):
         return same_enum and other.name == self.name  # type: ignore[attr-defined]
 
     def __hash__(self) -> int:
-        return hash(self.name)  # as every Enum's, so that both find the same entry of a dict
+        return hash(self.name)  # as every Enum's, so that both find the same dict entry
 
 
 class ShardingStrategy(_NamedEnum):
-    """What is sharded, and when it is gathered.
+    """Selects how parameters are sharded, and when they are freed.
 
     ======================  ==========================  ==================  =====================
     member                  sharded over                replicated over     freed after forward
@@ -70,8 +70,10 @@ class ShardingStrategy(_NamedEnum):
 
 
 class BackwardPrefetch(_NamedEnum):
-    """When backward begins to gather the unit that comes next: before (``BACKWARD_PRE``) or
-    after (``BACKWARD_POST``) the gradients of the current unit are computed."""
+    """Selects when backward begins the next unit's all-gather.
+
+    ``BACKWARD_PRE`` begins it before the gradients of the current unit are computed, ``BACKWARD_POST`` after.
+    """
 
     BACKWARD_PRE = auto()
     BACKWARD_POST = auto()
@@ -79,21 +81,21 @@ class BackwardPrefetch(_NamedEnum):
 
 @dataclass
 class MixedPrecision:
-    """Dtypes of compute, gradient reduction and buffers; ``None`` keeps the original dtype.
+    """Sets dtypes of compute, gradient reduction and buffers; ``None`` keeps the original dtype.
 
     Args:
-        param_dtype: dtype of the gathered parameters, so of compute.
+        param_dtype: dtype of the unsharded parameters, so of compute.
         reduce_dtype: dtype in which gradients are reduced; ``None`` follows ``param_dtype``.
         buffer_dtype: dtype of floating-point buffers.
         keep_low_precision_grads: leave reduced gradients in ``reduce_dtype``.
         cast_forward_inputs: every unit casts its floating-point inputs to ``param_dtype``.
         cast_root_forward_inputs: the outermost unit casts its floating-point inputs.
-        _module_classes_to_ignore: classes that an auto-wrap policy keeps in full precision, as units of their own.
-        master_dtype: dtype of the shards, so of the optimizer's work, where the model was built in a shorter
-            one; compute stays in ``param_dtype`` or the model's own dtype. (Not in FSDP1.)
-        full_precision_modules: classes whose parameters stay in their own dtype inside their unit, with
-            inputs cast to it and outputs cast back. (Not in FSDP1.)
-        uncast_inputs: names of forward arguments that input casts leave alone. (Not in FSDP1.)
+        _module_classes_to_ignore: classes that an auto-wrap policy keeps in full precision, as separate units.
+        master_dtype: dtype of the shards, so of the optimizer's work, if the model was built in a shorter one; compute
+            stays in ``param_dtype`` or the model's own dtype. (Not in FSDP1.)
+        full_precision_modules: classes whose parameters stay in their own dtype inside their unit, with inputs cast to
+            it and outputs cast back. (Not in FSDP1.)
+        uncast_inputs: names of forward arguments that are not cast. (Not in FSDP1.)
     """
 
     param_dtype: torch.dtype | None = None
@@ -110,13 +112,13 @@ class MixedPrecision:
 
 @dataclass
 class CPUOffload:
-    """Whether shards, their gradients and so the optimizer live on the CPU."""
+    """Selects whether shards, their gradients and so the optimizer live on the CPU."""
 
     offload_params: bool = False
 
 
 class StateDictType(_NamedEnum):
-    """Form of a state dict: full tensors, flat shards, or per-parameter shards."""
+    """Selects the values of a state dict: full tensors, flat shards, or per-parameter shards."""
 
     FULL_STATE_DICT = auto()
     LOCAL_STATE_DICT = auto()
@@ -124,7 +126,7 @@ class StateDictType(_NamedEnum):
 
 
 class OptimStateKeyType(_NamedEnum):
-    """What keys a dict of optimizer state: parameter names, or the ids that optimizers number parameters with."""
+    """Selects the keys of optimizer state: parameter names, or the ids by which optimizers number parameters."""
 
     PARAM_NAME = auto()
     PARAM_ID = auto()
@@ -132,30 +134,33 @@ class OptimStateKeyType(_NamedEnum):
 
 @dataclass
 class StateDictConfig:
-    """Options of every model state dict: ``offload_to_cpu`` moves values to the CPU."""
+    """Holds options of every model state dict: ``offload_to_cpu`` moves values to the CPU."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class FullStateDictConfig(StateDictConfig):
-    """Options of ``FULL_STATE_DICT``: with ``rank0_only`` other ranks get ignored parameters only, and no buffers."""
+    """Holds options of ``FULL_STATE_DICT``.
+
+    With ``rank0_only`` other ranks get ignored parameters only, and no buffers.
+    """
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalStateDictConfig(StateDictConfig):
-    """Options of ``LOCAL_STATE_DICT``."""
+    """Holds options of ``LOCAL_STATE_DICT``."""
 
 
 @dataclass
 class ShardedStateDictConfig(StateDictConfig):
-    """Options of ``SHARDED_STATE_DICT``; ``_use_dtensor`` is set from the device mesh.
+    """Holds options of ``SHARDED_STATE_DICT``; ``_use_dtensor`` is set from the device mesh.
 
-    With ``boxes`` values are neither ShardedTensors nor DTensors but boxes of the live shard, which
+    With ``boxes`` values are neither ShardedTensors nor DTensors but chunks of the live shard, which
     ``torch.distributed.checkpoint`` saves and loads without any communication here. (Not in FSDP1.) Optimizer states
-    that have a handler are exchanged, since it makes them whole.
+    that have a handler are exchanged, since it makes full tensors of them.
     """
 
     _use_dtensor: bool = False
@@ -164,28 +169,28 @@ class ShardedStateDictConfig(StateDictConfig):
 
 @dataclass
 class OptimStateDictConfig:
-    """Options of every optimizer state dict."""
+    """Holds options of every optimizer state dict."""
 
     offload_to_cpu: bool = True
 
 
 @dataclass
 class FullOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a full optimizer state dict."""
+    """Holds options of a full optimizer state dict."""
 
     rank0_only: bool = False
 
 
 @dataclass
 class LocalOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a local optimizer state dict."""
+    """Holds options of a local optimizer state dict."""
 
     offload_to_cpu: bool = False
 
 
 @dataclass
 class ShardedOptimStateDictConfig(OptimStateDictConfig):
-    """Options of a sharded optimizer state dict; ``boxes`` as in :class:`ShardedStateDictConfig`."""
+    """Holds options of a sharded optimizer state dict; ``boxes`` as in :class:`ShardedStateDictConfig`."""
 
     _use_dtensor: bool = False
     boxes: bool = False
@@ -193,7 +198,7 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
 
 @dataclass
 class StateDictSettings:
-    """What ``set_state_dict_type`` sets and ``get_state_dict_type`` returns."""
+    """Holds the settings that ``set_state_dict_type`` sets and ``get_state_dict_type`` returns."""
 
     state_dict_type: StateDictType
     state_dict_config: StateDictConfig

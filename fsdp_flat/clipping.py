@@ -1,4 +1,4 @@
-"""Gradient clipping by the norm of all gradients of all ranks."""
+"""Clips gradients by the norm of all gradients on all ranks."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ __all__ = ["clip_grads", "local_norm"]
 
 
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
-    """Scale gradients so that their global norm is at most ``max_norm``; returns the norm before.
+    """Scale gradients so that their global norm is at most ``max_norm``; return the norm before scaling.
 
-    Norms are taken in fp32, or in fp64 if a parameter is fp64. Shards count on their own rank and are summed over
-    their shard group, and over the groups over which tensor parallelism has split them; what is not sharded (NO_SHARD
-    units, ignored parameters) is the same on every rank and counts once.
+    Norms are computed in fp32, or in fp64 if a parameter is fp64. Norms of shards are summed over the shard group, and
+    over the groups of tensor parallelism. Unsharded gradients (NO_SHARD units, ignored parameters) are the same on
+    every
+    rank and count once.
 
     Every rank must call this.
 
@@ -47,7 +48,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
             device = device or handle.spec.device
             managed.update(handle.views.visible_params())
             for adapter, grad in handle.views.grads():
-                # Keys do not depend on gradients: every rank has to exchange the same norms.
+                # Keys do not depend on gradients: every rank must exchange the same norms.
                 local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(rank_group, adapter), [])
                 if grad is not None:
                     local.append(grad)
@@ -60,7 +61,8 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
             if param.grad is not None:
                 local.append(adapter.to_local(param.grad))
                 if adapter is not PLAIN:
-                    # Partial sums may have been added up; what is scaled below has to be what the optimizer reads.
+                    # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
+                    # optimizer reads.
                     param.grad = adapter.from_local(local[-1])
     grads = [grad for local in by_axes.values() for grad in local]
     device = device if device is not None else torch.device("cpu")
@@ -74,11 +76,11 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     if not grads:
         trainable = [param for param in managed if param.requires_grad]
         if all(param.numel() == 0 for param in trainable):
-            # This rank has no elements of any, so no gradient, which would have a dtype all the same.
+            # This rank has no elements of any, so no gradients; their dtypes would be those of the parameters.
             dtypes = [param.dtype for param in trainable]
     if not dtypes:
         if any(rank_group.size > 1 for rank_groups in by_axes for rank_group in rank_groups):
-            # Where nothing is sharded, all ranks have the same gradients.
+            # If nothing is sharded, all ranks have the same gradients.
             warnings.warn(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
                 "differ from the dtype on other ranks.",
@@ -93,7 +95,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
 
 
 def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    """The norm of order ``norm_type`` of some gradients as one vector, a scalar of ``dtype`` on ``device``."""
+    """Return the norm of order ``norm_type`` of some gradients as one vector, a scalar of ``dtype`` on ``device``."""
     some = [grad.detach() for grad in grads if grad.numel() > 0]
     if not some:
         return torch.zeros((), dtype=dtype, device=device)

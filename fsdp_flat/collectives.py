@@ -1,8 +1,7 @@
-"""All-gathers and reduce-scatters of a caller's own in place of the library's, and two in 8-bit integers to choose.
+"""Replaces the library's all-gathers and reduce-scatters with custom ones, and offers two that use 8-bit integers.
 
-By default each backend and device has the cheapest route there is. On the CPU with gloo: shared memory for ranks of one
-Linux host, else broadcasts into place and an exchange of slices. Elsewhere the backend's own all_gather and
-reduce_scatter.
+By default each backend and device uses its cheapest route. On the CPU with gloo: shared memory for ranks of one Linux
+host, else broadcasts into place and an exchange of slices. Elsewhere the backend's own all_gather and reduce_scatter.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ __all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceS
 def use_collectives(
     module: nn.Module, *, all_gather: AllGather | None = None, reduce_scatter: ReduceScatter | None = None
 ) -> None:
-    """Have training steps of the units at and below ``module`` gather and reduce by these from now on.
+    """Set the all-gather and reduce-scatter of later training steps, for the units at and below ``module``.
 
-    State dicts, ``summon_full_params`` and what is not sharded keep the library's own. Objects made for
+    State dicts, ``summon_full_params`` and units that are not sharded keep the library's own. Objects made for
     ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` of torch's ``fully_shard`` are called the same
-    way; ``allocate`` is not used, since buffers are the units' own. Every rank must choose the same.
+    way; ``allocate`` is not used, since the units own their buffers. Every rank must choose the same.
 
     Args:
         module: a wrapper, or any module that holds wrappers.

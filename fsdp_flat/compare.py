@@ -1,4 +1,4 @@
-"""Where a wrapped model leaves the plain one that it was made of: the first output or gradient that differs."""
+"""Finds the first output or gradient in which a wrapped model differs from the plain model that it was made of."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["Difference", "compare_with"]
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first tensor in which two models differ on this rank.
+    """Describes the first tensor in which two models differ on this rank.
 
     Attributes:
         kind: a parameter before the run, an output of a module, or a parameter's gradient after it.
-        name: of the parameter or the module in the plain model.
-        call: which call of the module gave the output, from 0.
-        largest: the largest absolute difference; infinite where shapes or the number of calls differ, or where one
-            is there and the other is not.
+        name: name of the parameter or the module in the plain model.
+        call: index of the module's call that returned the output, from 0.
+        largest: the largest absolute difference; infinite if shapes or the number of calls differ, or if a parameter is
+            missing.
     """
 
     kind: Literal["parameter", "output", "gradient"]
@@ -51,7 +51,7 @@ def compare_with(
 ) -> Difference | None:
     """Run a wrapped model and a plain replica on the same data, and find the first tensor that differs.
 
-    Looked at in this order: parameters before the run; outputs of modules, in the order of their calls in the replica;
+    Compared in this order: parameters before the run; outputs of modules, in the order of their calls in the replica;
     gradients, beginning with the module that ran last. The replica's gradients are averaged over the ranks of the
     outermost unit, as DistributedDataParallel does. Random numbers are the same in both runs. Gradients of both models
     are cleared before, and those of this run stay::
@@ -60,12 +60,12 @@ def compare_with(
         replica.load_state_dict(model.state_dict())
         print(compare_with(model, replica, lambda m: loss_of(m(inputs)).backward()))
 
-    Every rank must call this; each gets the first difference of its own outputs. It needs memory for a whole model.
+    Every rank must call this; each gets the first difference of its own outputs. It needs memory for a full model.
 
     Args:
         model: a wrapper, or any module that holds wrappers.
         reference: a plain module of the same structure on the same device.
-        run: forward and backward of the model that it is given, on this rank's data.
+        run: runs forward and backward of the model that it gets, on this rank's data.
         rtol: relative tolerance.
         atol: absolute tolerance.
 
@@ -103,7 +103,7 @@ class _Close:
 
     @torch.no_grad()
     def difference(self, expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
-        """The largest absolute difference, or 0 where all are within the tolerances. None is zeros."""
+        """Return the largest absolute difference, or 0 if all are within the tolerances. None stands for zeros."""
         if expected is None or actual is None:
             there = expected if actual is None else actual
             return 0.0 if there is None else self.difference(torch.zeros_like(there), there)
@@ -118,10 +118,10 @@ class _Close:
 
 
 class _Outputs:
-    """Tensors that modules returned, in the order of the calls.
+    """Records tensors that modules returned, in the order of the calls.
 
     Attributes:
-        calls: module's name and first tensor of its output, a copy.
+        calls: the module's name and a copy of the first tensor of its output.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class _Outputs:
 
     @dynamo_disabled
     def note(self, name: str, output: Any) -> None:
-        # A checkpoint that recomputes calls modules again.
+        # A checkpoint calls modules again to recompute.
         tensor = _first_tensor(output) if in_backward() == -1 else None
         if tensor is not None:
             self.calls.append((name, tensor.detach().clone()))
@@ -143,7 +143,7 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 
 
 def _run(run: Callable[[nn.Module], Any], module: nn.Module, device: torch.device) -> _Outputs:
-    """Runs a model; random numbers go on afterwards as if it had not."""
+    """Run a model; the random number generators are restored afterwards."""
     on_cpu = device.type == "cpu"
     with (
         torch.random.fork_rng([] if on_cpu else [device.index], device_type="cuda" if on_cpu else device.type),
@@ -156,7 +156,7 @@ def _run(run: Callable[[nn.Module], Any], module: nn.Module, device: torch.devic
 @contextmanager
 def _recorded(root: nn.Module) -> Iterator[_Outputs]:
     outputs = _Outputs()
-    # Wrappers have the clean name of what they hold, which is noted instead.
+    # Wrappers have the clean name of their inner module, which is recorded instead.
     innermost = {clean_fqn(path): child for path, child in root.named_modules() if unit_of(child) is None}
     hooks = [
         module.register_forward_hook(lambda _module, _args, output, name=name: outputs.note(name, output))
@@ -197,7 +197,7 @@ def _first_output(close: _Close, expected: _Outputs, actual: _Outputs) -> Differ
 
 
 def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Outputs) -> dict[str, torch.Tensor | None]:
-    """The gradients' mean over all ranks, those of the module that ran last first; None where no rank has one."""
+    """Return the mean of the gradients over all ranks, beginning with the module that ran last."""
     position = {name: index for index, (name, _) in enumerate(outputs.calls)}
     owners = {
         join_fqn(path, name): position.get(path, -1)
@@ -205,7 +205,7 @@ def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Outputs) -
         for name, _ in module.named_parameters(recurse=False)
     }
     means: dict[str, torch.Tensor | None] = {}
-    # Collectives in an order that is the same on all ranks, whatever their data have run.
+    # The order of collectives is the same on all ranks, whichever modules their data have run.
     for name, param in reference.named_parameters():
         if param.requires_grad:
             mean = torch.zeros_like(param) if param.grad is None else param.grad.clone()

@@ -1,4 +1,4 @@
-"""From the constructor's arguments to units: validated, planned, agreed between ranks, then built."""
+"""Turns the constructor's arguments into units: validates, plans, compares between ranks, then builds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ __all__ = ["Arguments", "Inherited", "options_from", "prepare"]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The constructor's arguments, named and in order as there."""
+    """Holds the constructor's arguments, with the same names and order."""
 
     process_group: Any = None
     sharding_strategy: Any = None
@@ -60,21 +60,21 @@ class Arguments:
     device_mesh: Any = None
 
     def as_kwargs(self) -> dict[str, Any]:
-        """The arguments by keyword."""
+        """Return the arguments by keyword."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)
 class Inherited:
-    """What the wrapper that runs an auto-wrap policy hands to the units that it makes.
+    """Holds the values that the wrapper with an auto-wrap policy passes to the units that it makes.
 
     Attributes:
-        owners: for parameters shared between units, the module whose unit takes them.
+        owners: for parameters shared between units, the module whose unit manages them.
         broadcast: units overwrite their tensors with those of rank 0.
         on_meta: on some rank a part of the model is on the meta device.
         name: the unit's name.
-        unit_id: stands for the unit between the ranks of ``group``.
-        group: the group in which ids are given.
+        unit_id: identifies the unit among the ranks of ``group``.
+        group: the group in which ids are assigned.
     """
 
     owners: dict[nn.Parameter, nn.Module]
@@ -85,7 +85,7 @@ class Inherited:
     group: dist.ProcessGroup | None
 
 
-# Calls of the constructor by process group, counted where all its ranks have agreed to go on.
+# Number of constructor calls by process group, counted once all its ranks have agreed to continue.
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
@@ -97,12 +97,12 @@ def _count_call(group: dist.ProcessGroup | None) -> int:
 
 
 def options_from(arguments: Arguments) -> UnitOptions:
-    """The validated options of a unit.
+    """Return the validated options of a unit.
 
-    Where they are wrong the other ranks are told, who may have been given other ones.
+    If they are invalid, the other ranks, which may have been given valid ones, get the error too.
 
     Raises:
-        FsdpFlatError: they are wrong, here or on another rank.
+        FsdpFlatError: they are invalid, here or on another rank.
     """
     try:
         return _validated(arguments)
@@ -114,7 +114,7 @@ def options_from(arguments: Arguments) -> UnitOptions:
 
 
 def _groups_in_spite_of_errors(arguments: Arguments) -> ShardingGroups | None:
-    """The groups over which the other ranks compare what they build, as far as that can be told; else None."""
+    """Return the groups over which the other ranks compare their models; None if they cannot be determined."""
     try:
         strategy = _strategy_of(arguments)
     except OptionError:
@@ -137,7 +137,7 @@ def _groups_of(arguments: Arguments, strategy: Strategy, device: torch.device) -
 
 
 def _strategy_of(arguments: Arguments) -> Strategy:
-    """The strategy asked for; without one, that of the mesh: two dimensions mean hybrid sharding, as in FSDP2."""
+    """Return the requested strategy; by default that of the mesh: two dimensions mean hybrid sharding, as in FSDP2."""
     if arguments.sharding_strategy is None and getattr(arguments.device_mesh, "ndim", 1) == 2:
         return strategy_from(ShardingStrategy.HYBRID_SHARD)
     return strategy_from(arguments.sharding_strategy)
@@ -186,7 +186,7 @@ def prepare(
     arguments: Arguments,
     make_child: Callable[[nn.Module, Arguments, Inherited], nn.Module],
 ) -> tuple[Ignored, Inherited]:
-    """Plan, agree with the other ranks, and wrap the units that the policy chose."""
+    """Plan units, compare the plan with the other ranks, and wrap the units that the policy chose."""
     error: Exception | None = None
     plan = WrapPlan(())
     ignored = Ignored(frozenset(), frozenset())
@@ -243,7 +243,7 @@ def prepare(
     apply_plan(module, plan, wrapper)
     for exempt in plan.full_precision:
         keep_full_precision(exempt)
-    # Not by its name, the class, which need not be the same on every rank.
+    # The id of the root has no name in it: that is the class, which may differ between ranks.
     return ignored, Inherited(owners, broadcast, on_meta, name, digest_of(f"{call}/".encode()), group)
 
 

@@ -1,4 +1,4 @@
-"""What happens to a wrapped model between its steps: conversions and copies."""
+"""Converts and copies a wrapped model between its steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["ConversionMethods"]
 
 
 class ConversionMethods(SemiPrivateMethods):
-    """The wrapper's methods for conversions and copies; the wrapper class inherits them."""
+    """Provides the wrapper's methods for conversions and copies; the wrapper class inherits them."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ConversionMethods:
-        """``.to``, ``.float``, ``.cuda``, ``share_memory``: convert the shards instead of what the modules show."""
+        """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``share_memory``)."""
         unit = self._unit
         if isinstance(unit.context, Schedule):
             unit.context.recover()  # a backward that raised is over
@@ -42,7 +42,7 @@ class ConversionMethods(SemiPrivateMethods):
         return self
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> ConversionMethods:
-        """``copy.deepcopy(model)``: an independent wrapped model on copies of the shards.
+        """Return an independent wrapped model on copies of the shards (``copy.deepcopy(model)``).
 
         Nothing is communicated, but every rank must copy if the copy is to run. Process groups are shared; gradients,
         and hooks on parameters, are not copied, as for a plain model. Copy a model and its optimizer in one call,
@@ -67,7 +67,7 @@ class ConversionMethods(SemiPrivateMethods):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled (``torch.save(model)``, ``copy.copy``): this process holds one rank's part.
+        """Refuse to be pickled (``torch.save(model)``, ``copy.copy``): this process holds one rank's shard only.
 
         Raises:
             OptionTypeError: (a TypeError) always.

@@ -1,4 +1,4 @@
-"""Units of a model with their bytes: of a wrapped one, or of one that is to be wrapped."""
+"""Describes the units of a wrapped model, or of a model before it is wrapped, with their bytes."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbyte
 
 @dataclass(frozen=True, slots=True)
 class UnitDescription:
-    """One unit, in bytes of one rank.
+    """Describes one unit, in bytes of one rank.
 
     Attributes:
-        name: its path; of the outermost unit the class of the model.
+        name: its path; for the outermost unit the class of the model.
         strategy: name of the ``ShardingStrategy``.
-        dtypes: dtypes of the gathered parameters, by name without ``torch.``.
-        num_params: parameters, a tied one once.
+        dtypes: dtypes of the unsharded parameters, by name without ``torch.``.
+        num_params: parameters, a tied one counted once.
         numel: their elements, over all ranks.
-        trainable_numel: those of parameters that get gradients.
-        shard_nbytes: this rank's part of the parameters.
-        grad_nbytes: this rank's part of the gradients after a backward; none for frozen parameters.
-        gathered_nbytes: what an all-gather of the unit takes; 0 if nothing is sharded.
-        whole_grad_nbytes: the gradient before it is reduced.
-        is_gathered: whether the parameters are gathered now.
+        trainable_numel: elements of parameters that get gradients.
+        shard_nbytes: bytes of this rank's shard of the parameters.
+        grad_nbytes: bytes of this rank's shard of the gradients after a backward; 0 for frozen parameters.
+        gathered_nbytes: bytes of the unsharded parameters; 0 if nothing is sharded.
+        whole_grad_nbytes: bytes of the gradient before it is reduced.
+        is_gathered: the parameters are unsharded now.
     """
 
     name: str
@@ -65,14 +65,14 @@ class UnitDescription:
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """The units of a model, parents before children; ``str`` of it is a table.
+    """Describes the units of a model, parents before children; ``str`` of it is a table.
 
     Attributes:
-        units: those that have parameters.
-        num_shards: ranks that the parameters of the outermost unit are split over.
+        units: the units that have parameters.
+        num_shards: ranks that the parameters of the outermost unit are sharded over.
         num_replicas: ranks that hold the same shard of it.
-        most_gathered_nbytes: bytes of gathered parameters that are there at one time in a step, at most: with a
-            strategy that frees parameters after forward the outermost unit and the two largest others, else all.
+        most_gathered_nbytes: maximum bytes of unsharded parameters that exist at one time in a step: with a strategy
+            that frees parameters after forward the outermost unit and the two largest others, else all.
     """
 
     units: tuple[UnitDescription, ...]
@@ -82,7 +82,7 @@ class ModelDescription:
 
     @property
     def numel(self) -> int:
-        """Elements of all parameters."""
+        """Number of elements of all parameters."""
         return sum(unit.numel for unit in self.units)
 
     @property
@@ -114,9 +114,9 @@ class ModelDescription:
 
 
 def describe(model: nn.Module) -> ModelDescription:
-    """The units of a wrapped model, with their bytes. It communicates nothing.
+    """Describe the units of a wrapped model, with their bytes. Nothing is communicated.
 
-    ``print(describe(model))`` shows what an auto-wrap policy made, and which units are gathered now (``*``).
+    ``print(describe(model))`` shows the units of an auto-wrap policy, and marks those that are unsharded now (``*``).
 
     Args:
         model: a wrapper, or any module that holds wrappers.
@@ -151,7 +151,7 @@ def plan(
     ignored_states: Any = None,
     use_orig_params: bool = False,
 ) -> ModelDescription:
-    """The units that ``FullyShardedDataParallel`` would make of a module, with their bytes of one rank.
+    """Describe the units that ``FullyShardedDataParallel`` would make of a module, with their bytes of one rank.
 
     It needs no process group, and changes and allocates nothing, so the module may be on the meta device::
 
@@ -160,8 +160,8 @@ def plan(
         print(plan(model, 64, auto_wrap_policy=ModuleWrapPolicy({Block})))
 
     Args:
-        module: not wrapped.
-        num_ranks: of the job.
+        module: an unwrapped module.
+        num_ranks: ranks of the job.
         num_replicas: ranks that hold the same shard, for hybrid strategies.
         sharding_strategy: as for ``FullyShardedDataParallel``, and so the other arguments.
         auto_wrap_policy: ...
@@ -171,7 +171,7 @@ def plan(
         use_orig_params: ...
 
     Raises:
-        OptionError: ``num_ranks`` is no multiple of ``num_replicas``, or wrapping would raise it.
+        OptionError: ``num_ranks`` is not a multiple of ``num_replicas``, or wrapping would raise it.
     """
     strategy = strategy_from(sharding_strategy)
     if num_ranks < 1 or num_replicas < 1 or num_ranks % num_replicas:
@@ -222,7 +222,7 @@ def _planned(
     num_ranks: int,
     num_replicas: int,
 ) -> ModelDescription:
-    """Describes units on the meta device, the root first, children after parents."""
+    """Describe units on the meta device, the root first, children after parents."""
     root = units[0][1]
     homes: dict[nn.Parameter, nn.Module] = {}
     for _, module, _ in reversed(units):
@@ -240,7 +240,7 @@ def _planned(
             is_managed_below=lambda _module, _name: False,
         )
 
-    # All before the first handle, which puts shards in the places of parameters.
+    # Collect all parameters before the first handle, which replaces parameters by shards.
     collected = [collect(name, module) for name, module, _ in units]
     position = {module: index for index, module in enumerate(root.modules())}
     options = [_options(kwargs, num_ranks, num_replicas) for _, _, kwargs in units]
@@ -253,7 +253,7 @@ def _planned(
 
 
 def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitOptions:
-    """The options of a unit on rank 0 of ``num_ranks`` ranks that do not exist."""
+    """Return the options of a unit on rank 0 of ``num_ranks`` hypothetical ranks."""
     strategy = strategy_from(kwargs["sharding_strategy"])
     if num_ranks == 1:
         strategy = strategy_from(ShardingStrategy.NO_SHARD)
@@ -302,12 +302,12 @@ def _grad_dtype(handle: FlatParamHandle) -> torch.dtype:
 
 
 def _summed(described: Sequence[UnitDescription], groups: ShardingGroups, *, has_root: bool) -> ModelDescription:
-    """A description of a model.
+    """Combine descriptions of units to one of the model.
 
     Args:
-        described: its units that have parameters.
-        groups: of the outermost unit.
-        has_root: the first of ``described`` is the outermost one.
+        described: units that have parameters.
+        groups: groups of the outermost unit.
+        has_root: the first of ``described`` is the outermost unit.
     """
     root, others = (described[:1], described[1:]) if has_root else ([], described)
     freed = sorted(unit.gathered_nbytes for unit in others if _frees(unit))

@@ -1,4 +1,4 @@
-"""An exponential moving average of a sharded model, kept on shards."""
+"""Keeps an exponential moving average of a sharded model, on its shards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["ShardedEMA"]
 
 @dataclass(frozen=True, slots=True)
 class _Averaged:
-    """One tensor that is averaged, and what says that two of them hold the same elements."""
+    """Holds one tensor that is averaged, and an identity that is equal if two of them hold the same elements."""
 
     param: nn.Parameter
     unit: Unit | None
@@ -27,20 +27,22 @@ class _Averaged:
 
 
 class ShardedEMA:
-    """An exponential moving average of a model's parameters: ``average += (1 - decay) * (parameter - average)``.
+    """Keeps an exponential moving average of a model's parameters.
 
-    Each rank averages its own shards, element by element, so nothing is communicated and nothing is gathered; the
-    average costs one more shard. Buffers are not averaged: inside :meth:`swap` the model has its own.
+    An update is ``average += (1 - decay) * (parameter - average)``. Each rank averages its own shards, element by
+    element,
+    so nothing is communicated or unsharded; the average costs one more shard. Buffers are not averaged: inside
+    :meth:`swap` the model has its own.
 
     Args:
         model: a wrapped model, or any module that holds wrappers; parameters that no unit manages are averaged too.
         decay: weight of the old average, in [0, 1).
-        dtype: dtype of the average; by default that of the parameters, and float32 where that is shorter than 4 bytes,
+        dtype: dtype of the average; by default that of the parameters, or float32 if that is shorter than 4 bytes,
             since an average in bfloat16 would lose most updates. Integer parameters are copied.
 
     Attributes:
         decay: may be changed at any time.
-        num_updates: calls of :meth:`update`.
+        num_updates: number of calls of :meth:`update`.
 
     Raises:
         OptionError: ``decay`` is out of range, or the model has no parameters.
@@ -59,7 +61,7 @@ class ShardedEMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the model's parameters as they are now into the average; after ``optimizer.step()``.
+        """Update the average with the model's current parameters; call it after ``optimizer.step()``.
 
         Raises:
             PhaseError: inside forward, backward or ``summon_full_params``.
@@ -76,9 +78,10 @@ class ShardedEMA:
 
     @contextmanager
     def swap(self) -> Iterator[None]:
-        """Inside the block the model has the averaged parameters: to evaluate it, or to save its ``state_dict``.
+        """Give the model the averaged parameters inside the block, to evaluate it or to save its ``state_dict``.
 
-        Every rank must enter it. The model's own parameters come back at the end, also after an exception. One unit's
+        Every rank must enter it. The model's own parameters are restored at the end, also after an exception. One
+        unit's
         shard at a time is held twice.
 
         Raises:
@@ -93,7 +96,10 @@ class ShardedEMA:
 
     @torch.no_grad()
     def _exchange(self, exact: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Trade the model's values for the average; ``exact`` holds those that the average's dtype could not hold."""
+        """Swap the model's values and the average.
+
+        ``exact`` holds the values that the average's dtype could not hold; the result holds those of this call.
+        """
         kept: dict[str, torch.Tensor] = {}
         for name, entry in self._entries.items():
             shadow, param = self._shadows[name], entry.param
@@ -107,14 +113,14 @@ class ShardedEMA:
                 param.copy_(shadow)
                 kept[name] = own
         for unit in units_of(self._model):
-            # What an earlier forward has left gathered holds the other values.
+            # Parameters still unsharded from an earlier forward hold the other values.
             unit.reshard()
         return kept
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's part of the average, with what it takes to recognise it.
+        """Return this rank's shard of the average, with the layout that identifies it.
 
-        It fits a model that is sharded alike, on the same rank. For a checkpoint that fits any number of ranks, save
+        It fits a model with the same sharding, on the same rank. For a checkpoint that fits any number of ranks, save
         ``model.state_dict()`` inside :meth:`swap`, and make a new average from a model that has loaded it.
 
         Returns:
@@ -130,10 +136,10 @@ class ShardedEMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what :meth:`state_dict` returned.
+        """Load the result of :meth:`state_dict`.
 
         Raises:
-            LoadError: a key is missing, or the model is sharded in another way.
+            LoadError: a key is missing, or the model is sharded differently.
         """
         missing = [key for key in ("decay", "num_updates", "averages", "layout") if key not in state_dict]
         if missing:

@@ -1,4 +1,4 @@
-"""Everything fsdp_flat raises on purpose.
+"""Defines every error that fsdp_flat raises on purpose.
 
 ::
 
@@ -14,8 +14,8 @@
     |-- UnsupportedError       (NotImplementedError)  a combination that does not exist
     `-- LoadError              (RuntimeError)         a state dict that does not fit the model
 
-Each class is also the built-in type in brackets, which is the type that FSDP1 raises
-for the same condition, so ``except ValueError`` written for FSDP1 goes on working.
+Each class is also the built-in type in brackets, which FSDP1 raises for the same condition, so ``except ValueError``
+written for FSDP1 still works.
 """
 
 from __future__ import annotations
@@ -36,44 +36,44 @@ __all__ = [
 
 
 class FsdpFlatError(Exception):
-    """Base of every error that fsdp_flat raises on purpose."""
+    """Groups all errors that fsdp_flat raises on purpose, as their base class."""
 
 
 class OptionError(FsdpFlatError, ValueError):
-    """An argument, or the model itself, cannot be used as given."""
+    """Raised if an argument, or the model itself, cannot be used as given."""
 
 
 class RankMismatchError(OptionError):
-    """Ranks of one group were given different models, unit orders or weights."""
+    """Raised if ranks of one group were given different models, unit orders or weights."""
 
 
 class TiedParameterError(OptionError):
-    """One parameter is shared by units that were wrapped separately."""
+    """Raised if one parameter is shared by units that were wrapped separately."""
 
 
 class MaterializeError(OptionError, AttributeError):
-    """A module on the meta device has no way to initialise its parameters."""
+    """Raised if a module on the meta device has no way to initialise its parameters."""
 
 
 class OptionTypeError(FsdpFlatError, TypeError):
-    """An argument has the wrong type."""
+    """Raised if an argument has the wrong type."""
 
 
 class UsageError(FsdpFlatError, RuntimeError):
-    """A call came in the wrong order or on the wrong object."""
+    """Raised for a call in the wrong order or on the wrong object."""
 
 
 class PhaseError(UsageError, AssertionError):
-    """A :class:`UsageError` for which FSDP1 raises ``AssertionError``."""
+    """Raised for a :class:`UsageError` for which FSDP1 raises ``AssertionError``."""
 
 
 class PeerFailureError(UsageError):
-    """Another rank of the group failed; its rank and message are in the text."""
+    """Raised if another rank of the group failed; its rank and message are in the text."""
 
 
 class UnsupportedError(FsdpFlatError, NotImplementedError):
-    """A combination of options that does not exist."""
+    """Raised for a combination of options that does not exist."""
 
 
 class LoadError(FsdpFlatError, RuntimeError):
-    """A state dict does not fit the model it is loaded into."""
+    """Raised if a state dict does not fit the model it is loaded into."""

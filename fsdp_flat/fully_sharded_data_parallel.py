@@ -1,4 +1,4 @@
-"""The wrapper class."""
+"""Defines the wrapper class."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ from fsdp_flat.state_methods import StateDictMethods
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from fsdp_flat.wrap.checks import warn_no_forward
 
-# Beside the class, what FSDP1 users import from the module of this name.
+# Besides the class, the names that FSDP1 users import from the module of this name.
 __all__ = [
     "FLAT_PARAM",
     "FSDP_PREFIX",
@@ -105,34 +105,34 @@ __all__ = [
 
 
 class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMethods):
-    """Shard a module's parameters, gradients and optimizer state over ranks.
+    """Shards a module's parameters, gradients and optimizer state over ranks.
 
-    The parameters of ``module`` that no nested wrapper manages are flattened and split over the ranks of the
-    process group. Forward and backward gather them and free them again; backward leaves each rank with its part
+    The parameters of ``module`` that no nested wrapper manages are flattened and sharded over the ranks of the
+    process group. Forward and backward all-gather them and free them again; backward leaves each rank with its shard
     of the mean gradient. Build the optimizer after wrapping.
 
     Every rank of the group must construct the same wrappers in the same order, and run them in the same order.
 
     Args:
         module: the module to wrap, on any device, the meta device included.
-        process_group: the group to shard over (default: the default group), or ``(shard_group, replicate_group)``
-            for hybrid strategies.
+        process_group: the group to shard over (default: the default group), or ``(shard_group, replicate_group)`` for
+            hybrid strategies.
         sharding_strategy: see :class:`ShardingStrategy`; ``FULL_SHARD`` by default.
-        cpu_offload: where shards live.
-        auto_wrap_policy: which submodules become units of their own; see :mod:`fsdp_flat.wrap`.
-        backward_prefetch: when backward begins the next gather: before or after the current unit's gradients are
+        cpu_offload: whether shards live on the CPU.
+        auto_wrap_policy: selects the submodules that become separate units; see :mod:`fsdp_flat.wrap`.
+        backward_prefetch: when backward begins the next all-gather: before or after the current unit's gradients are
             computed, or never (None).
         mixed_precision: dtypes of compute and reduction.
-        ignored_modules: modules whose parameters and buffers are left alone. Their gradients are not reduced.
+        ignored_modules: modules whose parameters and buffers are not managed. Their gradients are not reduced.
         param_init_fn: initialises modules that are on the meta device; by default ``reset_parameters``.
-        device_id: the device of compute: an index or a device. By default the current accelerator, or the CPU where
-            there is none.
-        sync_module_states: True broadcasts parameters and buffers from rank 0; ``"auto"`` does so only if ranks
-            differ, ``"raise"`` raises then, and False warns.
-        forward_prefetch: begin the next unit's gather before the current unit runs (on the CPU always).
-        limit_all_gathers: accepted; the number of gathered units is bounded at any rate.
+        device_id: the compute device: an index or a device. By default the current accelerator, or the CPU if there is
+            none.
+        sync_module_states: True broadcasts parameters and buffers from rank 0; ``"auto"`` does so only if ranks differ,
+            ``"raise"`` raises then, and False warns.
+        forward_prefetch: begin the next unit's all-gather before the current unit runs (on the CPU always).
+        limit_all_gathers: accepted; the number of unsharded units is bounded in any case.
         use_orig_params: keep the original parameters visible, as this rank's 1-D slices.
-        ignored_states: parameters, or modules, to be left alone.
+        ignored_states: parameters, or modules, that are not managed.
         device_mesh: a 1-D mesh to shard over, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
 
     Raises:
@@ -198,7 +198,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             owners=inherited.owners,
             broadcast=inherited.broadcast,
             on_meta=inherited.on_meta,
-            # Among the ranks of another group the id may stand for something else.
+            # Among the ranks of another group the id may identify another unit.
             unit_id=inherited.unit_id if options.groups.primary.group is inherited.group else 0,
         )
         self._unit = unit
@@ -210,24 +210,24 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
 
     @staticmethod
     def _child(module: nn.Module, arguments: Arguments, inherited: Inherited) -> nn.Module:
-        # FSDP1 makes children of the base class also below a subclass.
+        # As in FSDP1, children of a subclass are of the base class.
         wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
         nn.Module.__init__(wrapper)
         wrapper._construct(module, arguments, inherited)
         return wrapper
 
-    # -- what the wrapped module is reached by -------------------------------------------------------------------
+    # -- access to the wrapped module ---------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module, seen through an activation-checkpoint wrapper."""
+        """The wrapped module, without an activation-checkpoint wrapper around it."""
         wrapped = self._modules[FSDP_WRAPPED_MODULE]
         assert wrapped is not None
         inner = wrapped._modules.get(CHECKPOINT_WRAPPED_MODULE)
         return wrapped if inner is None else inner
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As for any module; a compiled module put in place of the wrapped one keeps plain names in state dicts."""
+        """Set an attribute as any module does; a compiled wrapped module keeps plain names in state dicts."""
         super().__setattr__(name, value)
         if name == FSDP_WRAPPED_MODULE and isinstance(value, nn.Module):
             hide_compiled_name(value)
@@ -255,7 +255,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
     forward = forward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also between forward and backward and those that wait inside ``no_sync``.
+        """Clear gradients, also between forward and backward, and unreduced ones inside ``no_sync``.
 
         Args:
             set_to_none: ``.grad`` becomes None; else it is filled with zeros.
@@ -275,7 +275,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         return schedule_of(self, self._unit)
 
     def check_is_root(self) -> bool:
-        """Whether this is the outermost wrapper. Sets up what the tree shares if that has not happened yet."""
+        """Return whether this is the outermost wrapper; set up the state that the tree shares if that is missing."""
         return self._schedule().root is self._unit
 
     def _require_root(self, what: str) -> Schedule:
@@ -289,7 +289,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
-        """Every wrapper at or below ``module``, or only the outermost ones.
+        """Return every wrapper at or below ``module``, or only the outermost ones.
 
         Args:
             module: any module.
@@ -309,9 +309,9 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         """Accumulate gradients over several backwards; only on the root. Backward must be inside too.
 
         Args:
-            mode: ``"local"`` reduces nothing and keeps each rank's gradient whole, which takes the memory of all
-                trainable parameters. ``"sharded"`` reduces after each backward, as outside of ``no_sync``, and keeps
-                a shard: more communication in place of that memory.
+            mode: ``"local"`` reduces nothing and keeps each rank's unreduced local gradient, which takes the memory of
+                all trainable parameters. ``"sharded"`` reduces after each backward, as outside of ``no_sync``, and
+                keeps a shard: more communication in place of that memory.
 
         Raises:
             OptionError: (a ValueError) another mode.
@@ -352,15 +352,14 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             return clip_grads(self, units, max_norm, norm_type)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Replace the reduction of gradients by a function of the caller's; only on the root, once.
+        """Replace the reduction of gradients by a function of the caller; only on the root, once.
 
         Args:
-            state: handed to the hook.
-            hook: called as ``hook(state, whole_gradient, output_shard)``; with NO_SHARD as ``hook(state, gradient)``,
-                which changes the gradient in place. Both are 1-D, in the reduction's dtype. The hook divides by
-                itself. Hybrid strategies call it over the shard group and average over the replicate group
-                themselves. torch's ``fp16_compress_hook`` and ``bf16_compress_hook`` stand for a reduction in
-                that dtype.
+            state: passed to the hook.
+            hook: called as ``hook(state, full_gradient, output_shard)``; with NO_SHARD as ``hook(state, gradient)``,
+                which changes the gradient in place. Both are 1-D, in the reduction's dtype. The hook divides by itself.
+                Hybrid strategies call it over the shard group and average over the replicate group themselves. torch's
+                ``fp16_compress_hook`` and ``bf16_compress_hook`` stand for a reduction in that dtype.
 
         Raises:
             PhaseError: (an AssertionError) not the root, or a second hook.
@@ -384,7 +383,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, here and in units below.
 
         With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is
-        read at the end of each backward, so it may be set anew for every step.
+        read at the end of each backward, so it may be set again for every step.
 
         Args:
             factor: a number, a scalar tensor on the gradients' device, or None for the mean.
@@ -408,7 +407,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         for policy in policies:
             policy.divide_factor = factor
 
-    # -- whole parameters ----------------------------------------------------------------------------------------
+    # -- full parameters -----------------------------------------------------------------------------------------
 
     @staticmethod
     @contextmanager
@@ -420,17 +419,17 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         offload_to_cpu: bool = False,
         with_grads: bool = False,
     ) -> Generator[None, None, None]:
-        """Show whole parameters of every unit at and below ``module`` inside the block.
+        """Unshard the full parameters of every unit at and below ``module`` inside the block.
 
         Every rank must enter it. Do not run forward or backward inside.
 
         Args:
             module: a wrapper or any module that holds wrappers.
-            recurse: nested wrappers too.
-            writeback: keep changes; each rank keeps those to its own part.
-            rank0_only: only rank 0 of each shard group sees whole parameters.
-            offload_to_cpu: whole parameters are on the CPU.
-            with_grads: whole gradients too.
+            recurse: include nested wrappers.
+            writeback: keep changes; each rank keeps those to its own shard.
+            rank0_only: only rank 0 of each shard group gets full parameters.
+            offload_to_cpu: full parameters are on the CPU.
+            with_grads: full gradients too.
 
         Raises:
             UnsupportedError: ``writeback`` with ``rank0_only``, ``with_grads`` with ``offload_to_cpu``.
@@ -447,7 +446,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Apply ``fn`` to every submodule, with whole parameters; changes are kept.
+        """Apply ``fn`` to every submodule, with full parameters; changes are kept.
 
         Every rank must call this.
 
@@ -468,10 +467,10 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As :meth:`nn.Module.named_parameters`; inside ``summon_full_params`` without wrapper words in the names.
+        """Yield as :meth:`nn.Module.named_parameters`; names have no wrapper components inside ``summon_full_params``.
 
-        Outside of forward and backward these are the parameters that an optimizer is to hold, also while a unit is
-        still gathered after a forward that no backward followed.
+        Outside of forward and backward these are the parameters that an optimizer must hold, also while a unit is
+        still unsharded after a forward that no backward followed.
         """
         kept = {shown: param for unit in units_of(self) for shown, param in unit.optimizer_params().items()}
         items = super().named_parameters(*args, **kwargs)
@@ -480,14 +479,14 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """As :meth:`nn.Module.named_modules`; inside ``summon_full_params`` without wrapper words in the names.
+        """Yield as :meth:`nn.Module.named_modules`; names have no wrapper components inside ``summon_full_params``.
 
-        Then the wrapper and the wrapped module have the same name, also where a plain module around them is asked.
+        Then the wrapper and the wrapped module have the same name, also if the call is on a plain module around them.
 
         Args:
-            memo: modules that are left out, and to which those found are added.
-            prefix: what the names begin with.
-            remove_duplicate: each module once, under its first name.
+            memo: modules to leave out; those found are added.
+            prefix: prefix of the names.
+            remove_duplicate: yield each module once, under its first name.
         """
         if self._unit.phase is not Phase.SUMMONED:
             yield from super().named_modules(memo, prefix, remove_duplicate)
@@ -502,7 +501,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             yield from wrapped.named_modules(memo, prefix, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """As :meth:`nn.Module.named_buffers`; inside ``summon_full_params`` without wrapper words in the names."""
+        """Yield as :meth:`nn.Module.named_buffers`; names have no wrapper components inside ``summon_full_params``."""
         yield from self._named(super().named_buffers(*args, **kwargs))
 
     def _named(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:

@@ -1,9 +1,9 @@
-"""One ``load_state_dict``: all of it is written, or nothing.
+"""Makes ``load_state_dict`` atomic: all of it is written, or nothing.
 
-Where the module that is loaded is a wrapper, everything is looked at before anything is written. A plain module with
-wrappers further in does not let them know what the others or the plain modules lack, so each is written in its turn, as
-plain modules are, and put back if the load is refused in the end. What plain modules ahead of the first wrapper have
-taken stays, and so does everything after an exception that ends torch's call: nobody is told of these.
+If the loaded module is a wrapper, everything is checked before anything is written. If it is a plain module with
+wrappers inside, a wrapper has no access to errors of the other modules, so each wrapper is written in order, as plain
+modules are, and restored if the load fails in the end. Two things are not restored: values that plain modules loaded
+before the first wrapper, and any values after an exception that ends torch's call, since no hook runs for these.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ __all__ = ["all_or_nothing", "end_load", "report_of"]
 
 @dataclass(eq=False, slots=True)
 class _Load:
-    """A call of ``load_state_dict`` that wrappers take part in.
+    """Tracks a call of ``load_state_dict`` in which wrappers take part.
 
     Attributes:
         root: the module that it was called on.
-        strict: names that are missing or unexpected are an error.
+        strict: missing or unexpected names are an error.
         missing, errors: the lists that torch keeps for the call.
-        owner: the wrapper that is being loaded, the outermost one; None between wrappers.
-        report: what was found wrong with the owner.
-        held: what shards below a plain root were before they were written.
-        beside: what else the load may overwrite there.
-        meets: units below a plain root whose ranks exchanged chunks.
-        at_end: what is to be done once it is over, however it ends.
+        owner: the outermost wrapper that is being loaded; None between wrappers.
+        report: errors and pending writes of the owner.
+        held: copies of shards below a plain root from before they were written.
+        beside: snapshot of the other tensors that the load may overwrite there.
+        exchanging_units: units below a plain root whose ranks exchanged chunks.
+        at_end: callbacks to run once the call is over, however it ends.
     """
 
     root: nn.Module
@@ -58,21 +58,21 @@ class _Load:
     at_end: list[Callable[[], object]] = field(default_factory=list)
 
     def refuses(self, keys: Any) -> bool:
-        """Whether torch will raise for names alone."""
+        """Return whether torch will raise for names alone."""
         return self.strict and bool(keys.missing_keys or keys.unexpected_keys)
 
 
-# By the identity of the list of errors, until the call is over.
+# Loads in progress, by the identity of the list of errors.
 _going_on: dict[int, _Load] = {}
-# On a wrapper that is being loaded: what is put off until torch has not raised, and its snapshot.
+# Attributes of a wrapper during a load: writes deferred until torch has not raised, and its snapshot.
 _LATE, _BESIDE = "_load_put_off", "_load_beside"
 
 
 def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> LoadReport:
-    """What the load that is going on has found wrong so far, and what it is to write.
+    """Return the report of the load in progress: errors found so far, and pending writes.
 
     Args:
-        wrapper: a wrapper whose turn it is.
+        wrapper: the wrapper to be loaded now.
         missing, errors: the lists that torch keeps for the call.
     """
     load = _going_on.get(id(errors))
@@ -88,18 +88,18 @@ def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
     call: Mapping[str, Any] = next((each for each in calls if each["error_msgs"] is errors), {})
     root = call.get("self", wrapper)
     if unit_of(root) is None and len(calls) > 1:
-        # A plain module in a hook of another load: torch may be going through its hooks, which must not change then.
+        # A plain module in a hook of another load: torch may be iterating over its hooks, which must not change then.
         call, root = {}, wrapper
     load = _Load(root, call.get("strict", False), missing, errors)
     _going_on[id(errors)] = load
     if "load" in call:
-        # torch's own inner function is what dies with the call, however that ends.
+        # torch's inner function is freed when the call ends, also after an exception.
         weakref.finalize(call["load"], _end, load)
     if unit_of(root) is None:
         hooks: OrderedDict[int, Callable[..., Any]] = root._load_state_dict_post_hooks
         if end_load not in hooks.values():
             root.register_load_state_dict_post_hook(end_load)
-        # After hooks of the user's, which may forgive what is missing.
+        # Run after the user's hooks, which may remove missing names.
         hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
         load.beside = Snapshot(root, assign=call.get("assign", False))
         load.at_end = _record_versions(root, call.get("metadata"))
@@ -114,7 +114,7 @@ def _end(load: _Load) -> None:
 
 
 def _calls() -> Iterator[Mapping[str, Any]]:
-    """Variables of every ``load_state_dict`` that is going on here; torch hands them to nobody further in."""
+    """Yield the local variables of every ``load_state_dict`` in progress; torch does not pass them to submodules."""
     frame = sys._getframe().f_back
     while frame is not None:
         if frame.f_code.co_name == "load_state_dict" and "error_msgs" in frame.f_locals:
@@ -123,13 +123,13 @@ def _calls() -> Iterator[Mapping[str, Any]]:
 
 
 def end_load(module: nn.Module, keys: Any) -> None:
-    """A load hook: errors without wrapper words, and at the outermost wrapper the writing, if there are none."""
+    """Clean the names in errors, as a load hook; at the outermost wrapper write the values if there are no errors."""
     load = next((each for each in list(_going_on.values()) if each.missing is keys.missing_keys), None)
     if load is None:
         return
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
     keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
-    # By now the wrapped modules have added theirs to the list.
+    # The wrapped modules have added their errors by now.
     load.errors[:] = map(clean_text, load.errors)
     report = load.report
     if report is not None and load.owner is module:
@@ -144,7 +144,7 @@ def end_load(module: nn.Module, keys: Any) -> None:
         else:
             for unit in units_of(module):
                 for handle in unit.handles:
-                    # A unit at two places is written twice.
+                    # A unit that is registered twice is written twice.
                     if handle not in load.held:
                         load.held[handle] = handle.flat_param.data.to("cpu", copy=True)
             load.exchanging_units += report.exchanging_units
@@ -172,14 +172,14 @@ def _end_below_plain_root(load: _Load, keys: Any) -> None:
 def _write(root: nn.Module, report: LoadReport, *, refused: bool) -> None:
     report.commit(refused=refused)
     if not refused and not report.errors:
-        # Whatever raises from here on, new buffers belong to the new shards.
+        # Also if an error follows, new buffers belong to the new shards.
         beside = root.__dict__.get(_BESIDE)
         if beside is not None:
             beside.discard()
 
 
 def _record_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
-    """Note the versions that a plain model was saved with under the names of wrapped modules too, until the end."""
+    """Add the versions saved by a plain model under the names of wrapped modules; return callbacks that remove them."""
     if versions is None:
         return []
     names = {name: clean_fqn(name) for name, _ in root.named_modules()}
@@ -189,7 +189,7 @@ def _record_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[C
 
 
 def commit_late(root: nn.Module) -> None:
-    """Write what was put off because names are missing or unexpected, since torch has not raised after all.
+    """Write the values that were deferred because of missing or unexpected names, since torch has not raised.
 
     Raises:
         LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
@@ -209,8 +209,8 @@ def commit_late(root: nn.Module) -> None:
 
 @contextmanager
 def all_or_nothing(root: nn.Module, *, assign: bool) -> Iterator[None]:
-    """Load a wrapper inside the block; what is not sharded is put back if nothing of the shards was written."""
-    # A hook of a load that is going on: what it has put off comes first, as in torch.
+    """Load a wrapper inside the block; restore tensors that are not sharded if no shard was written."""
+    # If a hook of another load calls this, write the deferred values of that load first, as in torch.
     commit_late(root)
     outer = root.__dict__.get(_BESIDE)
     beside = root.__dict__[_BESIDE] = Snapshot(root, assign=assign)
@@ -228,7 +228,7 @@ def all_or_nothing(root: nn.Module, *, assign: bool) -> Iterator[None]:
 
 
 class Snapshot:
-    """What a load may overwrite besides shards: buffers, and parameters that no unit manages."""
+    """Holds tensors that a load may overwrite besides shards: buffers, and parameters that no unit manages."""
 
     def __init__(self, root: nn.Module, *, assign: bool) -> None:
         managed = {
@@ -246,7 +246,7 @@ class Snapshot:
                     self._held.append((tensors, name, tensor, copied))
 
     def restore(self) -> None:
-        """Put back what has changed."""
+        """Restore the tensors that have changed."""
         with torch.no_grad():
             for tensors, name, tensor, copied in self._held:
                 tensors[name] = tensor
@@ -254,5 +254,5 @@ class Snapshot:
                     tensor.copy_(copied)
 
     def discard(self) -> None:
-        """What is there now is right."""
+        """Drop the snapshot and keep the current values."""
         self._held.clear()

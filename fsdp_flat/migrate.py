@@ -1,6 +1,6 @@
-"""``python -m fsdp_flat.migrate PATH...``: move a codebase from torch's FSDP1 to fsdp_flat.
+"""Moves a codebase from torch's FSDP1 to fsdp_flat: ``python -m fsdp_flat.migrate PATH...``.
 
-See :mod:`fsdp_flat.tools.migrate` for what it does, its options and its exit status.
+See :mod:`fsdp_flat.tools.migrate` for its behaviour, options and exit status.
 """
 
 from __future__ import annotations

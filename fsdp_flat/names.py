@@ -1,4 +1,4 @@
-"""Parameter names without the words that wrappers add."""
+"""Removes the components that wrappers add from names of parameters and modules."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name",
 
 
 def clean_tensor_name(tensor_name: str) -> str:
-    """A dotted name without the components of FSDP, of activation-checkpoint wrappers and of ``torch.compile``.
+    """Return a dotted name without the components of FSDP, activation-checkpoint wrappers and ``torch.compile``.
 
     Args:
-        tensor_name: as ``named_parameters`` gives it.
+        tensor_name: a name from ``named_parameters``.
 
     Returns:
         The name in the plain model.
@@ -29,19 +29,19 @@ def clean_tensor_name(tensor_name: str) -> str:
 def clean_named_parameters(
     model: nn.Module, *, remove_duplicate: bool = True, remove_empty: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """``model.named_parameters()`` under the plain model's names.
+    """Yield ``model.named_parameters()`` under the plain model's names.
 
     ``torch.optim.AdamW(clean_named_parameters(model))`` makes an optimizer whose groups hold clean names.
 
     Args:
         model: a wrapper, or any module that holds wrappers.
-        remove_duplicate: give a tied parameter once, under its first name.
-        remove_empty: leave out slices without elements, for optimizers whose kernels cannot take them. Ranks then give
+        remove_duplicate: yield a tied parameter once, under its first name.
+        remove_empty: leave out slices without elements, for optimizers whose kernels cannot take them. Ranks then yield
             different names; state dicts of the optimizer have all of them.
 
     Returns:
         Names and parameters, which are this rank's slices with ``use_orig_params=True``. Without it a unit has one
-        parameter, under its module's name and ``_flat_param``; its ``_fqns`` lists the names of what is in it.
+        parameter, under its module's name and ``_flat_param``; its ``_fqns`` lists the names of the parameters in it.
     """
     for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
         if not remove_empty or param.numel() > 0:
@@ -49,9 +49,10 @@ def clean_named_parameters(
 
 
 def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The plain model's modules under the plain model's names.
+    """Yield the plain model's modules under the plain model's names.
 
-    For code that looks modules up by the names of a state dict, and strips wrapper words at the start of a name only::
+    For code that looks modules up by the names of a state dict, and strips wrapper components at the start of a name
+    only::
 
         adapters = [name for name, module in clean_named_modules(model) if hasattr(module, "lora_A")]
 
@@ -61,7 +62,7 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Returns:
         Names and modules in the order of ``model.named_modules()``, without wrappers (of FSDP, of activation
         checkpointing, of ``torch.compile``): each name stands for the innermost module, which has the wrapped one's
-        class. A module at several places is given once, under its first name.
+        class. A module at several places is yielded once, under its first name.
     """
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -70,7 +71,7 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter of which ``param`` is this rank's part; of any other tensor its own.
+    """Return the unsharded shape of a parameter of which ``param`` is this rank's shard; else the tensor's own shape.
 
     ``[p for p in model.parameters() if len(whole_shape(p)) >= 2]`` finds the weights to decay, where ``p.dim()`` is 1.
 

@@ -1,4 +1,4 @@
-"""The wrapper's methods for optimizer state."""
+"""Provides the wrapper's methods for optimizer state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
 class OptimStateMethods(nn.Module):
-    """The wrapper's static methods for optimizer state; the wrapper class inherits them."""
+    """Provides the wrapper's static methods for optimizer state; the wrapper class inherits them."""
 
     @staticmethod
     def optim_state_dict(
@@ -31,24 +31,24 @@ class OptimStateMethods(nn.Module):
         optim_state_dict: dict[str, Any] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The optimizer's state under parameter names, in the form that is set for state dicts.
+        """Return the optimizer's state under parameter names, in the state-dict type that is set.
 
-        FULL gives whole tensors; SHARDED and LOCAL give torch's types with dim-0 chunks. Scalars are on the CPU. Every
+        FULL gives full tensors; SHARDED and LOCAL give torch's types with dim-0 chunks. Scalars are on the CPU. Every
         rank must call this.
 
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
-            optim_state_dict: taken instead of ``optim.state_dict()``, keyed by position (or by name, as torch's named
+            optim_state_dict: used instead of ``optim.state_dict()``, keyed by position (or by name, as torch's named
                 optimizer does).
-            group: accepted for FSDP1's sake; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
-            OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
-            UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+            OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
+            UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         settings = _settings(model)
@@ -71,13 +71,13 @@ class OptimStateMethods(nn.Module):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What this rank's ``optim.load_state_dict`` takes, made of a state dict under parameter names.
+        """Convert a state dict under parameter names to one for this rank's ``optim.load_state_dict``.
 
-        Whole tensors, ShardedTensors and DTensors are taken, whatever form is set. With
+        Full tensors, ShardedTensors and DTensors are accepted, whatever type is set. With
         ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 (of all ranks, also with hybrid strategies) needs the
         dict.
 
-        Where all values are whole tensors nothing is communicated, so ranks may load one after another, and a value
+        If all values are full tensors nothing is communicated, so ranks may load one after another, and a value
         that does not fit is an error of that rank alone. With chunks, or ``rank0_only``, every rank must call this.
 
         Args:
@@ -86,14 +86,14 @@ class OptimStateMethods(nn.Module):
             optim_state_dict: from :meth:`optim_state_dict`, FSDP1's, or a plain optimizer's under names.
             is_named_optimizer: keys of the result are names.
             load_directly: also load the result into ``optim``.
-            group: accepted for FSDP1's sake; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
-            What ``optim.load_state_dict`` takes on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
-            LoadError: (a RuntimeError) a value that does not fit its parameter.
+            LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         settings = _settings(model)
         config = settings.optim_state_dict_config
@@ -126,7 +126,7 @@ class OptimStateMethods(nn.Module):
         *,
         _stacklevel: int = 1,
     ) -> dict[str, Any]:
-        """What FSDP1's saving methods share, under the name by which clients call it; every rank must."""
+        """Implement FSDP1's saving methods, under the name that clients call. Every rank must call this."""
         _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
         contents = contents_of(optim, optim_state_dict, model)
         return save_optim_state(
@@ -144,7 +144,7 @@ class OptimStateMethods(nn.Module):
         is_named_optimizer: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """What FSDP1's loading methods share, under the name by which clients call it."""
+        """Implement FSDP1's loading methods, under the name that clients call."""
         _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
         return load_optim_state(
             model,
@@ -158,7 +158,7 @@ class OptimStateMethods(nn.Module):
 
     @staticmethod
     def _is_using_optim_input(optim_input: OptimInput, optim: torch.optim.Optimizer | None) -> bool:
-        """Whether ``optim_input``, or in its absence ``model.parameters()``, says the order of parameters."""
+        """Return whether ``optim_input``, or in its absence ``model.parameters()``, gives the order of parameters."""
         return optim_input is not None or optim is None
 
     @staticmethod
@@ -169,22 +169,24 @@ class OptimStateMethods(nn.Module):
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict` for whole tensors on the CPU. Every rank must call this.
+        """Return the state as full tensors on the CPU; older form of :meth:`optim_state_dict`.
+
+        Every rank must call this.
 
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
-            optim_input: accepted for FSDP1's sake; ``optim`` says the order of parameters.
-            rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send what they have and return an
+            optim_input: accepted as in FSDP1; ``optim`` gives the order of parameters.
+            rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send their shards and return an
                 empty dict.
-            group: accepted for FSDP1's sake; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
-            OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
-            UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+            OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
+            UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
@@ -194,19 +196,19 @@ class OptimStateMethods(nn.Module):
     def sharded_optim_state_dict(
         model: nn.Module, optim: torch.optim.Optimizer, group: dist.ProcessGroup | None = None
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict` for dim-0 chunks. Every rank must call this.
+        """Return the state as dim-0 chunks; older form of :meth:`optim_state_dict`. Every rank must call this.
 
         Args:
             model: the wrapped model, or a module that holds wrapped ones.
             optim: its optimizer, built after wrapping.
-            group: accepted for FSDP1's sake; each unit's own groups are used.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
 
         Raises:
-            OptionError: (a ValueError) the optimizer holds a parameter that is none of the model's.
-            UnsupportedError: a state that fits neither the rank's part of its parameter nor a scalar.
+            OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
+            UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
@@ -219,20 +221,20 @@ class OptimStateMethods(nn.Module):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict_to_load` for whole tensors that every rank has.
+        """Convert full tensors that every rank has for loading; older form of :meth:`optim_state_dict_to_load`.
 
         Args:
-            full_optim_state_dict: whole tensors under names.
+            full_optim_state_dict: full tensors under names.
             model: the wrapped model, or a module that holds wrapped ones.
-            optim_input: what the optimizer was built from, where there is no ``optim``.
-            optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
+            optim_input: input of the optimizer's constructor, if there is no ``optim``.
+            optim: gives the order of parameters; without both it is ``model.parameters()``.
 
         Returns:
-            What ``optim.load_state_dict`` takes on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
-            LoadError: (a RuntimeError) a value that does not fit its parameter.
+            LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
         return OptimStateMethods._optim_state_dict_to_load_impl(full_optim_state_dict, model, optim_input, optim)
@@ -241,7 +243,7 @@ class OptimStateMethods(nn.Module):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: dict[str, Any], model: nn.Module, optim: torch.optim.Optimizer
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict_to_load` for dim-0 chunks. Every rank must call this.
+        """Convert dim-0 chunks for loading; older form of :meth:`optim_state_dict_to_load`. Every rank must call this.
 
         Args:
             sharded_optim_state_dict: from :meth:`sharded_optim_state_dict` at the same number of ranks.
@@ -249,11 +251,11 @@ class OptimStateMethods(nn.Module):
             optim: its optimizer, built after wrapping.
 
         Returns:
-            What ``optim.load_state_dict`` takes on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
-            LoadError: (a RuntimeError) a value that does not fit its parameter.
+            LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         contents = contents_of(optim)
@@ -269,23 +271,23 @@ class OptimStateMethods(nn.Module):
         optim: torch.optim.Optimizer | None = None,
         group: Any | None = None,
     ) -> dict[str, Any]:
-        """The older form of :meth:`optim_state_dict_to_load` for whole tensors that rank 0 alone has.
+        """Convert full tensors that rank 0 alone has for loading; older form of :meth:`optim_state_dict_to_load`.
 
         Every rank must call this.
 
         Args:
-            full_optim_state_dict: whole tensors under names on rank 0; what other ranks pass is not looked at.
+            full_optim_state_dict: full tensors under names on rank 0; ignored on other ranks.
             model: the wrapped model, or a module that holds wrapped ones.
-            optim_input: what the optimizer was built from, where there is no ``optim``.
-            optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
-            group: accepted for FSDP1's sake; each unit's own groups are used.
+            optim_input: input of the optimizer's constructor, if there is no ``optim``.
+            optim: gives the order of parameters; without both it is ``model.parameters()``.
+            group: accepted as in FSDP1; each unit's own groups are used.
 
         Returns:
-            What ``optim.load_state_dict`` takes on this rank.
+            Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
             OptionError: (a ValueError) not an optimizer state dict.
-            LoadError: (a RuntimeError) a value that does not fit its parameter.
+            LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         return OptimStateMethods._optim_state_dict_to_load_impl(
@@ -300,14 +302,14 @@ class OptimStateMethods(nn.Module):
         optim_input: OptimInput = None,
         optim: torch.optim.Optimizer | None = None,
     ) -> dict[str, Any]:
-        """An optimizer state dict with positions as keys turned to names, or the other way; for plain models too.
+        """Convert the keys of an optimizer state dict from positions to names, or the other way; for plain models too.
 
         Args:
             optim_state_dict: the state dict.
-            optim_state_key_type: what keys are to become.
+            optim_state_key_type: the type of the new keys.
             model: the model that has the names.
-            optim_input: what the optimizer was built from, where there is no ``optim``.
-            optim: the optimizer whose order of parameters counts; without both it is ``model.parameters()``.
+            optim_input: input of the optimizer's constructor, if there is no ``optim``.
+            optim: gives the order of parameters; without both it is ``model.parameters()``.
 
         Returns:
             A state dict of the same values under the other keys.

@@ -1,4 +1,4 @@
-"""``python -m fsdp_flat.run script.py args...``: an unmodified FSDP1 script on fsdp_flat."""
+"""Runs an unmodified FSDP1 script on fsdp_flat: ``python -m fsdp_flat.run script.py args...``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> None:
         arguments: the command line after ``python -m fsdp_flat.run``.
 
     Raises:
-        SystemExit: what the script exits with; 2 if the command line is wrong or there is no such script.
+        SystemExit: with the exit status of the script; 2 if the command line is wrong or there is no such script.
     """
     rest = list(arguments)
     verbose = False
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> None:
     sys.modules["__main__"] = ModuleType("__main__")
     sys.excepthook = _without_our_frames(sys.excepthook)
     if is_module:
-        # What python itself calls for -m; it runs the code in the module that is __main__ and sets sys.argv[0].
+        # Python itself calls this for -m; it runs the code in the module that is __main__ and sets sys.argv[0].
         runpy._run_module_as_main(rest[0])  # type: ignore[attr-defined]
     else:
         _run_script(rest[0])
@@ -74,7 +74,7 @@ def _run_script(path: str) -> None:
         _fail(f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}")
     absolute = os.path.abspath(path)
     if not getattr(sys.flags, "safe_path", False):
-        # Under -m this is the working directory; a script sees its own directory there.
+        # Under -m this is the working directory; a script expects its own directory there.
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     namespace = vars(sys.modules["__main__"])
     loader = importlib.machinery.SourceFileLoader("__main__", absolute)
@@ -83,7 +83,7 @@ def _run_script(path: str) -> None:
 
 
 def _without_our_frames(show: Any) -> Any:
-    """An excepthook whose traceback begins where the script does."""
+    """Return an excepthook whose traceback begins at the script."""
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         last = found = traceback

@@ -1,7 +1,7 @@
-"""Names that FSDP1 does not document and that callers use all the same, derived from the unit.
+"""Provides undocumented FSDP1 attributes that callers use, derived from the unit.
 
-accelerate, verl, OLMo, composer and torch's own checkpointing read these. None of them is state: what a property
-returns is computed from the unit, the handle and its layout. What may be assigned says so.
+accelerate, verl, OLMo, composer and torch's own checkpointing read these. None of them is state: a property computes
+its value from the unit, the handle and its layout. A docstring says so if an attribute may be assigned.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingS
 
 
 class TrainingState(Enum):
-    """What a wrapper is doing, in FSDP1's words."""
+    """Enumerates the states of a wrapper under FSDP1's names."""
 
     IDLE = auto()
     FORWARD_BACKWARD = auto()
@@ -57,7 +57,7 @@ class TrainingState(Enum):
 
 
 class HandleTrainingState(Enum):
-    """What a handle is doing, in FSDP1's words; BACKWARD_POST has no counterpart here."""
+    """Enumerates the states of a handle under FSDP1's names; BACKWARD_POST has no counterpart here."""
 
     IDLE = auto()
     FORWARD = auto()
@@ -76,14 +76,14 @@ _TRAINING_STATES = {
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Arguments of the constructor that are shown again as they were given."""
+    """Holds constructor arguments that properties return as given."""
 
     mixed_precision: MixedPrecision
     cpu_offload: CPUOffload
 
 
 class _ShardParamInfo(NamedTuple):
-    """Where one parameter lies in this rank's shard; indices within the parameter are inclusive."""
+    """Locates one parameter in this rank's shard; indices within the parameter are inclusive."""
 
     in_shard: bool
     offset_in_shard: int | None
@@ -93,7 +93,7 @@ class _ShardParamInfo(NamedTuple):
 
 
 def describe_flat_params(unit: Unit) -> None:
-    """Give a unit's flat parameters FSDP1's attributes that never change: names, sizes, and the shard's content."""
+    """Set FSDP1's constant attributes on a unit's flat parameters: names, sizes, and the shard's content."""
     for handle in unit.handles:
         layout, flat_param = handle.layout, handle.flat_param
         numels = _numels_and_paddings(handle)
@@ -137,7 +137,7 @@ def _shard_param_info(handle: flat.FlatParamHandle, index: int) -> _ShardParamIn
 
 
 class FlatParamHandle:
-    """A handle in FSDP1's words: what ``wrapper._handle`` and ``wrapper._all_handles`` hold.
+    """Presents a handle under FSDP1's names, for ``wrapper._handle`` and ``wrapper._all_handles``.
 
     Attributes that are not named here are those of :class:`fsdp_flat.flat.FlatParamHandle`.
 
@@ -153,14 +153,14 @@ class FlatParamHandle:
         self._real = handle
 
     def __getattr__(self, name: str) -> Any:
-        """What the handle itself has under this name."""
+        """Return the attribute of this name of the handle itself."""
         if name in FlatParamHandle.__slots__:
             raise AttributeError(name)
         return getattr(self._real, name)
 
     @property
     def flat_param(self) -> nn.Parameter:
-        """The flat parameter, with FSDP1's attributes of tensors brought up to date."""
+        """The flat parameter, with FSDP1's tensor attributes updated."""
         flat_param, views = self._real.flat_param, self._real.views
         tensors = {
             "_local_shard": flat_param.data,
@@ -176,7 +176,7 @@ class FlatParamHandle:
 
     @property
     def uses_sharded_strategy(self) -> bool:
-        """Whether parameters are split over ranks."""
+        """True if parameters are sharded over ranks."""
         return self._unit.options.strategy.member is not ShardingStrategy.NO_SHARD
 
     @property
@@ -204,7 +204,7 @@ class FlatParamHandle:
 
     @property
     def device(self) -> torch.device:
-        """The device of compute."""
+        """The compute device."""
         return self._real.spec.device
 
     @property
@@ -240,22 +240,22 @@ class FlatParamHandle:
 
     @property
     def sharded_grad(self) -> torch.Tensor | None:
-        """The gradient of the shard, 1-D and padded like it; with original parameters it is put together anew."""
+        """The gradient of the shard, 1-D and padded like it; with original parameters it is assembled at each read."""
         views = self._real.views
         if not any(views.has_grads()):
             return None
         return views.shard_grad() if self._use_orig_params else self._real.flat_param.grad
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` has the shard's size."""
+        """Return whether ``tensor`` has the shard's size."""
         return self.uses_sharded_strategy and tensor.shape == (self._real.layout.shard_numel,)
 
     def needs_unshard(self) -> bool:
-        """Whether the parameters have to be gathered before they can be used."""
+        """Return whether the parameters must be unsharded before use."""
         return self.uses_sharded_strategy and not self._unit.is_unsharded
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
-        """Free the gathered parameters of the unit, if ``free_unsharded_flat_param``; between steps."""
+        """Free the unsharded parameters of the unit if ``free_unsharded_flat_param``; between steps."""
         check_idle(self._unit, "reshard")
         if free_unsharded_flat_param:
             self._unit.reshard()
@@ -274,7 +274,7 @@ class FlatParamHandle:
 
 
 def forget_tensors(unit: Unit) -> None:
-    """Drop the tensors that reading ``_flat_param`` left on it, which may keep a replaced shard alive."""
+    """Drop the tensors that reading ``_flat_param`` stored on it, which may keep a replaced shard alive."""
     for handle in unit.handles:
         for name in ("_local_shard", "_full_param_padded", "_params"):
             handle.flat_param.__dict__.pop(name, None)
@@ -289,7 +289,7 @@ def _world_size(group: dist.ProcessGroup | None) -> int:
 
 
 class SemiPrivateNames(nn.Module):
-    """The wrapper's attributes in FSDP1's words; the wrapper class inherits them."""
+    """Provides the wrapper's attributes under FSDP1's names; the wrapper class inherits them."""
 
     _unit: Unit
     _settings: StateDictSettings
@@ -341,7 +341,7 @@ class SemiPrivateNames(nn.Module):
 
     @property
     def _is_root(self) -> bool | None:
-        """None before the first use. Assigning False or None makes a root forget that it is one."""
+        """True for a root; None before the first use. Assigning False or None drops a root's schedule."""
         context = self._unit.context
         return context.root is self._unit if isinstance(context, Schedule) else None
 
@@ -416,7 +416,7 @@ class SemiPrivateNames(nn.Module):
 
     @property
     def training_state(self) -> TrainingState:
-        """What the unit is doing."""
+        """The state of the unit."""
         return _TRAINING_STATES[self._unit.phase][0]
 
     @property

@@ -1,6 +1,6 @@
-"""Methods and functions that FSDP1 does not document and that torch's own helpers and clients call all the same.
+"""Provides undocumented FSDP1 methods and functions that torch's own helpers and clients call.
 
-``torch.testing._internal.common_fsdp``, MMEngine and vendored copies of FSDP1's own code read them.
+``torch.testing._internal.common_fsdp``, MMEngine and vendored copies of FSDP1's own code use them.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ _optim_state_dict_type_to_config: Mapping[Any, type] = MappingProxyType(
 
 
 class UnshardHandle:
-    """An all-gather that ``wrapper._unshard(async_op=True)`` has begun.
+    """Waits for an all-gather that ``wrapper._unshard(async_op=True)`` has begun.
 
     Args:
-        unit: the unit whose parameters are on their way.
+        unit: the unit that is being unsharded.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
 
     def wait(self) -> None:
-        """Wait until the parameters are there; a second call does nothing."""
+        """Wait until the parameters are unsharded; a second call does nothing."""
         if not self._unit.is_sharded:
             self._unit.finish_unshard()
 
 
 class _UnknownWrapper(dict[str, str]):
-    """Stands for the renamed children of a wrapper, which has none; being asked for one means not to know wrappers."""
+    """Replaces a wrapper's mapping of renamed children, to detect callers that do not support wrappers."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Raise for the wrapped module.
+        """Raise for the wrapped module; return ``default`` for other names.
 
         Raises:
             UsageError: always, for that name.
@@ -74,10 +74,10 @@ class _UnknownWrapper(dict[str, str]):
 
 
 class SemiPrivateMethods(SemiPrivateNames):
-    """The wrapper's methods of that kind; the wrapper class inherits them."""
+    """Provides the wrapper's undocumented FSDP1 methods; the wrapper class inherits them."""
 
     def _assert_state(self, state: Any) -> None:
-        """Raise unless :attr:`training_state` is ``state``, or one of several; members of FSDP1's enum count by name.
+        """Raise unless :attr:`training_state` is ``state``, or one of several; members of FSDP1's enum match by name.
 
         Raises:
             OptionError: (a ValueError) it is not.
@@ -90,25 +90,25 @@ class SemiPrivateMethods(SemiPrivateNames):
             )
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Children that state dicts of ``torch.distributed.checkpoint.state_dict`` know by other names: none.
+        """Return the children that ``torch.distributed.checkpoint.state_dict`` renames: none.
 
-        Its functions ask this for the wrapped module only where they take the wrapper for a module like any other.
+        Its functions look up the wrapped module here only if they treat the wrapper as an ordinary module.
         """
         return _UnknownWrapper()
 
     def _low_precision_hook_enabled(self) -> bool:
-        """Whether one of torch's hooks that reduce in a lower precision is registered."""
+        """Return whether one of torch's hooks that reduce in a lower precision is registered."""
         return self._unit.policy.dtype is not None
 
     def _mixed_precision_enabled_for_buffers(self) -> bool:
-        """Whether buffers compute in another dtype."""
+        """Return whether buffers compute in another dtype."""
         return self.mixed_precision.buffer_dtype is not None
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the unit's parameters ahead of its forward, which then finds them. Every rank must call this.
+        """All-gather the unit's parameters before its forward, which then uses them. Every rank must call this.
 
         Args:
-            async_op: return at once, with a handle to wait for it.
+            async_op: return at once, with a handle to wait for the all-gather.
         """
         unit = self._unit
         unit.context.streams.shards_written()
@@ -121,7 +121,7 @@ class SemiPrivateMethods(SemiPrivateNames):
 
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
-        """Inside the block the modules register flat parameters, as with ``use_orig_params=False``, here and below.
+        """Register flat parameters on the modules inside the block, as with ``use_orig_params=False``, here and below.
 
         Raises:
             PhaseError: (an AssertionError) a unit was made without original parameters, or in the middle of a step.
@@ -146,7 +146,8 @@ class SemiPrivateMethods(SemiPrivateNames):
                 for number, handle in enumerate(unit.handles):
                     unit.module._parameters.pop(_flat_name(number), None)
                     handle.views.use_sharded_views()
-                    # ``.data =`` on the flat parameter, and changes in place past its version counter.
+                    # The caller may have set ``.data`` of the flat parameter, or changed it in place past its version
+                    # counter.
                     handle.views.rewritten()
                     handle.adopt_changes()
 
@@ -158,13 +159,13 @@ def _flat_name(number: int) -> str:
 def _get_grad_norm(
     params: Iterable[nn.Parameter], norm_type: float, zero: torch.Tensor, device: torch.device
 ) -> torch.Tensor:
-    """The norm in fp32 of this rank's gradients of some parameters, as one vector, on ``device``; else ``zero``."""
+    """Return the fp32 norm of this rank's gradients of some parameters, as one vector, on ``device``; else ``zero``."""
     grads = [param.grad for param in params if param.grad is not None]
     return local_norm(grads, norm_type, device, torch.float32) if grads else zero
 
 
 def _get_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:
-    """For each parameter of a model that holds no flat parameters its first name, without wrapper words.
+    """Map each parameter of a model without flat parameters to its first name, without wrapper components.
 
     Raises:
         OptionError: (a ValueError) a flat parameter, which stands for several.
@@ -178,5 +179,5 @@ def _get_param_to_fqn(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def _get_fqn_to_param(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The inverse of :func:`_get_param_to_fqn`."""
+    """Return the inverse of :func:`_get_param_to_fqn`."""
     return {name: param for param, name in _get_param_to_fqn(model).items()}

@@ -1,17 +1,17 @@
-"""``ShardedGradScaler``: loss scaling whose decision to skip a step is agreed over a process group.
+"""Scales losses; the decision to skip a step is reached by consensus over a process group.
 
-Each rank sees the gradients of its own shards only, so an overflow may show on one rank and must count on all.
+Each rank has the gradients of its own shards only, so an overflow may occur on one rank and must count on all.
 
-Where this goes further than FSDP1's class of the same name:
+Extensions of FSDP1's class of the same name:
 
-* One exchange an ``unscale_``: the maximum of one number, for all devices together; none where the group has one rank.
-* What is recorded is one 0-dim flag that is 0 or 1. FSDP1 records a sum over ranks in a 1-D tensor for each device, but
+* One all-reduce an ``unscale_``: the maximum of one number, for all devices together; none if the group has one rank.
+* One 0-dim flag is recorded that is 0 or 1. FSDP1 records a sum over ranks in a 1-D tensor for each device, but
   torch's fused optimizers skip on exactly 1 and work with a 0-dim flag only.
-* Optimizers that unscale in their own step (``fused=True``) are agreed on too.
-* The group is looked up when it is used, so a scaler may be made before the process group is.
+* The decision covers optimizers that unscale in their own step (``fused=True``) too.
+* The group is looked up at use, so a scaler may be made before the process group is.
 
 The names with a leading underscore that are overridden or read here belong to ``torch.amp.GradScaler``, which offers no
-public way to change what it does with the flag.
+public way to change its use of the flag.
 """
 
 from __future__ import annotations
@@ -31,21 +31,22 @@ __all__ = ["ShardedGradScaler"]
 
 
 class ShardedGradScaler(GradScaler):
-    """A ``torch.amp.GradScaler`` for sharded models: an inf or NaN on one rank skips the step on every rank.
+    """Scales losses of sharded models; an inf or NaN on one rank skips the step on every rank.
 
-    Every rank of the group must call ``unscale_`` and ``step``, for the same optimizers in the same order, also when
-    it holds no gradient.
+    A ``torch.amp.GradScaler``. Every rank of the group must call ``unscale_`` and ``step``, for the same optimizers in
+    the
+    same order, also when it holds no gradient.
 
     Args:
-        device: type of the device that computes, such as ``"cuda"`` or ``"cpu"``. As in ``torch.amp``, ``"cuda"``
-            without CUDA warns and disables the scaler.
+        device: type of the compute device, such as ``"cuda"`` or ``"cpu"``. As in ``torch.amp``, ``"cuda"`` without
+            CUDA warns and disables the scaler.
         init_scale: the first scale.
-        backoff_factor: what the scale is multiplied by after a skipped step; below 1.
-        growth_factor: what the scale is multiplied by after ``growth_interval`` steps without a skip; above 1.
+        backoff_factor: factor of the scale after a skipped step; below 1.
+        growth_factor: factor of the scale after ``growth_interval`` steps without a skip; above 1.
         growth_interval: number of steps.
         enabled: False makes ``step`` call the optimizer and everything else do nothing.
-        process_group: ranks that decide together; None is the default group at the time of use. A hybrid strategy
-            needs all of its ranks, so the default.
+        process_group: ranks that decide together; None is the default group at the time of use. A hybrid strategy needs
+            all of its ranks, so the default.
 
     Raises:
         OptionTypeError: ``process_group`` is not a process group.
@@ -91,14 +92,14 @@ class ShardedGradScaler(GradScaler):
         """Multiply outputs, usually the loss, by the scale.
 
         Args:
-            outputs: a tensor, or lists, tuples and other iterables of such, nested at will.
+            outputs: a tensor, or lists, tuples and other iterables of tensors, nested to any depth.
 
         Returns:
             The same structure; each tensor keeps its shape, dtype and device. Iterables that are neither list nor tuple
             become iterators that scale as they are read.
 
         Raises:
-            OptionError: something in ``outputs`` is neither a tensor nor an iterable of tensors.
+            OptionError: an item of ``outputs`` is neither a tensor nor an iterable of tensors.
             PhaseError: a tensor is on the meta device, so has no value.
         """
         if not self._enabled:
@@ -121,7 +122,7 @@ class ShardedGradScaler(GradScaler):
         return kind(*scaled) if hasattr(value, "_fields") else kind(scaled)
 
     def _scale_on(self, device: torch.device, scales: dict[torch.device, torch.Tensor]) -> torch.Tensor:
-        """The scale's copy on a device; the first device asked for becomes the scale's own."""
+        """Return the scale's copy on a device; the first device requested becomes the scale's own."""
         if device.type == "meta":
             raise PhaseError("scale() got a tensor on device meta, which has no value; materialize the model first.")
         if self._scale is None:
@@ -139,10 +140,10 @@ class ShardedGradScaler(GradScaler):
             )
         return self._scale, self._growth_tracker
 
-    # -- unscaling and the agreement -----------------------------------------------------------------------------------
+    # -- unscaling and consensus ---------------------------------------------------------------------------------------
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the optimizer's gradients by the scale and agree on whether any rank found an inf or NaN.
+        """Divide the optimizer's gradients by the scale, and exchange between ranks whether any found an inf or NaN.
 
         Every rank of the group must call this. Gradients change in place; only sparse fp16 gradients and gradients
         whose elements share memory are replaced.
@@ -170,7 +171,7 @@ class ShardedGradScaler(GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What ``step`` calls for optimizers that unscale by themselves; agreed on like ``unscale_``."""
+        """Check for an inf or NaN on all ranks, for optimizers that unscale in their own ``step``."""
         found: Any = self._agree(super()._check_inf_per_device(optimizer))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found
         return found
@@ -182,7 +183,7 @@ class ShardedGradScaler(GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool = True,
     ) -> dict[torch.device, torch.Tensor]:
-        """Multiply gradients by ``inv_scale``; returns this rank's flag for each device, of at least one device."""
+        """Multiply gradients by ``inv_scale``; return this rank's flag for each device, of at least one device."""
         flags: dict[torch.device, torch.Tensor] = {}
         with torch.no_grad(), unguarded():
             for device, grads in _gradients_to_unscale(optimizer, allow_fp16):
@@ -192,7 +193,7 @@ class ShardedGradScaler(GradScaler):
         return flags or {found_inf.device: found_inf}
 
     def _agree(self, flags: Mapping[Any, torch.Tensor]) -> dict[torch.device, torch.Tensor]:
-        """The largest flag of all devices of all ranks, on the scale's device."""
+        """Return the maximum of the flags of all devices of all ranks, on the scale's device."""
         assert self._scale is not None
         home = self._scale.device
         group = self.process_group
@@ -207,7 +208,7 @@ class ShardedGradScaler(GradScaler):
         device = home if size == 1 else _exchange_device(group, home, self._device)
         total: torch.Tensor | None = None
         for flag in flags.values():
-            # Not asynchronous towards the CPU, where the copy might be read before it is there.
+            # Copies to the CPU are synchronous: they might be read before they are complete.
             own = flag.to(device, non_blocking=device.type != "cpu")
             total = own if total is None else torch.maximum(total, own)
         assert total is not None
@@ -250,7 +251,8 @@ class ShardedGradScaler(GradScaler):
                 "update() was called, but no inf check was recorded since the last one. Call step(optimizer) or "
                 "unscale_(optimizer) first, on every rank."
             )
-        # Growth happens when the count meets the interval, so one that has become shorter would never be met.
+        # Growth happens when the count equals the interval, so without this a shortened interval might never be
+        # reached.
         tracker.clamp_(max=self._growth_interval - 1)
         if scale.device.type == "cpu":
             self._amp_update_scale_cpu_(torch.stack(flags).amax())
@@ -271,7 +273,7 @@ class ShardedGradScaler(GradScaler):
             )
 
     def _amp_update_scale_cpu_(self, found_inf: torch.Tensor) -> None:
-        """Back off or count towards growth, for a scale on the CPU; a scale that would overflow stays as it is."""
+        """Back off or count towards growth, for a scale on the CPU; keep a scale that would overflow."""
         scale, tracker = self._check_scale_growth_tracker("update")
         if found_inf.item():
             scale.mul_(self._backoff_factor)
@@ -287,7 +289,7 @@ class ShardedGradScaler(GradScaler):
 
 
 def _check_group(group: Any) -> None:
-    # By what is used of it: a simulated group need not be torch's class. Ranks outside a group hold a marker.
+    # Check the methods in use: a simulated group need not be torch's class. Ranks outside a group hold a marker.
     is_group = all(callable(getattr(group, name, None)) for name in ("rank", "size"))
     if group is None or is_group or group == dist.GroupMember.NON_GROUP_MEMBER:
         return
@@ -298,7 +300,10 @@ def _check_group(group: Any) -> None:
 
 
 def _exchange_device(group: Any, home: torch.device, configured: str) -> torch.device:
-    """Where the group can reduce; decided by what is the same on every rank, so not by where gradients are."""
+    """Return a device on which the group can reduce.
+
+    The choice depends on values that are equal on every rank, so not on the devices of gradients.
+    """
     accelerator = torch.accelerator.current_accelerator()
     for device in (home, torch.device(configured), accelerator):
         if device is not None and _has_backend(group, device):
@@ -317,7 +322,7 @@ def _has_backend(group: Any, device: torch.device) -> bool:
 def _gradients_to_unscale(
     optimizer: torch.optim.Optimizer, allow_fp16: bool
 ) -> list[tuple[torch.device, list[torch.Tensor]]]:
-    """Dense, non-empty tensors that hold the optimizer's gradients, each once, by device, dtype and class."""
+    """Return the dense, non-empty tensors of the optimizer's gradients, each once, by device, dtype and class."""
     batches: dict[tuple[torch.device, torch.dtype, type], list[torch.Tensor]] = {}
     seen: set[int] = set()
     for param in (param for group in optimizer.param_groups for param in group["params"]):
@@ -333,12 +338,12 @@ def _gradients_to_unscale(
 
 
 def _writable(param: torch.Tensor) -> torch.Tensor:
-    """The tensor to unscale in place for a parameter's gradient, which is replaced where that cannot be."""
+    """Return the tensor to unscale in place for a parameter's gradient; replace the gradient if it has none."""
     grad = param.grad
     assert grad is not None
     if grad.is_sparse:
         if grad.dtype is torch.float16:
-            # Entries of one index are added up, in fp32, and the sum is what has to fit into fp16.
+            # Entries of one index are summed in fp32, and the sum must fit into fp16.
             grad = param.grad = grad.float().coalesce().half()
         grad = grad._values()
     elif grad.layout is torch.strided and any(

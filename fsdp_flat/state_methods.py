@@ -1,4 +1,4 @@
-"""The wrapper's state dicts: which form is set, and the hooks through which torch saves and loads."""
+"""Provides the wrapper's model state dicts: the state-dict type, and the hooks through which torch saves and loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["StateDictMethods"]
 
 
 class StateDictMethods(SemiPrivateNames):
-    """The wrapper's methods for model state dicts; the wrapper class inherits them."""
+    """Provides the wrapper's methods for model state dicts; the wrapper class inherits them."""
 
     @staticmethod
     def set_state_dict_type(
@@ -33,20 +33,20 @@ class StateDictMethods(SemiPrivateNames):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts for every wrapper at and below ``module``.
+        """Set the state-dict type of every wrapper at and below ``module``.
 
         Args:
             module: a wrapper, or any module that holds wrappers.
-            state_dict_type: the form.
-            state_dict_config: of the class that belongs to the form; None is its default.
+            state_dict_type: the type.
+            state_dict_config: a config of the class that belongs to the type; None is its default.
             optim_state_dict_config: likewise for optimizer state dicts.
 
         Returns:
             The settings before.
 
         Raises:
-            UsageError: a config that does not belong to the type.
-            UnsupportedError: a type that this version does not have.
+            UsageError: a config does not belong to the type.
+            UnsupportedError: this version does not have the type.
         """
         settings = settings_for(state_dict_type, state_dict_config, optim_state_dict_config)
         wrappers = _wrappers(module)
@@ -60,7 +60,7 @@ class StateDictMethods(SemiPrivateNames):
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> StateDictSettings:
-        """The settings in force below ``module``.
+        """Return the settings in force below ``module``.
 
         Args:
             module: a wrapper, or any module that holds wrappers.
@@ -81,12 +81,12 @@ class StateDictMethods(SemiPrivateNames):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> Generator[None, None, None]:
-        """:meth:`set_state_dict_type` inside the block; the previous settings come back also after an exception.
+        """Set the state-dict type inside the block; restore the previous settings, also after an exception.
 
         Args:
             module: a wrapper, or any module that holds wrappers.
-            state_dict_type: the form.
-            state_dict_config: of the class that belongs to the form; None is its default.
+            state_dict_type: the type.
+            state_dict_config: a config of the class that belongs to the type; None is its default.
             optim_state_dict_config: likewise for optimizer state dicts.
         """
         previous = StateDictMethods.set_state_dict_type(
@@ -99,9 +99,9 @@ class StateDictMethods(SemiPrivateNames):
                 wrapper._settings = previous
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """The state dict in the form that is set, under the names of the unwrapped model.
+        """Return the state dict in the type that is set, under the names of the unwrapped model.
 
-        Every rank must call this, except where nothing has to be gathered: with the LOCAL form, NO_SHARD, or inside
+        Every rank must call this, except if nothing is all-gathered: with the LOCAL type, NO_SHARD, or inside
         ``summon_full_params``.
 
         Args:
@@ -109,10 +109,10 @@ class StateDictMethods(SemiPrivateNames):
             kwargs: the same by keyword, as in :meth:`nn.Module.state_dict`.
 
         Returns:
-            Names and tensors; with ``rank0_only`` of the FULL form, on other ranks what is not managed.
+            Names and tensors; with ``rank0_only`` of the FULL type, other ranks get unmanaged tensors only.
 
         Raises:
-            PhaseError: (an AssertionError) called inside a step or with parameters summoned for another form.
+            PhaseError: (an AssertionError) called inside a step or with parameters summoned for another type.
             UsageError: (a RuntimeError) other ranks of the group did not call it.
         """
         if args:
@@ -128,13 +128,13 @@ class StateDictMethods(SemiPrivateNames):
         config = self._settings.state_dict_config
         with self._saving() as (gathered, outermost):
             if outermost and form.gather is not None and not getattr(config, "boxes", False):
-                # Nothing is gathered of units without parameters, nor of those that are summoned.
+                # Units without parameters and units inside summon_full_params need no all-gather.
                 gathering = [unit for unit in units_of(self) if unit.handles and unit.whole is None]
                 for rank_group in dict.fromkeys(unit.options.groups.shard for unit in gathering):
                     barrier("state_dict", rank_group)
-                # What a hook further in does to parameters has to come before they are gathered.
+                # Hooks of inner modules may change parameters, so they must run before the all-gather.
                 if not any(module._state_dict_pre_hooks for module in modules_of(self) if module is not self):
-                    # A nested wrapper that was given a form of its own gathers for itself.
+                    # A nested wrapper with different settings all-gathers by itself.
                     alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
                     gathered.update(form.gather(alike, config))
             destination = form.save(
@@ -149,7 +149,7 @@ class StateDictMethods(SemiPrivateNames):
 
     @contextmanager
     def _saving(self) -> Generator[tuple[dict[Unit, Any], bool], None, None]:
-        """What was gathered for the units of the save that this is a part of, and whether this is its outermost."""
+        """Yield the tensors gathered for the save in progress, and whether this call is its outermost."""
         of_outer: dict[Unit, Any] | None = self.__dict__.get("_gathered_in_save")
         if of_outer is not None:
             yield of_outer, False
@@ -165,7 +165,7 @@ class StateDictMethods(SemiPrivateNames):
                 del wrapper.__dict__["_gathered_in_save"]
 
     def _record_versions(self, destination: dict[str, Any], prefix: str) -> None:
-        """Note the modules' versions under the names of wrapped modules too, where a load by a plain parent looks."""
+        """Record the modules' versions under the names of wrapped modules too, which a load by a plain parent reads."""
         versions = getattr(destination, "_metadata", None)
         if versions is not None:
             for name, _ in self.named_modules():
@@ -174,18 +174,19 @@ class StateDictMethods(SemiPrivateNames):
                     versions.setdefault((prefix + name).rstrip("."), saved)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As :meth:`nn.Module.load_state_dict`, with the names of the unwrapped model.
+        """Load as :meth:`nn.Module.load_state_dict`, under the names of the unwrapped model.
 
-        Everything is looked at before anything is written: after an error the model is as it was before. Modules are
-        told the version that they were saved with, whether by a wrapped model or a plain one.
+        Everything is checked before anything is written: after an error the model is as it was before. Modules get the
+        version
+        that they were saved with, whether by a wrapped model or a plain one.
 
-        FULL and LOCAL state dicts take no communication, nor do SHARDED ones whose values are all whole tensors: a rank
+        FULL and LOCAL state dicts need no communication, nor do SHARDED ones whose values are all full tensors: a rank
         may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this.
 
         Args:
-            state_dict: in the form that is set; SHARDED takes whole tensors as well.
-            strict: names that are missing or unexpected are an error.
-            assign: as in torch, for what is not sharded.
+            state_dict: in the type that is set; SHARDED accepts full tensors as well.
+            strict: missing or unexpected names are an error.
+            assign: as in torch, for tensors that are not sharded.
 
         Returns:
             The missing and the unexpected names, as torch's.

@@ -1,4 +1,4 @@
-"""The oldest torch that this library works with, checked before anything else of it is imported."""
+"""Checks the version of torch, before any other module of the library is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OLDEST = "2.8"
 
 
 def check_torch(version: str) -> None:
-    """Refuse a torch that is too old; a pre-release or a build of one's own counts as its release.
+    """Raise if torch is too old; a pre-release or a custom build counts as its release.
 
     Raises:
         ImportError: it is older than :data:`OLDEST`.

@@ -1,4 +1,4 @@
-"""Layer 2: a unit's step. Building units, forward, backward, order and prefetch, whole parameters."""
+"""Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
 from fsdp_flat.runtime.agreement import ErrorTexts, agree, agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.build import build_unit, handles_of, owners_of_ties, structure_lines

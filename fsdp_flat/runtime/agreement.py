@@ -1,6 +1,6 @@
-"""Ranks compare what they are about to shard, before anything is sharded.
+"""Compares the models of all ranks before any parameter is sharded.
 
-A model whose shapes differ between ranks would otherwise abort the process inside the first collective,
+Otherwise a model whose shapes differ between ranks would abort the process inside the first collective,
 and one whose weights differ would train on a mixture of them.
 """
 
@@ -29,7 +29,7 @@ _ADVICE = (
 def agree_on_structure(
     lines: Sequence[str], error: Exception | None, groups: ShardingGroups, device: torch.device
 ) -> None:
-    """Raise on every rank if any rank failed or is about to build something else; see :func:`agree`."""
+    """Raise on every rank if any rank failed or is about to build a different model; see :func:`agree`."""
     words = ErrorTexts(
         "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
     )
@@ -38,12 +38,12 @@ def agree_on_structure(
 
 @dataclass(frozen=True, slots=True)
 class ErrorTexts:
-    """How errors of :func:`agree` call what goes on.
+    """Holds the phrases that errors of :func:`agree` contain.
 
     Attributes:
-        doing: what a rank failed in, a participle.
-        differ: that ranks differ, a sentence.
-        advice: what to do about it, a sentence.
+        doing: the operation in which a rank failed, a participle.
+        differ: the statement that ranks differ, a sentence.
+        advice: the recommended action, a sentence.
     """
 
     doing: str
@@ -58,23 +58,24 @@ def agree(
     device: torch.device,
     words: ErrorTexts,
 ) -> None:
-    """Raise on every rank if any rank failed or is about to do something else.
+    """Raise on every rank if any rank failed or is about to do something different.
 
     Every rank of the groups must call this; a rank that failed passes its exception.
 
     Args:
-        lines: what this rank is about to do, one fact a line, the same on every rank.
+        lines: description of the next operation, one fact a line, the same on every rank.
         error: the exception that stopped this rank, or None.
-        groups: groups over which to compare.
+        rank_groups: groups over which to compare.
         device: the compute device.
-        words: how errors call it.
+        words: phrases for the errors.
 
     Raises:
         PeerFailureError: another rank failed.
         RankMismatchError: lines differ; the text shows the first difference.
     """
     text = "\n".join(lines)
-    # What is found on one group travels along the next before anybody raises: else other rows would wait for ever.
+    # A finding on one group is exchanged over the next before raising; otherwise ranks of other groups would wait
+    # forever.
     found = error
     for rank_group in rank_groups:
         if rank_group.group is None or rank_group.size == 1:
@@ -92,7 +93,7 @@ def agree(
 
 
 def true_on_any_rank(flag: bool, groups: ShardingGroups, device: torch.device) -> bool:
-    """Whether any rank of the groups has a true ``flag``. Every rank of the groups must call this."""
+    """Return whether ``flag`` is true on any rank of the groups. Every rank of the groups must call this."""
     for rank_group in groups.rank_groups:
         if rank_group.group is not None and rank_group.size > 1:
             flag = any(row[0] for row in exchange_ints([int(flag)], rank_group.group, device))
@@ -102,7 +103,10 @@ def true_on_any_rank(flag: bool, groups: ShardingGroups, device: torch.device) -
 def _first_finding(
     found: Exception | None, rank_group: RankGroup, device: torch.device, words: ErrorTexts, *, own: bool
 ) -> Exception:
-    """The first thing that any rank of the group has found; ``own`` if it is this rank's failure, not another's."""
+    """Return the first failure or difference that any rank of the group has found.
+
+    ``own`` says that ``found`` is this rank's failure, not another's.
+    """
     assert rank_group.group is not None
     kind = "failure" if own else "difference" if isinstance(found, RankMismatchError) else "heard"
     told = "" if found is None else f"{kind}\n" + (f"{type(found).__name__}: {found}" if own else str(found))
@@ -135,10 +139,10 @@ def _line(lines: list[str], index: int, end: str) -> str:
 
 
 def fingerprint(param: torch.Tensor) -> int:
-    """A 64-bit hash of every element's bits: column sums on the parameter's device, hashed on the host."""
+    """Return a 64-bit hash of every element's bits: column sums on the parameter's device, hashed on the host."""
     data = param.detach().reshape(-1).contiguous().view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
-    # In 64-bit words, since torch widens shorter ones before it adds, which takes many times as long.
+    # Sum 64-bit words: torch widens shorter ones before it adds, which takes many times as long.
     row = 8 * _COLUMNS
     whole = data.numel() // row * row
     sums = data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
@@ -149,7 +153,7 @@ def fingerprint(param: torch.Tensor) -> int:
 def agree_on_weights(
     named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups, device: torch.device
 ) -> bool:
-    """Compare initial weights. Returns whether rank 0's are to be broadcast.
+    """Compare initial weights across ranks; return whether those of rank 0 must be broadcast.
 
     Every rank of the groups must call this with the same names.
 
@@ -164,7 +168,7 @@ def agree_on_weights(
     for rank_group in groups.rank_groups:
         if rank_group.group is None or rank_group.size == 1 or not prints:
             continue
-        # What is found on one group is told along the next, so that all ranks do the same afterwards.
+        # A difference found on one group is exchanged over the next, so that all ranks take the same action afterwards.
         summary = exchange_ints([total, int(bool(found))], rank_group.group, device)
         if any(already for _, already in summary):
             told = [payload.decode() for payload in exchange_bytes(found.encode(), rank_group.group, device)]

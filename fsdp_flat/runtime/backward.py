@@ -1,19 +1,19 @@
-"""One backward of a tree: a walk through the events of its iterations, from the last one to the first.
+"""Runs one backward of a tree through the recorded events of its iterations, from the last to the first.
 
-Autograd comes back through a graph in the reverse order of its making. When the gradients of the inputs of a forward
-are there, everything that was recorded after that forward began is over. So a backward is a cursor on the events of
-the iterations that it goes through, which falls from the last event to the first:
+Autograd traverses a graph in the reverse order of its construction. Once the gradients of a forward's inputs exist,
+autograd has passed everything recorded after that forward began. A backward is therefore a cursor over the events of
+its iterations, which moves from the last event to the first:
 
-* at the end of a unit's forward, its parameters are gathered;
-* at the begin of a unit's first forward with gradients, its turn has come: the parameters are freed and the gradient
-  is reduced.
+* at the end of a unit's forward, the unit's parameters are unsharded;
+* at the begin of a unit's first forward with gradients, the unit's post-backward runs: its parameters are resharded
+  and its gradient is reduced.
 
-Each rank passes every event, also those of units that its own loss does not reach: it joins their all-gathers and adds
-zeros to their gradients. Therefore the order of collectives is a function of the forwards alone, the same on all
-ranks. Gradients that come later than the turn of their unit, or without any forward of it, are reduced at the end of
-the backward (see ``exchange``).
+Every rank passes every event, including those of units that its own loss does not use: it joins their all-gathers and
+adds zeros to their gradients. The order of collectives therefore depends on the forwards alone and is the same on all
+ranks. Gradients that appear after their unit's post-backward, or without a forward of the unit, are reduced at the end
+of the backward (see ``exchange``).
 
-Every rank's backward has to go through the same iterations.
+The backward of every rank must go through the same iterations.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ __all__ = ["Backward"]
 
 
 class Backward:
-    """A backward of one tree, made where autograd first gets to the tree and dropped at its end.
+    """Tracks one backward of a tree, from the point where autograd first reaches the tree to the end.
 
     Args:
-        join: begins to gather a unit at the end of its forward, whether this rank needs it or not.
-        take_turn: ends a unit's part: frees its parameters and reduces its gradient.
+        join: begins the all-gather of a unit at the end of its forward, whether or not this rank needs the unit.
+        take_turn: runs a unit's post-backward: reshards its parameters and reduces its gradient.
 
     Attributes:
-        iterations: those that it goes through.
-        keeps_graph: it records a graph of its own (``create_graph=True``).
+        iterations: the iterations that the backward goes through.
+        keeps_graph: the backward records a graph (``create_graph=True``).
     """
 
     def __init__(self, join: Callable[[Unit, Weights], None], take_turn: Callable[[Unit], None]) -> None:
@@ -45,13 +45,13 @@ class Backward:
         self._join = join
         self._take_turn = take_turn
         self.iterations: set[Iteration] = set()
-        # Events that are still to be passed, the next one last; and where the turn of each unit comes.
+        # Events not passed yet, the next one last; and the position of each unit's post-backward.
         self._events: list[Event] = []
         self._turns: dict[Unit, int] = {}
         self._returning: set[Unit] = set()
 
     def include(self, iterations: list[Iteration]) -> None:
-        """Adds iterations whose events the backward is to pass."""
+        """Add iterations whose events the backward must pass."""
         if self.iterations.issuperset(iterations):
             return
         new = [iteration for iteration in iterations if iteration not in self.iterations]
@@ -60,7 +60,7 @@ class Backward:
         if len(self.iterations) > 1:
             self._events.sort(key=_position)
         turns: dict[Unit, int] = {}
-        # Forwards without gradients count for units that have no others: those of re-entrant checkpoints.
+        # Forwards without gradients count only for units that have no others, as under re-entrant checkpoints.
         self._returning.update([event.unit for event in self._events if event.in_grad])
         for in_grad in (True, False):
             for event in self._events:
@@ -69,23 +69,24 @@ class Backward:
         self._turns = turns
 
     def reach(self, record: ForwardRecord) -> None:
-        """Passes everything that came after the forward of ``record``; its outputs' gradients are there."""
+        """Pass all events down to the end of the forward of ``record``, whose output gradients exist."""
         self._pass_until(record.end)
         if self._events and self._events[-1].position == record.end:
             self._events.pop()
 
     def complete(self, record: ForwardRecord) -> None:
-        """Passes the begin of the forward of ``record`` too; its inputs' gradients are there."""
+        """Pass all events down to the begin of the forward of ``record``, whose input gradients exist."""
         if record.iteration in self.iterations:
             self._pass_until(record.begin - 1)
         elif record.iteration is None:
             self._complete_recomputed(record.unit)
 
     def _complete_recomputed(self, unit: Unit) -> None:
-        """A forward that a re-entrant checkpoint has recomputed is over.
+        """Pass all events after a forward that a re-entrant checkpoint has recomputed.
 
-        It stands for one of the unit's forwards in the events, none of which is later than the last one that was not
-        passed. So everything after that one is over.
+        The recomputation stands for one of the unit's recorded forwards, none of which is later than the last one not
+        passed
+        yet. So every event after that one can be passed.
         """
         for event in reversed(self._events):
             if event.is_begin and event.unit is unit:
@@ -93,7 +94,7 @@ class Backward:
                 return
 
     def finish(self) -> None:
-        """Passes everything that is left."""
+        """Pass all remaining events."""
         self._pass_until(-1)
 
     def _pass_until(self, position: int) -> None:
@@ -110,7 +111,7 @@ class Backward:
         return event.in_grad or event.unit not in self._returning
 
     def next_to_gather(self, after: Unit) -> Unit | None:
-        """The unit whose gathering comes next, other than ``after``; None if there is none."""
+        """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
         for event in reversed(self._events):
             if event.weights is not None and event.unit is not after and event.unit.gathers and self._comes_back(event):
                 return event.unit

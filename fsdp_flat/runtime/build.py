@@ -1,4 +1,4 @@
-"""From a module to a unit: parameters found, grouped, flattened and sharded."""
+"""Builds units: collects, groups, flattens and shards the parameters of a module."""
 
 from __future__ import annotations
 
@@ -47,23 +47,23 @@ def build_unit(
     on_meta: bool,
     unit_id: int,
 ) -> Unit:
-    """Make a unit of ``module``: its parameters become shards, in place.
+    """Build a unit from ``module`` and shard its parameters in place.
 
     Every rank of the unit's groups must call this in the same order of units.
 
     Args:
-        module: the module to wrap; nested units in it are done already.
-        name: what errors call the unit.
-        options: what was asked for.
-        ignored: what is left alone.
-        owners: for parameters shared between units, the module whose unit takes them.
-        broadcast: overwrite this unit's tensors with those of rank 0 first.
-        on_meta: some rank has to initialise something in the model first.
-        unit_id: stands for the unit between ranks, the same on all of them.
+        module: the module to wrap; its nested units are already built.
+        name: the unit's name in errors.
+        options: the unit's validated options.
+        ignored: modules and parameters that are not managed.
+        owners: for parameters shared between units, the module whose unit manages them.
+        broadcast: first overwrite this unit's tensors with those of rank 0.
+        on_meta: on some rank a part of the model is on the meta device.
+        unit_id: id of the unit between ranks, the same on all of them.
 
     Raises:
-        OptionError: parameters that cannot be flattened together.
-        TiedParameterError: a parameter that another unit already took.
+        OptionError: the parameters cannot be flattened together.
+        TiedParameterError: another unit already manages a parameter.
     """
     modules = [
         (path, child)
@@ -81,7 +81,7 @@ def build_unit(
     except Exception as raised:
         error = raised
     if on_meta:
-        # The caller's own code ran here (param_init_fn, reset_parameters), which may have failed on one rank only.
+        # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on one rank only.
         agree_on_structure((), error, options.groups, options.device)
     elif error is not None:
         raise error
@@ -109,7 +109,7 @@ def build_unit(
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
     for _, child in modules:
-        # torch.compile and transformers read these two off every managed submodule.
+        # torch.compile and transformers read these two attributes of every managed submodule.
         child._is_fsdp_managed_module = True  # type: ignore[assignment]
         child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
         hide_compiled_name(child)
@@ -119,10 +119,10 @@ def build_unit(
 def handles_of(
     params: Sequence[ManagedParam], module: nn.Module, name: str, options: UnitOptions
 ) -> list[FlatParamHandle]:
-    """A handle for each flat parameter that a unit of ``params`` has; modules show this rank's shards from now on.
+    """Create a handle for each flat parameter of a unit; the modules then hold this rank's local shards.
 
     Raises:
-        OptionError: parameters that cannot be flattened together.
+        OptionError: the parameters cannot be flattened together.
     """
     return [
         FlatParamHandle(group, _spec(name, module, group, options, full=full))
@@ -140,12 +140,12 @@ def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritt
 
 
 def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
-    """This rank's local shard of a parameter."""
+    """Return this rank's local shard of a parameter."""
     return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
 
 
 def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
-    """Raises for an embedding that writes to its weight in forward, where that is a gathered copy: it would be lost."""
+    """Raise if an embedding writes to its weight in forward, where that is an all-gathered copy."""
     if options.groups.shard.size == 1 and options.precision.param_dtype is None:
         return
     for path, module in modules:
@@ -210,9 +210,9 @@ def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owne
 
 
 def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) -> list[tuple[list[ManagedParam], bool]]:
-    """One group per flat parameter, and whether it keeps full precision.
+    """Group parameters by flat parameter, each group with a flag for full precision.
 
-    Groups differ in dtype, in requires_grad (so that what is frozen costs no gradient), and in precision.
+    Groups differ in dtype, in requires_grad (so that frozen parameters cost no gradient), and in precision.
     """
     groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
     for entry in params:
@@ -239,10 +239,11 @@ def _some(names: list[str]) -> str:
 def owners_of_ties(
     root: nn.Module, unit_modules: Sequence[nn.Module], is_ignored: Callable[[nn.Parameter], bool]
 ) -> dict[nn.Parameter, nn.Module]:
-    """For every parameter whose places fall into several future units, or into one that never runs: its unit's module.
+    """Map each parameter shared between future units, or held only by one that never runs, to its unit's module.
 
-    That is the innermost future unit with a forward that contains all places, or the root. The tie is kept, because
-    the outer unit is gathered whenever an inner one runs.
+    The owner is the innermost future unit with a forward that contains all uses of the parameter, or the root. The tie
+    is
+    kept, because the outer unit is unsharded whenever an inner one runs.
     """
     chosen = set(unit_modules)
     chains: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
@@ -273,16 +274,16 @@ def owners_of_ties(
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether ``module`` has a forward, as containers (``nn.ModuleList``, ``nn.ParameterList``) have not."""
+    """Return whether ``module`` has a forward, unlike containers (``nn.ModuleList``, ``nn.ParameterList``)."""
     return type(module).forward is not nn.Module.forward
 
 
 def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
-    """What this rank is about to build, one fact a line, for comparison between ranks.
+    """Describe the model that this rank is about to build, one fact a line, for comparison between ranks.
 
     Raises:
         UnsupportedError: a parameter is of a kind that cannot be flattened.
-        OptionError: tensor parallelism has split a parameter over the ranks that it is to be sharded over.
+        OptionError: tensor parallelism has split a parameter over the ranks of its shard group.
     """
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
     precision = options.precision
@@ -295,7 +296,7 @@ def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOpt
     for name, param in root.named_parameters():
         if param not in ignored.params:
             check_adapter(adapter_of(param, clean_fqn(name)), clean_fqn(name), groups)
-            # What a nested unit holds already is this rank's slice; the unit compared the shapes when it was made.
+            # A nested unit already holds this rank's slice; its shapes were compared when it was built.
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines

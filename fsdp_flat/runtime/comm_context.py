@@ -1,7 +1,8 @@
-"""State that all units of one root share. It is passed down: a unit uses its context and never looks for its root.
+"""Holds the communication state that all units of one root share.
 
-The context is part of the runtime, not of the collectives' package, because it also owns the memory pool of the flat
-buffers; of packages on one layer neither may import the other.
+The context is passed down: a unit uses its context and never looks up its root. It belongs to the runtime, not to
+``comm``, because it also owns the memory pool of the flat buffers, and packages of one layer must not import each
+other.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ __all__ = ["CommContext"]
 
 
 class CommContext:
-    """Streams, memory, reductions in flight, and records of one tree of units.
+    """Holds the streams, memory pool, reductions in flight, and records of one tree of units.
 
-    A unit starts with a context of its own; the root's first use replaces it by one for the whole tree.
+    A unit starts with its own context; the root's first use replaces it with one for the tree.
 
     Args:
         device: the compute device.
 
     Attributes:
-        streams: those of every all-gather and reduce-scatter, so that each is ordered after the optimizer and the
-            allocator may share blocks between units.
+        streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
+            the allocator can share blocks between units.
         pool: memory of the units' buffers while a step runs; empty between steps.
-        reductions: those of the running backward.
-        collectives: order in which collectives were issued since ranks last compared it.
+        reductions: reductions of the running backward.
+        collectives: order of the collectives issued since ranks last compared it.
         trace: None, or a list to which ``(event, unit name)`` is appended: begin_unshard, finish_unshard, reshard,
             pre_backward, begin_reduce, pre_forward, post_forward, end_of_backward.
     """
@@ -36,7 +37,7 @@ class CommContext:
     def __init__(self, device: torch.device) -> None:
         self.streams: Streams = streams_for(device)
         self.pool = MemoryPool()
-        # Without streams one is enough to keep the network busy, and it takes the least memory.
+        # Without streams, one reduction keeps the network busy and takes the least memory.
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None

@@ -1,7 +1,7 @@
-"""torch's built-in low-precision communication hooks, by what they mean.
+"""Maps torch's built-in low-precision communication hooks to the dtypes in which they communicate.
 
-They cast, call the backend and cast back; gloo has no kernels for some of their calls. A reduction in their dtype
-gives the same result on every backend.
+The hooks cast, call the backend and cast back; gloo has no kernels for some of their calls. A reduction in the hook's
+dtype gives the same result on every backend.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules that torch.compile has touched: which they are, and state dicts without its word in the names."""
+"""Removes the name component that ``torch.compile`` adds from state dicts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WORD = COMPILED_MODULE + "."
 
 
 def hide_compiled_name(module: nn.Module) -> None:
-    """Have what ``torch.compile(module)`` returned save and load under plain names; other modules are left alone."""
+    """Make a module returned by ``torch.compile`` save and load under original names; ignore other modules."""
     if isinstance(module, OptimizedModule):
         module.register_state_dict_post_hook(_without_word)
         module.register_load_state_dict_pre_hook(_with_word)

@@ -1,7 +1,7 @@
-"""``copy.deepcopy`` of a unit: the same layout on copied modules, with a shard of its own.
+"""Copies units for ``copy.deepcopy``: the same layout on copied modules, with a separate shard.
 
-Nothing is communicated. While the modules are copied they hold None where they hold parameters of the unit, so
-neither gathered nor sharded values are copied along; the copy's parameters are made of the copied shard.
+Nothing is communicated. During the copy the modules hold None in place of the unit's parameters, so neither unsharded
+nor sharded values are copied with them; the copy's parameters are built from the copied shard.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _COPYING = "fsdp_flat is copying an outer unit"
 
 
 def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
-    """A copy of a unit and of the module that it wraps; nested wrappers copy themselves meanwhile.
+    """Copy a unit and the module that it wraps; nested wrappers copy themselves in the process.
 
-    Process groups, meshes and what the constructor was given are shared with the original. Gradients are not copied,
-    as ``copy.deepcopy`` of plain parameters does not copy them either.
+    Process groups, meshes and constructor arguments are shared with the original. Gradients are not copied, as
+    ``copy.deepcopy`` of ordinary parameters does not copy them either.
 
     Args:
         unit: the unit.
-        memo: the memo of ``copy.deepcopy``. Parameters that it knows already (a copied optimizer's) are used.
+        memo: the memo of ``copy.deepcopy``. Parameters already in it (those of a copied optimizer) are reused.
 
     Raises:
         PhaseError: inside forward, backward or ``summon_full_params``.
-        UsageError: the module holds parameters of a unit further out, which is not being copied.
+        UsageError: the module holds parameters of an outer unit, which is not being copied.
     """
     check_idle(unit, "copy.deepcopy")
     _share_groups(unit, memo)
@@ -80,7 +80,7 @@ def _share_groups(unit: Unit, memo: dict[Any, Any]) -> None:
 
 
 def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
-    # Before the modules, so that whatever else refers to these parameters refers to their copies in the copy.
+    # Copy parameters before modules, so that other references to these parameters refer to their copies.
     memo[id(handle.flat_param)] = copy_flat_parameter(handle.flat_param, memo.get(id(handle.flat_param)))
     for entry in handle.views.params:
         if id(entry.param) not in memo:
@@ -105,7 +105,7 @@ def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHand
 
 
 def _check_complete(unit: Unit) -> None:
-    """Raise if a module below the unit holds a parameter of a unit further out: its values would not be copied."""
+    """Raise if a module below the unit holds a parameter of an outer unit, whose values would not be copied."""
     managed = {
         (id(site.module), site.name)
         for inner in (unit, *units_of(unit.module))

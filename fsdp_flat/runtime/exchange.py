@@ -1,14 +1,15 @@
-"""The exchange of ranks at the end of each backward: one small all-reduce of bytes over each group, on the host.
+"""Exchanges gradient flags and collective digests between ranks at the end of each backward.
 
-It answers three questions, before gradients are published and an optimizer can step:
+The exchange is one small all-reduce of bytes over each group, on the host. It answers three questions before
+gradients are set and an optimizer can step:
 
-* which parameters got a gradient on any rank. One that no rank used keeps ``.grad`` None, as in plain torch; one that
-  only some ranks used gets the mean with zeros, as under DDP;
-* which handles still hold gradients that were not reduced in their unit's turn (from ``no_sync``, or because a weight
-  was used outside of its unit's forward) on any rank, so that all ranks reduce them;
+* which parameters got a gradient on any rank. A parameter that no rank used keeps ``.grad`` None, as in plain torch;
+  one that only some ranks used gets the mean with zeros, as under DDP;
+* which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
+  a weight was used outside of its unit's forward), so that all ranks reduce them;
 * whether all ranks issued the same collectives in the same order.
 
-The tensors are on the CPU whatever the compute device is, so the host never waits for compute.
+The tensors are on the CPU for every compute device, so the host never waits for compute.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _DOING = "the exchange of ranks in a backward"
 
 
 class BackwardExchange:
-    """The exchange between the ranks of one tree's units. Every rank must make the same calls.
+    """Exchanges flags and digests between the ranks of one tree. Every rank must make the same calls.
 
     Args:
         units: every unit of the tree, in the same order on every rank.
@@ -44,7 +45,10 @@ class BackwardExchange:
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Whether each flag is true on any rank; equally many on all of them. Waits for the other ranks."""
+        """Return for each flag whether it is true on any rank.
+
+        Waits for the other ranks, which must pass equally many flags.
+        """
         tensor = torch.tensor(flags, dtype=torch.uint8)
         for groups in self._handles:
             for rank_group in self._rank_groups_of(groups):
@@ -52,17 +56,17 @@ class BackwardExchange:
         return [bool(flag) for flag in tensor.tolist()]
 
     def begin(self, used: Mapping[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> None:
-        """Begins the exchange.
+        """Begin the exchange.
 
         Args:
-            used: by handle, one byte a parameter: 1 where it got a gradient on this rank. Absent handles have none.
-            unreduced: handles that hold gradients still to be reduced.
+            used: for each handle, one byte a parameter: 1 if it got a gradient on this rank. A missing handle has none.
+            unreduced: handles that hold unreduced gradients.
         """
         for groups, handles in self._handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             timeout_error = bytes([handle in unreduced for handle in handles])
             digest = self._log.digest(groups)
-            # The greatest byte over ranks is taken: with its complement that is the least one too.
+            # The all-reduce takes the maximum; with the complement it also yields the minimum.
             row = bytearray(b"".join([*flags, timeout_error, digest, bytes([255 - byte for byte in digest])]))
             tensor = torch.frombuffer(row, dtype=torch.uint8)
             self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
@@ -85,11 +89,11 @@ class BackwardExchange:
         return self._axes[groups]
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> ShardingGroups | None:
-        """Waits for the other ranks.
+        """Wait for the other ranks and merge their flags.
 
         Args:
-            used: as for :meth:`begin`; becomes true where any rank used a parameter.
-            unreduced: as for :meth:`begin`; gains the handles of which any rank holds gradients.
+            used: as for :meth:`begin`; set to 1 where any rank used a parameter.
+            unreduced: as for :meth:`begin`; handles that hold unreduced gradients on any rank are added.
 
         Returns:
             Groups whose ranks issued different collectives, or None.

@@ -1,4 +1,4 @@
-"""Checks and log lines of a tree's first use, and of its first backward."""
+"""Checks and logs a tree at its first use and at its first backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _logger = logging.getLogger("fsdp_flat")
 
 
 def check_units(units: Sequence[Unit]) -> None:
-    """Checks options that have to be the same in a tree, and optimizers that run in backward.
+    """Check options that must be the same in a tree, and optimizers that run in backward.
 
     Raises:
         OptionError: units differ in an option.
@@ -44,7 +44,7 @@ def check_units(units: Sequence[Unit]) -> None:
 
 
 def check_values(units: Sequence[Unit]) -> None:
-    """Names tensors that left the meta device and have no values at the first forward. Every rank must call this."""
+    """Report tensors that left the meta device and have no values at the first forward. Every rank must call this."""
     on_meta = [unit for unit in units if unit.unwritten is not None]
     if on_meta:
         options = on_meta[0].options
@@ -55,7 +55,7 @@ def check_values(units: Sequence[Unit]) -> None:
 
 
 def check_gradients(units: Sequence[Unit]) -> None:
-    """Looks once, when the first gradients are there, for mistakes that would otherwise go wrong in silence."""
+    """Check once, when the first gradients exist, for mistakes that would otherwise stay silent."""
     for unit in units:
         for handle in unit.handles:
             stale = handle.views.originals_in_optimizers()
@@ -69,15 +69,15 @@ def check_gradients(units: Sequence[Unit]) -> None:
     short = next((h for u in units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
     if short is not None:
         warnings.warn(
-            f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, so "
-            "an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
+            f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, "
+            "so an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
             "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
             stacklevel=2,
         )
 
 
 def log_units(units: Sequence[Unit]) -> None:
-    """Logs each unit's parameters, bytes, strategy and group sizes, a line a unit."""
+    """Log parameters, bytes, strategy and group sizes of each unit, one line a unit."""
     if not _logger.isEnabledFor(logging.INFO):
         return
     for unit in units:

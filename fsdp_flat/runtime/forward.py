@@ -1,4 +1,4 @@
-"""The forward of a unit: gather, run, free, and hook inputs and outputs for backward."""
+"""Runs the forward of a unit: unshard, compute, reshard, and hook inputs and outputs for backward."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["forward", "participate", "register_forward_method", "unshard_for"]
 
 @dynamo_disabled_here
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the wrapped module with its parameters gathered. Every rank of the unit's groups must call this.
+    """Run the wrapped module with unsharded parameters. Every rank of the unit's groups must call this.
 
     This is the wrapper class's ``forward``.
 
     Returns:
         The output of the wrapped module.
     """
-    # Looked up anew: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
+    # Look it up again: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
     wrapped = self._modules[FSDP_WRAPPED_MODULE]
     assert wrapped is not None
     unit = unit_of(self)
@@ -45,7 +45,7 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def _run_forward(
     wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
-    """Run ``call`` (the wrapped module, or a method of it) with the unit's parameters gathered.
+    """Run ``call`` (the wrapped module, or a method of it) with the unit's parameters unsharded.
 
     Every rank of the unit's groups must call this in the same order of units.
     """
@@ -62,10 +62,11 @@ def _run_forward(
 
 @contextmanager
 def unshard_for(module: nn.Module) -> Iterator[None]:
-    """Have whole parameters of the units at and below ``module`` inside the block, also for autograd.
+    """Unshard the parameters of the units at and below ``module`` inside the block, also for autograd.
 
-    What is computed inside may be used in a loss: the gradients reach the parameters, and they stay gathered
-    until the end of that backward. For looking at or changing parameters use ``summon_full_params``.
+    Results computed inside may be used in a loss: the gradients reach the parameters, which stay unsharded until the
+    end
+    of that backward. To inspect or change parameters use ``summon_full_params``.
 
     Every rank must enter this. The block counts as a forward of the units.
 
@@ -94,10 +95,10 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
 
 @dynamo_disabled
 def participate(module: nn.Module, *inputs: Any) -> None:
-    """Take part in the collectives of units that other ranks run and this rank skips, without computing anything.
+    """Join the collectives of units that other ranks run and this rank skips, without computing anything.
 
-    Every rank of a unit's groups has to run it equally often. Where a model decides by its input (experts that got no
-    token here, a batch without images), the rank that skips a unit calls this instead, at the same point of its
+    Every rank of a unit's groups must run the unit equally often. If a model branches on its input (experts without
+    tokens, a batch without images), the rank that skips a unit calls this instead, at the same point of its
     forward. In backward it adds zeros to the unit's gradient, so that the result is the mean over all ranks::
 
         for expert, tokens in zip(self.experts, routed):
@@ -107,11 +108,11 @@ def participate(module: nn.Module, *inputs: Any) -> None:
                 participate(expert, tokens)
 
     Args:
-        module: a wrapper, or any module that holds wrappers; nothing happens where there is none. Units nested in a
-            unit follow in the order of their registration, which has to be the one in which the other ranks run them.
-        inputs: those that the module would have been given. Only whether tensors in them need gradients matters, and
-            only for units without trainable parameters, which other ranks gather in backward for the gradients of
-            their inputs. Without any they are taken to need gradients.
+        module: a wrapper, or any module that holds wrappers; without wrappers nothing happens. Units nested in a unit
+            follow in the order of their registration, in which the other ranks must run them.
+        inputs: the inputs that the module would have got. Only whether their tensors require gradients matters, and
+            only for units without trainable parameters, which other ranks unshard in backward for the gradients of
+            their inputs. Without inputs, gradients are assumed to be required.
 
     Raises:
         PhaseError: inside ``summon_full_params``.
@@ -124,7 +125,7 @@ def participate(module: nn.Module, *inputs: Any) -> None:
 
 
 def _participate_below(module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """Returns a tensor that needs gradients where the outputs of ``module`` would."""
+    """Run the units below ``module``; return a tensor that requires gradients if the outputs of ``module`` would."""
     for child in module.children():
         participate(child, *inputs)
     needs_grad = not inputs or bool(differentiable_tensors(inputs))
@@ -132,10 +133,10 @@ def _participate_below(module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tens
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have a method of a wrapped module run with its parameters gathered, as its forward does.
+    """Make a method of a wrapped module run with unsharded parameters, as its forward does.
 
     Args:
-        module: a wrapper. For any other module nothing is done, as with FSDP2's function of this kind.
+        module: a wrapper. Any other module is ignored, as by FSDP2's ``register_fsdp_forward_method``.
         method_name: name of a method of the wrapped module, ``"generate"`` for example.
 
     Raises:
@@ -152,7 +153,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        # Looked up anew: the wrapped module may have been replaced since (activation checkpointing, torch.compile).
+        # Look it up again: the wrapped module may have been replaced since (activation checkpointing, torch.compile).
         wrapped = module._modules[FSDP_WRAPPED_MODULE]
         return _run_forward(module, unit, args, kwargs, getattr(wrapped, method_name))
 
@@ -161,7 +162,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 class _Forward:
-    """One forward of a unit, from the all-gather to the hooks on its outputs."""
+    """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
     __slots__ = ("_entered", "_gated", "_outermost", "_record", "_schedule", "_unit")
 
@@ -184,7 +185,7 @@ class _Forward:
 
     @dynamo_disabled
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Gathers, begins the next all-gather, and prepares the inputs."""
+        """Unshard the parameters, prefetch the next unit, and prepare the inputs."""
         unit, schedule, record = self._unit, self._schedule, self._record
         with profiled("pre_forward", unit.name):
             schedule.log_event("pre_forward", unit)
@@ -204,10 +205,10 @@ class _Forward:
 
     @dynamo_disabled
     def fail(self, error: BaseException) -> None:
-        """Leaves a forward that raised ``error``.
+        """Leave a forward that raised ``error``.
 
-        Inside backward this may be a checkpoint that has recomputed enough; the parameters stay for the backward
-        that follows. Elsewhere the step is over, unless a caller further out catches the exception.
+        Inside a backward this may be a checkpoint that has recomputed enough; the parameters stay unsharded for that
+        backward. Elsewhere the step ends, unless an outer caller catches the exception.
         """
         recomputes = in_backward() != -1
         if self._outermost and not recomputes:
@@ -220,10 +221,11 @@ class _Forward:
 
     @dynamo_disabled
     def leave(self, output: Any) -> None:
-        """Hooks the outputs and frees the parameters, or keeps them for backward.
+        """Hook the outputs, and reshard the parameters or keep them for backward.
 
-        A backward may come to a forward none of whose outputs was found, if its graph is alive all the same: they are
-        in a generator, or in a place outside of the model.
+        A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
+        a
+        generator, or stored outside of the model.
         """
         for gated in self._gated:
             gated.follow_changes()
@@ -234,7 +236,7 @@ class _Forward:
             self._close(hidden, open_ended=hidden)
 
     def leave_open(self) -> None:
-        """Keeps the parameters for whatever backward follows: there is no output to hook."""
+        """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
         self._close(torch.is_grad_enabled(), open_ended=True)
 
     def _close(self, returns: bool, *, open_ended: bool = False) -> None:
@@ -243,13 +245,13 @@ class _Forward:
             schedule.log_event("post_forward", unit)
             iteration = record.iteration
             reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
-            # Outputs may need gradients on some ranks only; what every rank does next may depend on the unit alone.
-            # The outermost forward of a method under no_grad is entered with gradients, and its units run without.
+            # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
+            # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)
             expects_backward = returns or (unit.is_trainable and in_grad)
             keep = expects_backward and (open_ended or iteration is None or not reshards)
-            # A re-entrant checkpoint runs its units without gradients, so the iteration says whether a backward may
-            # come.
+            # A re-entrant checkpoint runs its units without gradients, so only the iteration shows whether a backward
+            # may follow.
             trains = iteration is not None and iteration.trains
             keep_memory = not keep and not open_ended and unit is not schedule.root and unit.gathers and trains
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
@@ -261,12 +263,12 @@ class _Forward:
 
 
 def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
-    """Has backward announce itself; returns whether there may be one that needs the unit's parameters.
+    """Register backward hooks on the outputs; return whether a backward may need the unit's parameters.
 
     Args:
-        record: of the forward.
-        output: of the forward.
-        always: also where the unit has no parameters, so that a backward begins at the outermost unit.
+        record: record of the forward.
+        output: output of the forward.
+        always: also hook the outputs of a unit without parameters, so that a backward begins at the outermost unit.
     """
     unit = record.unit
     if not torch.is_grad_enabled() or not (unit.handles or always):
@@ -285,14 +287,14 @@ def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
     if record.iteration is not None and always:
         record.iteration.outputs.append(weakref.ref(hook))
     for tensor in outputs:
-        # A leaf that is passed through outlives the graph, and with it a hook would.
+        # A leaf that is passed through outlives the graph, and so would its hook.
         if not tensor.is_leaf:
             tensor.register_hook(hook)
     return bool(unit.handles)
 
 
 def _schedule_now(unit: Unit) -> Schedule:
-    # A root may have taken the unit over since the forward.
+    # A root may have taken over the unit since the forward.
     assert isinstance(unit.context, Schedule)
     return unit.context
 
@@ -303,9 +305,9 @@ def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
 
 
 class _InputGate(torch.autograd.Function):
-    """Passes the inputs of a forward through, and calls when the gradients of all of them are there.
+    """Passes the inputs of a forward through, and runs a callback once the gradients of all of them exist.
 
-    The outputs are fresh aliases, not views made in here: a module may change its input in place (see :class:`_Gated`).
+    The outputs are new aliases, not views created here: a module may change its input in place (see :class:`_Gated`).
     """
 
     @staticmethod
@@ -342,10 +344,11 @@ class _TakeHistory(torch.autograd.Function):
 
 
 class _Gated:
-    """An input as the caller has it and as the module gets it.
+    """Holds an input of the caller and the alias of it that the module gets.
 
-    If the module changes it in place (``ReLU(inplace=True)``), the caller's tensor, which has the same memory, has to
-    get the change's history too.
+    If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
+    must
+    get the autograd history of the change too.
     """
 
     __slots__ = ("_alias", "_given", "_version")
@@ -356,9 +359,9 @@ class _Gated:
         self._version = alias._version
 
     def follow_changes(self) -> None:
-        """Gives the caller's tensor the history of what the module has done to it."""
+        """Give the caller's tensor the autograd history of the module's in-place changes."""
         if self._alias._version != self._version:
-            # What autograd has saved of the changed values is valid: they do not change here.
+            # Values that autograd saved stay valid: the data does not change here.
             with torch.autograd._unsafe_preserve_version_counter(self._given):
                 _TakeHistory.apply(self._given, self._alias)
 
@@ -366,13 +369,15 @@ class _Gated:
 def _gate(
     record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], gated: list[_Gated]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Puts an autograd node on the inputs that need gradients; without any, the end of backward ends the forward's.
+    """Put an autograd node on the inputs that require gradients.
+
+    Without such inputs, the forward's part of the backward ends with the backward.
 
     Args:
-        record: of the forward.
-        args: its inputs.
+        record: record of the forward.
+        args: its positional inputs.
         kwargs: its inputs by name.
-        gated: gets what was put a node on.
+        gated: list to which each input with a node is appended.
     """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:

@@ -1,4 +1,4 @@
-"""Which modules and parameters the caller wants left alone."""
+"""Resolves the modules and parameters that the caller excludes from sharding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["resolve_ignored"]
 def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
     """Validate the two arguments and expand modules to their subtrees.
 
-    Nested units inside an ignored module stay units. What nested units ignore is ignored here too.
+    Nested units inside an ignored module stay units. Everything that nested units ignore is ignored here too.
 
     Args:
         root: the module being wrapped.
@@ -27,8 +27,8 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
         ignored_states: an iterable of parameters, or one of modules, or None.
 
     Raises:
-        OptionError: both are given, kinds are mixed, or a wrapped module is among them.
-        OptionTypeError: not an iterable.
+        OptionError: both are given, modules and parameters are mixed, or a wrapped module is among them.
+        OptionTypeError: an argument is not iterable.
         TiedParameterError: an ignored module shares a parameter with one that was wrapped before.
     """
     if ignored_modules is not None and ignored_states is not None:

@@ -1,4 +1,4 @@
-"""From a module as the caller built it to one whose own tensors are on the compute device and equal on all ranks."""
+"""Moves a module's own tensors to the compute device, initialises them and makes them equal on all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["broadcast_from_rank_zero", "materialize", "move_to_device", "own_mod
 
 
 def own_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """Modules of ``root``'s subtree outside nested units, breadth first, with their names."""
+    """Return the modules of ``root``'s subtree outside nested units, breadth first, with their names."""
     queue: list[tuple[str, nn.Module]] = [("", root)]
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()
@@ -46,18 +46,18 @@ def materialize(
     device: torch.device,
     init_fn: Callable[[nn.Module], None] | None,
 ) -> bool:
-    """Give meta-device tensors memory on ``device`` and initial values. Returns whether there were any.
+    """Allocate meta-device tensors on ``device`` and initialise them; return whether there were any.
 
     Args:
-        modules: names and modules to look at; a module is initialised if it holds a meta tensor of its own.
+        modules: names and modules to check; a module is initialised if it holds a meta tensor itself.
         root: the tree in which tied parameters are tied again afterwards.
-        ignored_params: parameters that are left alone.
+        ignored_params: parameters that are not managed.
         device: the compute device.
         init_fn: called with every module in turn; by default a module's memory is allocated and its
             ``reset_parameters`` called.
 
     Raises:
-        OptionError: ``init_fn`` is not callable.
+        OptionError: ``init_fn`` is not callable, or left parameters on the meta device.
         MaterializeError: a module with meta tensors has no ``reset_parameters``.
     """
     list_steps = list(modules)
@@ -131,10 +131,11 @@ def move_to_device(
     device: torch.device,
     device_given: bool,
 ) -> None:
-    """Move CPU parameters and buffers to a device that the caller named.
+    """Move CPU parameters and buffers to the device that the caller passed.
 
     Raises:
-        UsageError: tensors are on several accelerators, or on another one than the caller named.
+        UsageError: tensors are on several accelerators, or on the CPU and an accelerator without a device passed.
+        OptionError: tensors are on a different accelerator than the device passed.
     """
     elsewhere: dict[torch.device, str] = {}
     on_cpu: list[torch.Tensor] = []
@@ -176,7 +177,7 @@ def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups
         for tensor in tensors:
             data = tensor.detach()
             received = data.contiguous()
-            # As bytes: backends know few dtypes (gloo neither float8 nor int16).
+            # Broadcast bytes: backends support few dtypes (gloo neither float8 nor int16).
             sent = received.view(-1).view(torch.uint8)
             works.append((dist.broadcast(sent, src=source, group=rank_group.group, async_op=True), received, data))
         for work, received, target in works:

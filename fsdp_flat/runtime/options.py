@@ -1,4 +1,4 @@
-"""The constructor's arguments, validated, as one value that a unit keeps."""
+"""Validates the constructor's arguments and holds them as one value per unit."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SyncStates = Literal["warn", "broadcast", "auto", "raise"]
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """Modules and parameters that no unit manages; buffers of ignored modules are not touched either."""
+    """Holds the modules and parameters that no unit manages; buffers of ignored modules are not touched either."""
 
     modules: frozenset[nn.Module]
     params: frozenset[nn.Parameter]
@@ -38,20 +38,20 @@ class Ignored:
 
 @dataclass(frozen=True, slots=True)
 class UnitOptions:
-    """What one unit was asked for.
+    """Holds the validated options of one unit.
 
     Attributes:
         strategy: row of the strategy table.
         groups: the shard and the replicate group.
-        device: device of compute.
-        device_given: the caller named the device, so parameters are moved there.
+        device: the compute device.
+        device_given: the caller passed the device, so parameters are moved there.
         use_orig_params: original parameters stay visible, as 1-D slices.
-        backward_prefetch: when backward begins the next gather; None never.
-        forward_prefetch: forward begins the next gather early, also where streams would overlap anyway.
-        limit_all_gathers: kept for FSDP1's sake; the number of gathered units is bounded at any rate.
-        sync_states: what to do about ranks that start from different weights.
+        backward_prefetch: when backward begins the next all-gather; None for never.
+        forward_prefetch: forward begins the next all-gather early, also where streams would overlap anyway.
+        limit_all_gathers: kept for compatibility with FSDP1; the number of unsharded units is bounded in any case.
+        sync_states: action if ranks start from different weights.
         precision: dtypes and casts.
-        offload_params: shards, gradients and so the optimizer live on the CPU.
+        offload_params: shards and gradients, and so the optimizer, live on the CPU.
         param_init_fn: initialises a module that is on the meta device.
     """
 
@@ -70,10 +70,10 @@ class UnitOptions:
 
 
 def prefetch_from(value: object) -> BackwardPrefetch | None:
-    """The member that ``value`` names; torch's own enum is taken by name.
+    """Convert ``value`` to a ``BackwardPrefetch`` member or None; members of torch's own enum are matched by name.
 
     Raises:
-        OptionError: it is something else.
+        OptionError: ``value`` is anything else.
     """
     if value is None or isinstance(value, BackwardPrefetch):
         return value
@@ -85,11 +85,13 @@ def prefetch_from(value: object) -> BackwardPrefetch | None:
 
 
 def sync_states_from(value: object) -> SyncStates:
-    """What ``sync_module_states`` asks for: False warns when ranks differ, True broadcasts from rank 0,
-    ``"auto"`` broadcasts only what differs, ``"raise"`` raises.
+    """Convert ``sync_module_states`` to an action.
+
+    False warns if ranks differ, True broadcasts from rank 0, ``"auto"`` broadcasts only if ranks differ, ``"raise"``
+    raises.
 
     Raises:
-        OptionError: it is something else.
+        OptionError: ``value`` is anything else.
     """
     if value is None or isinstance(value, int):
         return "broadcast" if value else "warn"
@@ -101,15 +103,15 @@ def sync_states_from(value: object) -> SyncStates:
 
 
 def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
-    """The device of compute, and whether the caller named it.
+    """Return the compute device, and whether the caller passed it.
 
     Args:
-        device_id: an index of the current accelerator, a device, or None: the current accelerator, or the
-            CPU where there is none. ``cpu:0`` is the CPU.
+        device_id: an index of the current accelerator, a device, or None for the current accelerator, or the CPU if
+            there is none. ``cpu:0`` is the CPU.
 
     Raises:
-        OptionTypeError: it is something else.
-        OptionError: no such device on this machine.
+        OptionTypeError: ``device_id`` has another type.
+        OptionError: this machine has no such device.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device_id is None:
@@ -147,10 +149,10 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
 
 
 def offloads_params(cpu_offload: object) -> bool:
-    """Whether a ``CPUOffload`` (ours or torch's) or None asks for shards on the CPU.
+    """Return whether a ``CPUOffload`` (ours or torch's) or None requests shards on the CPU.
 
     Raises:
-        OptionTypeError: it is something else.
+        OptionTypeError: ``cpu_offload`` has another type.
     """
     if cpu_offload is None:
         return False

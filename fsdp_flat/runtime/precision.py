@@ -1,4 +1,4 @@
-"""Dtypes of compute, reduction, buffers and inputs: what ``MixedPrecision`` asks for, and where casts happen."""
+"""Validates ``MixedPrecision`` and casts inputs, outputs and buffers to its dtypes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["BufferCasts", "InputCast", "Precision", "drop_full_precision", "keep
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """A validated ``MixedPrecision``; see there for the fields.
+    """Holds a validated ``MixedPrecision``; see there for the fields.
 
     Attributes:
         full_in_eval: forwards in eval mode run in full precision (``FSDP_USE_FULL_PREC_IN_EVAL=1``).
@@ -41,11 +41,11 @@ class Precision:
 
 
 def precision_from(value: Any) -> Precision:
-    """The precision that a ``MixedPrecision`` (ours or torch's) or None describes.
+    """Convert a ``MixedPrecision`` (ours or torch's) or None to a :class:`Precision`.
 
     Raises:
-        OptionTypeError: it is something else, or a field is no dtype.
-        OptionError: a field is a dtype without fractions.
+        OptionTypeError: ``value`` or one of its fields has the wrong type.
+        OptionError: a field is not a floating-point dtype.
     """
     if value is not None and not any(kind.__name__ == "MixedPrecision" for kind in type(value).__mro__):
         raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(value).__name__}.")
@@ -80,7 +80,7 @@ def _classes(value: Any) -> tuple[type[nn.Module], ...]:
 
 
 def _names(value: Any) -> frozenset[str]:
-    # One name is no set of messages.
+    # A single name is not a set of characters.
     found = frozenset({value} if isinstance(value, str) else value)
     for name in found:
         if not isinstance(name, str):
@@ -92,9 +92,9 @@ class InputCast:
     """Casts floating-point forward inputs of one module to its compute dtype.
 
     Args:
-        module: whose forward is called.
+        module: the module whose forward is called.
         dtype: the compute dtype.
-        uncast: names of arguments that are left alone.
+        uncast: names of arguments that are not cast.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]) -> None:
@@ -110,7 +110,7 @@ class InputCast:
         return tensor.to(self._dtype)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The inputs, cast."""
+        """Return the inputs, cast."""
         if not self._uncast:
             return map_tensors((args, kwargs), self._cast)
         names = self._positional + ("",) * len(args)
@@ -126,13 +126,14 @@ class InputCast:
 
 @dataclass(slots=True, eq=False)
 class _LowBuffer:
-    """A buffer that computes in another dtype than it was registered with.
+    """Describes a buffer whose compute dtype differs from its registered dtype.
 
     Attributes:
-        module, name: where it is registered.
+        module: module that it is registered on.
+        name: its name in that module.
         paths: its names below the unit's module.
-        dtype: the one it was registered with.
-        exact: while it is low, the values that it was given before it was rounded; None if they are not known.
+        dtype: the registered dtype.
+        exact: while the buffer is in the compute dtype, its values before rounding; None if unavailable.
     """
 
     module: nn.Module
@@ -142,7 +143,7 @@ class _LowBuffer:
     exact: torch.Tensor | None = None
 
     def widened(self, low: torch.Tensor) -> torch.Tensor:
-        """``low`` in the original dtype; elements that are the rounded exact values still become the exact ones."""
+        """Return ``low`` in the registered dtype; elements equal to the rounded exact values become the exact ones."""
         wide = low.to(self.dtype)
         if wide is low or self.exact is None or self.exact.shape != low.shape:
             return wide
@@ -151,12 +152,12 @@ class _LowBuffer:
 
 
 class BufferCasts:
-    """The buffers of one unit that compute in another dtype than they were registered with.
+    """Casts the buffers of one unit between their registered dtype and the compute dtype.
 
     Args:
         root: the unit's module.
         modules: the unit's own modules.
-        dtype: dtype of floating-point buffers in compute; None leaves them alone.
+        dtype: compute dtype of floating-point buffers; None leaves them unchanged.
     """
 
     def __init__(self, root: nn.Module, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
@@ -165,7 +166,7 @@ class BufferCasts:
         self._buffers: list[_LowBuffer] = []
         if dtype is None:
             return
-        # A module that is registered twice has every name of its buffers in state dicts.
+        # A module that is registered twice contributes every name of its buffers to state dicts.
         prefixes: dict[nn.Module, list[str]] = {}
         for prefix, module in root.named_modules(remove_duplicate=False):
             prefixes.setdefault(module, []).append(prefix)
@@ -176,7 +177,7 @@ class BufferCasts:
                     self._buffers.append(_LowBuffer(module, name, paths, buffer.dtype))
 
     def cast(self, *, full: bool) -> None:
-        """Bring the buffers to the compute dtype, or with ``full`` to the one they were registered with."""
+        """Cast the buffers to the compute dtype, or with ``full`` to their registered dtype."""
         self._is_low = not full
         # One tensor may be registered at several places.
         rounded: dict[torch.Tensor, torch.Tensor] = {}
@@ -196,7 +197,7 @@ class BufferCasts:
 
     @contextmanager
     def exact(self) -> Iterator[None]:
-        """Inside the block the buffers have the dtype they were registered with, and after it that of before."""
+        """Keep the buffers in their registered dtype inside the block; restore the previous dtype afterwards."""
         was_low = self._is_low
         self.cast(full=True)
         try:
@@ -205,14 +206,14 @@ class BufferCasts:
             self.cast(full=not was_low)
 
     def restore(self, destination: dict[str, Any], prefix: str) -> None:
-        """Bring what a state dict has of the buffers to the dtype they were registered with."""
+        """Cast the buffers in a state dict to their registered dtype."""
         for entry in self._buffers:
             for name in (prefix + path for path in entry.paths):
                 if name in destination:
                     destination[name] = entry.widened(destination[name])
 
     def remember(self, given: Mapping[str, Any], prefix: str) -> list[Callable[[], object]]:
-        """What is to be done once ``given`` was loaded into the buffers, which are rounded if they are low."""
+        """Return callbacks to run after ``given`` is loaded into the buffers; they keep the values before rounding."""
         found: list[Callable[[], object]] = []
         for entry in self._buffers:
             value = next((given[prefix + path] for path in entry.paths if prefix + path in given), None)
@@ -227,7 +228,7 @@ class BufferCasts:
 
 
 class _FullPrecision:
-    """The two hooks of a module that computes in full precision: inputs are cast to it, and outputs back."""
+    """Casts the inputs of a module to full precision and its outputs back, with two forward hooks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
@@ -254,9 +255,9 @@ class _FullPrecision:
 
 
 def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Have ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
+    """Make ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
 
-    The hooks come after those that are registered already.
+    The hooks run after those that are registered already.
     """
     casts = _FullPrecision(dtype)
     module.register_forward_pre_hook(casts.cast_inputs, with_kwargs=True)
@@ -264,7 +265,7 @@ def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -
 
 
 def drop_full_precision(module: nn.Module) -> None:
-    """Undo :func:`keep_full_precision`; does nothing for other modules."""
+    """Undo :func:`keep_full_precision`; do nothing for other modules."""
     both: list[tuple[dict[int, Any], dict[int, bool]]] = [
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
         (module._forward_hooks, module._forward_hooks_with_kwargs),

@@ -1,4 +1,4 @@
-"""Records of forwards: one for each forward of a unit, and the iteration that they belong to."""
+"""Records forwards: one record for each forward of a unit, and the iteration that contains it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["Event", "ForwardRecord", "Iteration"]
 
 
 class Event(NamedTuple):
-    """The begin or the end of a unit's forward.
+    """Marks the begin or the end of a unit's forward.
 
     Attributes:
-        position: grows by one from event to event of a tree.
+        position: increases by one with each event of a tree.
         unit: the unit.
-        is_begin: the begin; else the end.
-        in_grad: gradients were enabled, so a backward may come to this forward and not only to its recomputation.
-        weights: at an end to which a backward may come, those that the forward ran with; else None.
+        is_begin: True for the begin, False for the end.
+        in_grad: gradients were enabled, so a backward may reach this forward and not only its recomputation.
+        weights: for an end that a backward may reach, the weights that the forward ran with; else None.
     """
 
     position: int
@@ -33,17 +33,17 @@ class Event(NamedTuple):
 
 
 class Iteration:
-    """One forward of an outermost unit, and the order in which the forwards of units in it began and ended.
+    """Records one forward of an outermost unit: the order in which the forwards of its units began and ended.
 
     All ranks record the same events, whichever outputs a rank's loss uses: a backward goes through them in reverse.
 
     Attributes:
         order: the units in the order in which they began.
         events: the begins and ends.
-        gates: autograd nodes on the inputs of units; they live as long as the graph does, which this does not prolong.
-        outputs: hooks on the outputs of the outermost unit, which live as long too.
-        trains: gradients were enabled where it began, so a backward may come.
-        expects_backward: a backward may come to the outputs of a unit.
+        gates: weak references to autograd nodes on the inputs of units; they do not prolong the life of the graph.
+        outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
+        trains: gradients were enabled at its begin, so a backward may follow.
+        expects_backward: a backward may reach the outputs of a unit.
     """
 
     __slots__ = ("__weakref__", "events", "expects_backward", "gates", "order", "outputs", "trains")
@@ -58,26 +58,26 @@ class Iteration:
 
     @property
     def is_alive(self) -> bool:
-        """Whether a backward can still come here, as far as can be told."""
+        """True if a backward may still reach this iteration: some of its nodes or hooks are alive."""
         return any(ref() is not None for ref in (*self.gates, *self.outputs))
 
     @property
     def is_in_backward(self) -> bool:
-        """Whether the running backward comes here; without gates, whether it may."""
+        """True if the running backward reaches this iteration; without gates, if it may."""
         if not self.gates:
             return self.is_alive
-        # The last ones first: a loss nearly always reaches those.
+        # Check the last ones first: a loss nearly always reaches those.
         return any(node_will_run(node) for gate in reversed(self.gates) if (node := gate()) is not None)
 
 
 @dataclass(slots=True, eq=False)
 class ForwardRecord:
-    """One forward of a unit to which a backward may come.
+    """Records one forward of a unit that a backward may reach.
 
     Attributes:
         unit: the unit.
-        iteration: where it belongs; None for a recomputation inside a backward.
-        weights: those that it ran with.
+        iteration: the iteration that contains it; None for a recomputation inside a backward.
+        weights: the weights that it ran with.
         begin: position of its begin in the iteration's events.
         end: position of its end; -1 while it runs.
         task: id of the autograd graph task that reached its outputs last, -1 before.

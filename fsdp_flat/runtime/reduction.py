@@ -1,4 +1,4 @@
-"""The reduction of one handle's gradient: sum over the shard group, then over the replicate group, then the mean."""
+"""Reduces one handle's gradient: sums over the shard group, then over the replicate group, then takes the mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
 
 
 def predivide_factor(num_ranks: int) -> float:
-    """FSDP1's factor for dividing before the sum: the power of two nearest the square root that divides.
+    """Return FSDP1's factor for dividing before the sum, a power of two near the square root of ``num_ranks``.
 
     Source of the rule: CONTRACT (f doubles from 1 while num_ranks % f == 0 and num_ranks / f > f).
     """
@@ -29,14 +29,14 @@ def predivide_factor(num_ranks: int) -> float:
 
 @dataclass(slots=True)
 class ReductionPolicy:
-    """How one unit's gradients are combined over ranks; read when a reduction begins and ends.
+    """Holds the settings for combining one unit's gradients over ranks; read when a reduction begins and ends.
 
     Attributes:
-        divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which
-            makes it the mean.
-        hook: a communication hook in place of the reduction, called with ``hook_state``.
+        divide_factor: divides the sum over ranks, a number or a scalar tensor; None is the number of ranks, which gives
+            the mean.
+        hook: communication hook that replaces the reduction, called with ``hook_state``.
         hook_state: the first argument of ``hook``.
-        dtype: dtype in which gradients travel, for the built-in low-precision hooks.
+        dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
     """
 
     divide_factor: float | torch.Tensor | None = None
@@ -46,10 +46,10 @@ class ReductionPolicy:
 
 
 class Reduction:
-    """One flat gradient on its way to becoming this rank's shard of the mean gradient.
+    """Reduces one flat gradient to this rank's shard of the mean gradient.
 
-    fp16 is divided in two steps around the sum, as FSDP1 does, because the sum could overflow. Every
-    other dtype is summed as it is and only the shard is scaled, which is one pass over less data.
+    fp16 is divided in two steps around the sum, as in FSDP1, because the sum could overflow. Other dtypes are summed
+    unscaled and only the shard is scaled, which is one pass over less data.
     """
 
     __slots__ = (
@@ -83,11 +83,11 @@ class Reduction:
         self._postscale: float = num_ranks
         with unrecorded():
             flat, gradient = handle.take_gradient()
-            # Hooks may keep their arguments, and where nothing is sharded the flat buffer becomes the gradient.
+            # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
-            # Memory of compute: kept until compute has waited for the reduction that reads it.
+            # Memory of the compute stream: kept until that stream has waited for the reduction that reads it.
             self._flat: torch.Tensor | None = flat
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
@@ -104,7 +104,10 @@ class Reduction:
                     self._pending = collectives.begin_reduce_scatter(flat, handle.pool.empty_like)
 
     def _call_hook(self, flat: torch.Tensor, *, shards: bool) -> torch.Tensor:
-        """Hooks divide by themselves; the mean over the replicate group of a hybrid strategy is left to take."""
+        """Call the communication hook, which divides by itself.
+
+        For a hybrid strategy the mean over the replicate group remains to be taken.
+        """
         hook, state = self._policy.hook, self._policy.hook_state
         assert hook is not None
         if not shards:
@@ -118,7 +121,7 @@ class Reduction:
         return out
 
     def advance(self) -> None:
-        """Waits for the sum over the shard group and begins the one over the replicate group, if there is one."""
+        """Wait for the sum over the shard group and begin the all-reduce over the replicate group, if there is one."""
         if self._replicated or self._groups.replicate.size == 1:
             return
         self._replicated = True
@@ -132,11 +135,11 @@ class Reduction:
 
     @property
     def is_done(self) -> bool:
-        """Whether :meth:`finish` needs neither waiting nor communication. Ranks may see different answers."""
+        """True if :meth:`finish` needs neither waiting nor communication. Ranks may see different values."""
         return self._groups.replicate.size == 1 and self._pending.is_done
 
     def _free(self) -> None:
-        # Memory of compute goes back to compute, which therefore comes after the reduction that read it.
+        # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
         self._streams.wait_for_reduce_scatters()
         self._flat = None
         for scratch in (*self._scratch, *self._pending.scratch):
@@ -146,7 +149,7 @@ class Reduction:
             self.handle.recycle(gradient)
 
     def finish(self) -> torch.Tensor:
-        """The mean gradient of this rank's shard (1-D, the parameters' dtype)."""
+        """Return the mean gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype)."""
         self.advance()
         spec = self.handle.spec
         with unrecorded(), self._streams.reduce_scatters:
@@ -161,18 +164,18 @@ class Reduction:
 
     @property
     def rescale(self) -> float | torch.Tensor | None:
-        """Factor for the mean that :meth:`finish` gives, if the caller has set a divisor of their own."""
+        """Factor for the mean that :meth:`finish` returns; None unless the caller has set a divisor."""
         factor = self._policy.divide_factor
         return None if factor is None or self._policy.hook is not None else self._groups.num_ranks / factor
 
 
 class Reductions:
-    """The reductions of one backward, in the order in which every rank begins them.
+    """Runs the reductions of one backward, in the same order on every rank.
 
     Few are in flight, so that few flat gradients wait for the network.
 
     Args:
-        most: reductions that may be in flight while backward goes on.
+        most: maximum number of reductions in flight while backward goes on.
     """
 
     def __init__(self, most: int) -> None:
@@ -183,11 +186,11 @@ class Reductions:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was reduced."""
+        """True if nothing was reduced."""
         return not self._in_flight and not self.results
 
     def add(self, begin: Callable[[], Reduction]) -> None:
-        """Begins a reduction; older ones are moved on, and finished where there are too many, to have their memory."""
+        """Begin a reduction; advance older ones, and finish the oldest if too many are in flight, to free memory."""
         for earlier in self._in_flight:
             earlier.advance()
         while len(self._in_flight) >= self._most:
@@ -195,7 +198,7 @@ class Reductions:
         self._in_flight.append(begin())
 
     def finish_done(self) -> None:
-        """Finishes reductions that have arrived, so that their memory is free."""
+        """Finish reductions that are complete, to free their memory."""
         while self._in_flight and self._in_flight[0].is_done:
             self._finish_oldest()
 
@@ -206,19 +209,19 @@ class Reductions:
         self.results.setdefault(reduction.handle, []).append(shard)
 
     def finish_all(self) -> None:
-        """Waits for everything."""
+        """Wait for all reductions."""
         while self._in_flight:
             self._finish_oldest()
 
     def reset(self, streams: Streams) -> None:
-        """Waits for everything and drops it. One that fails adds nothing to the reason for which it is dropped."""
+        """Wait for all reductions and drop them; their errors add nothing to the cause of the reset."""
         while self._in_flight:
             with suppress(RuntimeError):
                 self._finish_oldest()
         self.finish(streams)
 
     def finish(self, streams: Streams) -> dict[FlatParamHandle, torch.Tensor]:
-        """Waits for everything; the sharded mean gradients by handle, for use by compute and by the host."""
+        """Wait for all reductions; return the sharded mean gradients by handle, ready for compute and for the host."""
         self.finish_all()
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
@@ -228,7 +231,7 @@ class Reductions:
             for other in others:
                 first.add_(other)
             results[handle] = first
-        # Only now: a factor may be a tensor that the caller completes while backward runs.
+        # Apply factors last: a factor may be a tensor that the caller completes while backward runs.
         for handle, reduction in self._last.items():
             scale = reduction.rescale
             if scale is not None:

@@ -1,10 +1,10 @@
-"""The schedule of one root's units: order, prefetch, the walk of each backward, and recovery.
+"""Schedules the units of one root: order, prefetch, the events of each backward, and recovery.
 
-A schedule is made at the first use of its root. If a unit is called before its root, it is the root of a small schedule
-until the real root's first use takes it over.
+A schedule is created at the first use of its root. A unit that is called before its root becomes the root of a small
+schedule, until the real root's first use takes it over.
 
-A unit needs no record of its own for a backward: ``Backward`` knows where each unit's turn comes, and the unit's phase
-tells whether its part has begun.
+A unit needs no record of its own for a backward: ``Backward`` holds the position of each unit's post-backward, and the
+unit's phase shows whether its backward has begun.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
 _logger = logging.getLogger("fsdp_flat")
-# A program that evaluates with gradients enabled never comes back to its iterations.
+# A program that evaluates with gradients enabled never runs backward through its iterations.
 _MOST_AWAITED = 32
-# Gradients between two looks for reductions that have arrived; a look is a system call a rank.
+# Number of gradients between two polls for completed reductions; a poll is a system call a rank.
 _LANDINGS_A_LOOK = 4
 _ORDER = ErrorTexts(
     "the comparison of their collectives",
@@ -50,13 +50,13 @@ _ORDER = ErrorTexts(
 
 
 class Schedule(CommContext):
-    """The units at and below one root, and everything that a step decides for all of them.
+    """Holds the units at and below one root and makes the decisions that concern all of them in a step.
 
     Args:
         root_module: the wrapper that is the root.
 
     Attributes:
-        root: the outermost unit; its parameters stay gathered between forward and backward.
+        root: the outermost unit; its parameters stay unsharded between forward and backward.
         units: every unit, parents before children.
         backward: the running backward, or None.
     """
@@ -72,7 +72,7 @@ class Schedule(CommContext):
         self._num_landed = 0
         self._position = 0
         self._iteration: Iteration | None = None
-        # Iterations to which no backward has come yet, the same on every rank.
+        # Iterations that no backward has reached yet, the same on every rank.
         self._awaited: list[Iteration] = []
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
@@ -83,14 +83,14 @@ class Schedule(CommContext):
         self._warned_uncompiled = False
         self._buffers_full: bool | None = None
         for name, unit in units.items():
-            # A unit that is called without its root keeps the path that wrapping gave it.
+            # A unit that is called without its root keeps the path from wrapping.
             unit.rename(clean_fqn(name) or unit.name)
         check_units(self.units)
         names = {unit.unit_id: unit.name for unit in self.units}
         for unit in self.units:
             self._take_over(unit)
             unit.name_others(names)
-        # Units whose parameters are whole on every rank.
+        # Units whose parameters are unsharded on every rank at all times.
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.gathers]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self._cast_buffers()
@@ -108,7 +108,7 @@ class Schedule(CommContext):
             handle.on_grad_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
-        """Brings buffers to the dtype in which the next forward computes."""
+        """Cast buffers to the dtype in which the next forward computes."""
         full = self.root.wants_full_precision
         if full != self._buffers_full:
             self._buffers_full = full
@@ -116,12 +116,12 @@ class Schedule(CommContext):
                 unit.buffers.cast(full=full)
 
     def casts_inputs_of(self, unit: Unit) -> bool:
-        """Whether a unit's floating-point inputs are cast to its compute dtype."""
+        """Return whether a unit's floating-point inputs are cast to its compute dtype."""
         precision = unit.options.precision
         return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
 
     def check_compiles(self, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
-        """Warns once if torch.compile is to compile a unit without original parameters, which it leaves as it is.
+        """Warn once if torch.compile would skip a unit because it has no original parameters.
 
         Args:
             unit: the unit, which is about to run.
@@ -141,7 +141,7 @@ class Schedule(CommContext):
         )
 
     def log_event(self, event: str, unit: Unit) -> None:
-        """Appends to the trace, if there is one, and to the log."""
+        """Append an event to the trace, if there is one, and to the log."""
         if self.trace is not None:
             self.trace.append((event, unit.name))
         if _logger.isEnabledFor(logging.DEBUG):
@@ -151,23 +151,23 @@ class Schedule(CommContext):
 
     @property
     def recomputes(self) -> bool:
-        """Whether a forward now is a recomputation: a backward of this tree is running."""
+        """True if a forward now is a recomputation: a backward of this tree is running."""
         return self.backward is not None and in_backward() != -1
 
     @property
     def iteration(self) -> Iteration | None:
-        """The running iteration, if a forward is running."""
+        """The running iteration; None outside of a forward."""
         return self._iteration
 
     @property
     def ran_units_without_gradients(self) -> bool:
-        """Whether units ran below the running outermost one, and all of them with gradients disabled."""
+        """True if units ran below the running outermost one, all of them with gradients disabled."""
         assert self._iteration is not None
         _, *nested = self._iteration.events
         return bool(nested) and not any(event.in_grad for event in nested)
 
     def begin_forward(self, unit: Unit) -> ForwardRecord:
-        """Records the begin of a unit's forward outside of a backward of this tree."""
+        """Record the begin of a unit's forward outside of a backward of this tree."""
         if self._iteration is None:
             self.recover()
             enable_torch_function()
@@ -179,7 +179,7 @@ class Schedule(CommContext):
                 self._awaited = [*self._awaited[-_MOST_AWAITED:], self._iteration]
             self.streams.shards_written()
             self._cast_buffers()
-            # Modules of these may be called outside of their units: gradients have to come to the leaves.
+            # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.unshard()
@@ -192,10 +192,11 @@ class Schedule(CommContext):
         return ForwardRecord(unit, iteration, Weights(unit.wants_full_precision), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
-        """Records the end of a unit's forward; ``expects_backward`` if a backward may come to it on any rank.
+        """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
 
-        One without gradients inside an iteration with gradients is taken for a re-entrant checkpoint's, to whose
-        recomputation a backward comes.
+        A forward without gradients inside an iteration with gradients is taken for that of a re-entrant checkpoint,
+        whose
+        recomputation a backward reaches.
         """
         if record.iteration is not None:
             self._position += 1
@@ -209,9 +210,9 @@ class Schedule(CommContext):
             )
 
     def keep_until_next_unit(self, unit: Unit) -> None:
-        """Notes that a unit has kept its memory after its forward; it is freed when another unit runs.
+        """Record that a unit has kept its memory after its forward; it is freed when another unit runs.
 
-        The last unit of a forward is the first of its backward, so it is not gathered anew in between.
+        The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
         self._drop_kept()
         self._last_run = unit
@@ -222,7 +223,7 @@ class Schedule(CommContext):
             unit.drop_kept()
 
     def end_iteration(self) -> None:
-        """Ends the outermost forward."""
+        """End the outermost forward."""
         assert self._iteration is not None
         self._last_order[self._iteration.order[0]] = self._iteration.order
         if not self._iteration.expects_backward:
@@ -231,7 +232,7 @@ class Schedule(CommContext):
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.reshard()
-            # No backward follows that would wait for them, and the caller may write to shards next.
+            # No backward follows to wait for these copies, and the caller may write to shards next.
             self.streams.wait_for_host_copies()
         self._iteration = None
         self._drop_prefetched()
@@ -239,18 +240,18 @@ class Schedule(CommContext):
         self.collectives.trim()
 
     def recover(self) -> None:
-        """Drops a step whose backward raised, if there is one: its end was queued with autograd and never came."""
+        """Abort a step whose backward raised, if there is one: its callback was queued with autograd and never ran."""
         if self.backward is not None and (in_backward() == -1 or self._callback is None or self._callback() is None):
             self.abort()
 
     def fail(self, error: BaseException) -> None:
-        """Ends a step in which a forward raised, and leaves the reason for ranks that wait for this one."""
+        """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
         for rank_group in self.root.options.groups.rank_groups:
             report_failure(rank_group, f"raised {type(error).__name__}: {error}")
         self.abort()
 
     def abort(self) -> None:
-        """Ends a step after an exception: every unit back to sharded and idle, gradients of that step dropped."""
+        """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
         self._iteration = None
         self._awaited = []
         self.backward = None
@@ -271,7 +272,7 @@ class Schedule(CommContext):
             unit.begin_unshard()
 
     def arrived(self, unit: Unit) -> None:
-        """Notes that a unit's parameters are in use, so that it is no prefetch any more."""
+        """Record that a unit's parameters are in use, so that it no longer counts as prefetched."""
         if self._prefetched is unit:
             self._prefetched = None
 
@@ -281,9 +282,9 @@ class Schedule(CommContext):
             unit.reshard()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Begins the all-gather of the unit that followed ``unit`` in the last iteration of the same outermost unit."""
+        """Begin the all-gather of the unit that followed ``unit`` in the last iteration of the same outermost unit."""
         assert self._iteration is not None
-        # Without streams nothing overlaps unless it is begun early, so there it is always on.
+        # Without streams nothing overlaps unless it begins early, so forward prefetch is always on there.
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
         order = self._last_order.get(self._iteration.order[0])
@@ -303,23 +304,23 @@ class Schedule(CommContext):
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _in_backward(self) -> Backward:
-        """The running backward; begun here where autograd first gets to this tree."""
+        """Return the running backward; begin it if autograd has just reached this tree."""
         if self.backward is not None and (self._callback is None or self._callback() is None):
             self.abort()
         if self.backward is None:
             self.backward = Backward(self._join, self._take_turn)
             self.backward.include(self._iterations_of_backward())
-            # Autograd alone holds the callback: if it is gone without having run, the backward has raised.
+            # Only autograd holds the callback: if it is freed without having run, the backward has raised.
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
         return self.backward
 
     def _iterations_of_backward(self) -> list[Iteration]:
-        """The iterations that the running backward goes through on any rank, among those that await one.
+        """Return the iterations that the running backward goes through on any rank, among those that await one.
 
-        Where several do, ranks tell each other, since the turn of a unit comes at the first of its forwards. One that
-        is missing here, because its backward came before, is included when it is reached.
+        If several await one, ranks exchange flags, because a unit's post-backward runs at the first of its forwards. An
+        iteration that is missing here, because of an earlier backward, is included when it is reached.
         """
         included = [iteration.is_in_backward for iteration in self._awaited]
         if len(self._awaited) > 1:
@@ -332,7 +333,7 @@ class Schedule(CommContext):
         return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
-        """Gathers a unit for the backward of a forward, to whose outputs autograd has come."""
+        """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
         task = in_backward()
         if record.task == task:
             return
@@ -349,16 +350,16 @@ class Schedule(CommContext):
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def inputs_complete(self, record: ForwardRecord) -> None:
-        """Ends the backward of a forward: the gradients of its inputs are there."""
+        """End the backward of a forward, whose input gradients exist."""
         backward = self._in_backward()
         if record.iteration is not None:
             backward.include([record.iteration])
         backward.complete(record)
 
     def grads_ready(self, unit: Unit) -> None:
-        """Notes that a parameter of a unit has got its gradient."""
+        """Record that a parameter of a unit has its gradient."""
         if unit.phase is not Phase.BACKWARD:
-            # No output of the unit was on the way here: a parameter, or a tensor that the unit kept, was used directly.
+            # Autograd passed no output of the unit: a parameter, or a tensor that the unit stored, was used directly.
             if not (unit.is_sharded or unit.is_unsharded):
                 raise UsageError(
                     f"A backward came to the parameters of unit {unit.name!r} while they were being gathered: the loss "
@@ -379,7 +380,7 @@ class Schedule(CommContext):
             self._drop_kept()
 
     def _join(self, unit: Unit, weights: Weights) -> None:
-        """Gathers a unit at the end of a forward that this rank's backward has passed by."""
+        """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
         if unit.gathers and unit.context is self:
             self._make_room_for(unit)
             unit.join_backward(weights)
@@ -387,10 +388,10 @@ class Schedule(CommContext):
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def _take_turn(self, unit: Unit) -> None:
-        """Frees a unit and reduces its gradient. In this order its memory serves the reduction."""
+        """Reshard a unit and reduce its gradient, in this order, so that the reduction can use the freed memory."""
         assert self.backward is not None
         if unit.context is not self:
-            return  # it is in two roots, and the other one's schedule has it
+            return  # it is under two roots, and the other root's schedule runs it
         with profiled("post_backward", unit.name):
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.sync_gradients:
@@ -406,7 +407,7 @@ class Schedule(CommContext):
 
     @dynamo_disabled
     def _end_of_backward(self) -> None:
-        """Passes all events that are left, reduces everything that still waits, and publishes the gradients."""
+        """Pass all remaining events, reduce all remaining gradients, and set the sharded gradients."""
         backward = self.backward
         assert backward is not None
         with profiled("root_post_backward", self.root.name):
@@ -468,11 +469,11 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:
-    """The schedule of a wrapper, made now if it has none."""
+    """Return the schedule of a wrapper; create it if there is none."""
     return unit.context if isinstance(unit.context, Schedule) else Schedule(module)
 
 
 def reset_schedule(units: list[Unit]) -> None:
-    """Forgets the schedule of ``units``, so that the next use makes a new one."""
+    """Drop the schedule of ``units``, so that the next use creates a new one."""
     for unit in units:
         unit.use_context(CommContext(unit.options.device))

@@ -1,4 +1,4 @@
-"""Whole parameters outside of forward and backward: ``summon_full_params`` and what is built on it."""
+"""Unshards parameters outside of forward and backward: ``summon_full_params`` and its building blocks."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["WholeParams", "check_idle", "summon_full_params", "whole_params"]
 
 @dataclass(frozen=True, slots=True)
 class WholeParams:
-    """The whole parameters of one unit while they are shown.
+    """Holds the full parameters of one unit inside :func:`whole_params`.
 
     Attributes:
-        by_handle: for each handle its whole flat tensor (1-D, ``layout.numel``, original dtype).
+        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
         is_shown: the modules point at them.
     """
 
@@ -34,10 +34,10 @@ class WholeParams:
 
 
 def check_idle(unit: Unit, what: str) -> None:
-    """Raise if a step or a summon is going on.
+    """Raise if a step or ``summon_full_params`` is in progress.
 
     Raises:
-        PhaseError: it is.
+        PhaseError: one of them is.
     """
     if isinstance(unit.context, Schedule):
         unit.context.recover()
@@ -50,14 +50,14 @@ def check_idle(unit: Unit, what: str) -> None:
 
 @contextmanager
 def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool = True) -> Iterator[WholeParams]:
-    """Gather a unit in its original dtype into memory of its own and show it as Parameters.
+    """All-gather a unit in its original dtype into separate memory, and set views of it as Parameters.
 
-    Every rank of the shard group must enter this. The shards stay as they are. Inside itself (a state dict inside
-    ``summon_full_params``) it gathers nothing anew, so that changes not yet written back are seen.
+    Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
+    ``summon_full_params``) it does not all-gather again, so that changes not yet written back are visible.
 
     Args:
         unit: the unit.
-        device: where the whole tensors are wanted; None leaves them where the shards are.
+        device: device of the full tensors; None leaves them on the device of the all-gather.
         show: point the modules at them.
     """
     outer = unit.whole
@@ -108,7 +108,7 @@ def summon_full_params(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters of the units at and below ``module``; see the wrapper's method for the arguments."""
+    """Unshard the parameters of the units at and below ``module``; see the wrapper's method for the arguments."""
     if with_grads and offload_to_cpu:
         raise UnsupportedError("summon_full_params(with_grads=True) does not go with offload_to_cpu=True.")
     if writeback and rank0_only:
@@ -127,14 +127,14 @@ def summon_full_params(
         unit = unit_of(child)
         if unit is not None:
             if not unit.is_nested:
-                # A first use like any other: from here on the wrapper is a root.
+                # This is a first use: from here on the wrapper is a root.
                 schedule_of(child, unit)
             check_idle(unit, "summon_full_params")
             units.append(unit)
     if with_grads:
         _check_reduced(units)
     for unit in units if writeback else ():
-        # What is still gathered from an earlier forward stays, for its backward, but is not for the next forward.
+        # Parameters still unsharded from an earlier forward stay for its backward; the next forward must not use them.
         unit.is_outdated = unit.is_unsharded
         if not unit.is_unsharded:
             unit.reshard()
@@ -161,12 +161,12 @@ def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
         yield
     finally:
         with torch.no_grad():
-            # Every rank looks at every shape, so that all raise and none waits for the others.
+            # Every rank checks every shape, so that all raise and none waits for the others.
             for handle in whole.by_handle:
                 _check_shapes(unit, handle)
             for handle, tensor in whole.by_handle.items():
                 if tensor._version != versions[handle]:
-                    # Also where the whole tensor is the shard, into which changes went as they were made.
+                    # Also if the full tensor is the shard itself, which the changes reached directly.
                     handle.views.rewritten()
                 for local_shard in handle.layout.local_shards(unit.options.groups.shard.rank):
                     target = handle.flat_param.data[local_shard.in_shard.to_slice()]
@@ -186,9 +186,9 @@ def _check_shapes(unit: Unit, handle: FlatParamHandle) -> None:
 
 
 def _check_reduced(units: Sequence[Unit]) -> None:
-    """Raises where ``.grad`` shows slices of gradients that are each rank's own: they do not make up a whole one.
+    """Raise if ``.grad`` shows slices of unreduced local gradients: they do not make up a full gradient.
 
-    Every rank must call this. Ranks may have used other units, so all of them raise if one has such gradients.
+    Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
     """
     for groups, device in dict.fromkeys((unit.options.groups, unit.options.device) for unit in units if unit.gathers):
         own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
@@ -207,7 +207,10 @@ def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
 
 
 def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
-    """For each parameter whether any rank of the shard group has a gradient; a rank without elements of it has none."""
+    """Return for each parameter whether any rank of the shard group has a gradient.
+
+    A rank without elements of a parameter has none.
+    """
     flags = [handle.views.has_grads() for handle in unit.handles]
     group = unit.options.groups.shard.group
     if group is not None and unit.options.use_orig_params:

@@ -1,4 +1,4 @@
-"""Tensors inside the arguments and results of a forward."""
+"""Finds and maps tensors inside the arguments and results of a forward."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["StoredTensors", "differentiable_tensors", "map_tensors"]
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
-    """Every tensor in ``value`` that requires a gradient, through containers, iterators over them and objects.
+    """Return every tensor in ``value`` that requires a gradient, through containers, iterators over them and objects.
 
-    An object of a class that is no container is searched through its attributes and parameters, so that outputs in a
+    An object of a class that is not a container is searched through its attributes and slots, so that outputs in a
     caller's own result class are found as well; a function through the variables that it closes over. No iterator
     is advanced.
     """
     if isinstance(value, torch.Tensor):
         return [value] if value.requires_grad else []
     found: list[torch.Tensor] = []
-    # Held, lest something made on the way gets the identity of something that is gone.
+    # Keep visited objects alive: a temporary must not reuse the id of a freed one.
     seen: dict[int, Any] = {}
     ahead = [value]
     while ahead:
@@ -41,10 +41,10 @@ def differentiable_tensors(value: Any) -> list[torch.Tensor]:
 
 _EMPTY_CELL = types.CellType()
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
-# Modules are looked at by themselves; optimizers hold every parameter and nothing that was computed.
+# Modules are searched separately; optimizers hold every parameter and no computed tensor.
 _LEAVES = (*_PLAIN, torch.nn.Module, torch.optim.Optimizer)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-# Iterators whose ``__reduce__`` names what they iterate over.
+# Iterators whose ``__reduce__`` returns the object that they iterate over.
 _ITERABLES: tuple[Any, ...] = ([], (), set(), {}, {}.values(), {}.items())
 _REVERSIBLES: tuple[Any, ...] = ([], {}, {}.values(), {}.items())
 _ITERATORS: tuple[type, ...] = (
@@ -78,18 +78,18 @@ def _children(value: Any) -> Iterable[Any]:
 
 
 def _slots_of(kind: type) -> list[str]:
-    """Names of the parameters that ``kind`` itself declares in Python."""
+    """Return the names of the slots that ``kind`` itself declares in Python."""
     if "__slots__" not in kind.__dict__:
         return []
     return [name for name, member in kind.__dict__.items() if isinstance(member, types.MemberDescriptorType)]
 
 
 class StoredTensors:
-    """Differentiable tensors that modules keep as attributes in forward (an auxiliary loss, a cache).
+    """Finds differentiable tensors that modules store as attributes in forward (an auxiliary loss, a cache).
 
-    A loss may be made of them, so backward may reach the unit through them instead of its outputs. All
-    attributes are searched after the first forward that saves for backward; after that only those that held
-    such a tensor, and all again every so often.
+    A loss may use them, so backward may reach the unit through them instead of its outputs. All attributes are searched
+    after the first forward that saves for backward; after that only those that held such a tensor, and periodically all
+    again.
 
     Args:
         modules: the unit's own modules.
@@ -110,7 +110,7 @@ class StoredTensors:
         return StoredTensors(copy.deepcopy(self._modules, memo))
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is stored now."""
+        """Return the tensors that are stored now."""
         if self.num_until_search <= 0:
             self.num_until_search = self._SEARCH_EVERY
             self.places = [
@@ -136,7 +136,7 @@ def _derived(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """``value`` with ``fn`` applied to every tensor in lists, tuples, named tuples, dicts and dataclasses.
+    """Apply ``fn`` to every tensor in lists, tuples, named tuples, dicts and dataclasses; return the result.
 
     A container in which nothing changed is returned as it is.
     """

@@ -1,7 +1,7 @@
-"""A unit: one wrapped module, its handles, and the collectives that all-gather and reduce them.
+"""Runs one unit: a wrapped module, its handles, and the collectives that all-gather and reduce them.
 
-A unit is told when to act: by the forward of the wrapper, by the schedule of its tree. It uses the context that the
-tree has handed down and calls nothing above itself.
+The forward of the wrapper and the schedule of the tree drive a unit. It uses the context that the tree has passed down
+and calls nothing above itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _logger = logging.getLogger("fsdp_flat")
 
 
 class Phase(Enum):
-    """The state of the step for one unit."""
+    """Enumerates the states of a unit within a step."""
 
     IDLE = "idle"
     FORWARD = "in forward"
@@ -40,11 +40,11 @@ class Phase(Enum):
 
 
 class Weights(NamedTuple):
-    """The weights with which a forward ran; its backward needs the same.
+    """Identifies the weights with which a forward ran; its backward needs the same.
 
     Attributes:
-        full_precision: they were gathered in the original dtype.
-        generation: how often shards had been replaced by conversions.
+        full_precision: they were unsharded in the original dtype.
+        storage_epoch: number of times that conversions had replaced the shards.
         version: a number that changes with their values.
     """
 
@@ -54,32 +54,32 @@ class Weights(NamedTuple):
 
 
 class Unit:
-    """One wrapped module and everything needed to run it sharded.
+    """Holds one wrapped module and everything needed to run it sharded.
 
     Args:
         module: the wrapped module.
-        name: the name in errors until the unit's place in its tree is known.
-        options: the constructor's arguments.
+        name: the name in errors until the unit's path in its tree is set.
+        options: the unit's validated options.
         handles: one per flat parameter; none if the module has no parameters of its own.
-        ignored: modules and parameters that are left alone.
+        ignored: modules and parameters that are not managed.
         buffers: buffers that compute in another dtype.
-        stored: tensors that the module keeps in forward.
-        unit_id: stands for the unit between ranks, the same on all of them; 0 if it has none.
+        stored: tensors that the module stores in forward.
+        unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
 
     Attributes:
         phase: the state of the step; written by this class and by ``summon_full_params``.
         sync_gradients: False inside ``no_sync``.
         context: streams, memory and records shared with the other units of the tree.
-        policy: how gradients are combined over ranks.
+        policy: settings for combining gradients over ranks.
         is_nested: an outer wrapper was built around this one.
-        gathered_version: that of the weights that are gathered, or were last.
-        is_outdated: a write-back may have changed any rank's shard since the parameters were gathered. A backward of an
-            earlier forward still wants those, a forward does not.
-        whole: the tensors that ``whole_params`` gathered, while it is open.
+        gathered_version: version of the weights that are unsharded, or were last.
+        is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
+            an earlier forward still needs the old values, a forward does not.
+        whole: the full tensors of an open ``whole_params``, else None.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
-        saver: saves checkpoints of this unit's tree in the background, once one was saved so.
-        optim_state_handlers: by name of an optimizer state, how a caller has it saved and loaded.
-        unwritten: tensors that left the meta device without values; None where no rank had any on it.
+        saver: saves checkpoints of this unit's tree in the background; None before the first.
+        optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
+        unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
 
     def __init__(
@@ -110,13 +110,13 @@ class Unit:
         self.policy = ReductionPolicy()
         self.is_nested = False
         self._collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
-        # For steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
+        # Used in steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
         self._step_collectives = self._collectives
         self._gathers: list[Pending] = []
-        # The generation of the parameters that the buffers still hold although the unit is sharded.
+        # Storage epoch of the parameters that the buffers still hold although the unit is sharded.
         self._kept: int | None = None
         self._depth = 0
-        # A graph of a backward (create_graph=True) may need the gathered parameters; the next backward frees them.
+        # A graph of a backward (create_graph=True) may need the unsharded parameters; the next backward frees them.
         self._held_for_graph = False
         self.gathered_version = 0
         self.is_outdated = False
@@ -127,25 +127,25 @@ class Unit:
         self.unwritten: list[Unwritten] | None = None
 
     def rename(self, name: str) -> None:
-        """Takes the name of the unit's place in its tree."""
+        """Set the name to the unit's path in its tree."""
         self.name = name
         for handle in self.handles:
             handle.rename(name)
 
     def name_others(self, names: dict[int, str]) -> None:
-        """Takes the names of the tree's units by id, for errors where another rank runs another unit."""
+        """Set the names of the tree's units by id, for errors where another rank runs another unit."""
         if self._collectives is not None:
             self._collectives.name_units(names)
 
     def use_context(self, context: CommContext) -> None:
-        """Uses the streams, memory and records of the tree that the unit belongs to."""
+        """Use the streams, memory and records of the tree that the unit belongs to."""
         self.context = context
         self._issued = context.collectives.of(self.options.groups)
         for handle in self.handles:
             handle.pool = context.pool
 
     def use_collectives(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Uses these in steps from now on; None is the library's own. See ``fsdp_flat.collectives``.
+        """Use these collectives in later steps; None is the library's own. See ``fsdp_flat.collectives``.
 
         Raises:
             PhaseError: a step is under way.
@@ -161,36 +161,36 @@ class Unit:
             self.options.groups.shard, self._collectives, all_gather, reduce_scatter
         )
 
-    # -- where the data is ---------------------------------------------------------------------------------------
+    # -- sharded and unsharded state ---------------------------------------------------------------------------
 
     @property
     def is_sharded(self) -> bool:
-        """Whether nothing is gathered and nothing is on its way."""
+        """True if the parameters are sharded and no all-gather is in flight."""
         return not self.handles or self.handles[0].state is ShardState.SHARDED
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the parameters are there."""
+        """True if the parameters are unsharded and ready for use."""
         return not self.handles or self.handles[0].state is ShardState.UNSHARDED
 
     @property
     def gathers(self) -> bool:
-        """Whether an unshard communicates, so that beginning it early helps."""
+        """True if an unshard communicates, so that beginning it early helps."""
         return bool(self.handles) and self._collectives is not None
 
     @property
     def holds_copies(self) -> bool:
-        """Whether gathered parameters take memory of their own, which a reshard frees."""
+        """True if unsharded parameters take separate memory, which a reshard frees."""
         return any(not isinstance(handle.buffer, AliasBuffer) for handle in self.handles)
 
     @property
     def is_trainable(self) -> bool:
-        """Whether any parameter is to get a gradient."""
+        """True if any parameter requires a gradient."""
         return any(handle.is_trainable for handle in self.handles)
 
     @property
     def storage_epoch(self) -> int:
-        """How often shards were replaced (``.to(dtype)``), and with them the unsharded buffers."""
+        """Number of times that shards were replaced (``.to(dtype)``), and with them the unsharded buffers."""
         return sum([handle.storage_epoch for handle in self.handles])
 
     def _trace(self, event: str) -> None:
@@ -200,7 +200,7 @@ class Unit:
             _logger.debug("%s of unit %r", event, self.name)
 
     def begin_unshard(self) -> None:
-        """Begins to all-gather if nothing is gathered yet. Every rank of the shard group must call this."""
+        """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
         if not self.handles or not self.is_sharded or self._reuse_kept():
             return
         self._trace("begin_unshard")
@@ -222,7 +222,7 @@ class Unit:
                 context.streams.shards_read()
 
     def _reuse_kept(self) -> bool:
-        """Becomes unsharded with the kept buffers, if this is the backward that they were kept for."""
+        """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
         if self._kept is None:
             return False
         for handle in self.handles:
@@ -233,13 +233,13 @@ class Unit:
         self._kept = None
         for handle in self.handles:
             handle.undo_reshard()
-        # Where weights have changed since the forward, activate() sees it by this and raises. A rank on which they
-        # have must not gather: the others do not.
+        # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
+        # they changed must not all-gather, because the others do not.
         self.gathered_version = self._version()
         return True
 
     def finish_unshard(self) -> None:
-        """Waits until everything begun has arrived."""
+        """Wait for all all-gathers in flight."""
         if self.is_unsharded:
             return
         gathers, self._gathers = self._gathers, []
@@ -258,14 +258,14 @@ class Unit:
         return sum([handle.views.version() for handle in self.handles])
 
     def unshard(self) -> None:
-        """Gathers the current parameters and points the modules at them."""
+        """Unshard the current parameters and point the modules at them."""
         if self.is_unsharded:
             for handle in self.handles:
                 handle.views.check_shown()
             if not self.gathers:
                 self.gathered_version = self._version()
             elif self.phase is not Phase.BACKWARD and (self.is_outdated or self.gathered_version != self._version()):
-                # Kept from an earlier forward, and the shards have been changed since.
+                # Unsharded since an earlier forward, and the shards have changed since.
                 self.reshard()
         if self.is_sharded:
             self.begin_unshard()
@@ -274,41 +274,42 @@ class Unit:
 
     @property
     def wants_full_precision(self) -> bool:
-        """Whether a forward now would run in full precision (eval mode and the switch for it)."""
+        """True if a forward now would run in full precision (eval mode with ``full_in_eval``)."""
         return self.options.precision.full_in_eval and not self.module.training
 
     def use_full_precision(self, full: bool) -> None:
-        """Computes in the original dtype, or in the low one again; buffers gathered in the other one are freed."""
+        """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
         if any(h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
             self.reshard()
             for handle in self.handles:
                 handle.use_full_precision(full)
 
     def weights(self, full_precision: bool) -> Weights:
-        """The weights with which a forward that begins now runs."""
+        """Return the weights for a forward that begins now."""
         return Weights(full_precision, self.storage_epoch, self.gathered_version)
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Maps parameters shown while nothing is computed but parameters are gathered to those an optimizer holds."""
+        """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
         if self.is_sharded or self._depth > 0 or in_backward() != -1:
             return {}
         return {shown: kept for handle in self.handles for shown, kept in handle.views.kept().items()}
 
     def use_unsharded_views(self) -> None:
-        """Points the modules at the gathered parameters."""
+        """Point the modules at the unsharded parameters."""
         for handle in self.handles:
             handle.use_unsharded_views()
 
     def use_sharded_views(self) -> None:
-        """Points the modules at this rank's local shards."""
+        """Point the modules at this rank's local shards."""
         for handle in self.handles:
             handle.views.use_sharded_views()
 
     def reshard(self, *, keep_memory: bool = False) -> None:
-        """Frees the gathered parameters; an all-gather on its way is waited for first.
+        """Free the unsharded parameters, after waiting for an all-gather in flight.
 
-        With ``keep_memory`` the unit counts as sharded, but the next backward finds its parameters where they were,
-        unless :meth:`drop_kept` comes before.
+        With ``keep_memory`` the unit counts as sharded, but the next backward reuses the buffers, unless
+        :meth:`drop_kept`
+        frees them before.
         """
         if self.is_sharded:
             self.drop_kept()
@@ -322,7 +323,7 @@ class Unit:
             self.drop_kept()
 
     def drop_kept(self) -> None:
-        """Frees the buffers that :meth:`reshard` has kept."""
+        """Free the buffers that :meth:`reshard` has kept."""
         if self._kept is None:
             return
         self._kept = None
@@ -332,9 +333,9 @@ class Unit:
         self.context.streams.buffers_freed()
 
     def gather_whole(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
-        """All-gathers a shard-shaped tensor of every handle (1-D, ``shard_numel``) into a whole one (``layout.numel``).
+        """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
 
-        The result is memory of its own, except where nothing is sharded: there it is the given tensor.
+        The result is separate memory, except if nothing is sharded: then it is the given tensor.
         Every rank of the shard group must call this.
         """
         streams = self.context.streams
@@ -356,7 +357,7 @@ class Unit:
     # -- forward -------------------------------------------------------------------------------------------------
 
     def enter_forward(self) -> None:
-        """Begins the module's forward."""
+        """Begin the module's forward with unsharded parameters."""
         if self.phase is Phase.SUMMONED:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
@@ -372,7 +373,7 @@ class Unit:
         self.unshard()
 
     def exit_forward(self, *, keep: bool, keep_memory: bool = False) -> None:
-        """Ends the module's forward; ``keep`` leaves the parameters gathered for backward.
+        """End the module's forward; ``keep`` leaves the parameters unsharded for backward.
 
         For ``keep_memory`` see :meth:`reshard`.
         """
@@ -385,11 +386,11 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def activate(self, weights: Weights) -> None:
-        """Gathers the parameters for the backward of a forward that ran with ``weights``.
+        """Unshard the parameters for the backward of a forward that ran with ``weights``.
 
         Raises:
-            UsageError: buffers that the forward used are gone.
-            PhaseError: the weights are not those of the forward any more.
+            UsageError: buffers that the forward used were replaced.
+            PhaseError: the weights have changed since the forward.
         """
         if self.is_sharded:
             for handle in self.handles:
@@ -403,7 +404,7 @@ class Unit:
         self._trace("pre_backward")
         self.use_full_precision(weights.full_precision)
         self.unshard()
-        # What is gathered is still that of the forward, but a write-back has changed the shards since.
+        # The unsharded parameters are still those of the forward, but a write-back has changed the shards since.
         current = self._version() if self.is_outdated else self.gathered_version
         if weights.version != current:
             raise PhaseError(
@@ -413,12 +414,12 @@ class Unit:
             )
 
     def join_backward(self, weights: Weights) -> None:
-        """Begins to gather as :meth:`activate` does; whether this rank needs the parameters turns out later."""
+        """Begin the all-gather as :meth:`activate` does, whether or not this rank needs the parameters."""
         self.use_full_precision(weights.full_precision)
         self.begin_unshard()
 
     def end_backward(self, *, keeps_graph: bool) -> None:
-        """Ends the unit's part of a backward: frees the parameters, unless something still needs them.
+        """End the unit's part of a backward: reshard the parameters, unless they are still needed.
 
         Args:
             keeps_graph: the backward has recorded a graph (``create_graph=True``), so a second backward may follow
@@ -435,7 +436,7 @@ class Unit:
             self.use_sharded_views()
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
-        """Begins to reduce a handle's gradient, zeros where none came. Every rank of its groups must call this."""
+        """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
         self._trace("begin_reduce")
         context = self.context
         self._issued.append(("reduction", self))
@@ -447,16 +448,16 @@ class Unit:
         context.reductions.add(begin)
 
     def abort(self) -> None:
-        """Returns to the sharded, idle state after an exception, without partial gradients."""
+        """Reset to the sharded, idle state after an exception, without partial gradients."""
         if self.phase is Phase.SUMMONED:
-            # Its forward was refused, so there is nothing to undo, and the block that shows its parameters goes on.
+            # The forward was refused, so there is nothing to undo, and the summon_full_params block continues.
             return
         self._depth = 0
         self._held_for_graph = False
         self._kept = None
         gathers, self._gathers = self._gathers, []
         for pending in gathers:
-            # One that fails has nothing to add to the reason for which the step is given up.
+            # A failure here adds nothing to the reason for the abort.
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
@@ -466,7 +467,7 @@ class Unit:
 
     @contextmanager
     def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Sets the phase inside the block."""
+        """Set the phase inside the block."""
         before, self.phase = self.phase, phase
         try:
             yield
@@ -475,11 +476,11 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """The unit of a wrapper, or None for any other module."""
+    """Return the unit of a wrapper, or None for any other module."""
     unit = module.__dict__.get("_unit")
     return unit if isinstance(unit, Unit) else None
 
 
 def units_of(module: nn.Module) -> list[Unit]:
-    """Every unit at or below ``module``, parents before children."""
+    """Return every unit at or below ``module``, parents before children."""
     return [unit for child in modules_of(module) if (unit := unit_of(child)) is not None]

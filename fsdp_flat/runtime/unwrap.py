@@ -1,4 +1,4 @@
-"""Back to the plain module: whole parameters, no wrappers, no hooks."""
+"""Unwraps a model: restores the plain module with full parameters, without wrappers and hooks."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["unwrap"]
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The plain module inside a wrapped model, with whole parameters on every rank and nothing of fsdp_flat left.
+    """Return the plain module inside a wrapped model, with full parameters on every rank and nothing of fsdp_flat left.
 
-    Units are gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
+    Units are all-gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
     the Parameter objects stay the same. Gradients are dropped, and an optimizer that was built for the wrapped model
     has state in the shapes of shards: build a new one. The old wrappers raise when they are used.
 
@@ -29,7 +29,7 @@ def unwrap(model: nn.Module) -> nn.Module:
             changed in place. An activation-checkpoint wrapper stays.
 
     Returns:
-        The wrapped module, or ``model`` itself if it is no wrapper.
+        The wrapped module, or ``model`` itself if it is not a wrapper.
 
     Raises:
         PhaseError: inside forward, backward or ``summon_full_params``.
@@ -54,7 +54,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 child._modules[name] = _inner(grandchild, wrapped)
         drop_full_precision(child)
         show_compiled_name(child)
-        # The first two are the marks that wrapping put there; without the third a wrapper is no wrapper any more.
+        # Wrapping set the first two attributes; without the third a wrapper is no longer a wrapper.
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", *(("_unit",) if child in wrapped else ())):
             child.__dict__.pop(mark, None)
     return _inner(model, wrapped)
@@ -71,7 +71,7 @@ def _make_whole(unit: Unit) -> None:
 
 
 def _inner(module: nn.Module, wrapped: dict[nn.Module, nn.Module | None]) -> nn.Module:
-    """What a wrapper wraps, through wrappers that wrap wrappers; anything else as it is."""
+    """Return the module inside a wrapper, through nested wrappers; return any other module as it is."""
     while module in wrapped:
         inner = wrapped[module]
         assert inner is not None

@@ -1,4 +1,4 @@
-"""Tensors that left the meta device and that nobody has written since: found by a mark in their memory."""
+"""Finds tensors that left the meta device and were not written since, by a mark in their memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_flat.runtime.agreement import ErrorTexts, agree
 
 __all__ = ["MarksEmpty", "Unwritten", "check_written", "is_marked"]
 
-# By bytes an element: the dtype whose bits are looked at, and a pattern, a NaN in every floating-point dtype, that no
+# By bytes an element: the dtype for reading the bits, and a pattern, a NaN in every floating-point dtype, that no
 # initialisation writes.
 _MARKS = {
     8: (torch.int64, 0x7FFDF1A77FEDF1A7),
@@ -25,7 +25,7 @@ _MARKS = {
     2: (torch.int16, 0x7FED),
     1: (torch.uint8, 0x7F),
 }
-# 0x7F may be a value of an integer of one byte; of as many at once it is none.
+# 0x7F is a possible one-byte integer, but not in this many elements at once.
 _FEWEST_BYTES = 8
 _WORDS = ErrorTexts(
     "the check of weights that left the meta device", "", "Initialise every parameter, or load it, on every rank."
@@ -36,7 +36,7 @@ _EMPTY.add(_aten.new_empty_strided)
 
 
 class MarksEmpty(TorchDispatchMode):
-    """Inside it, memory that is allocated without being written (``to_empty``, ``torch.empty``) holds the mark."""
+    """Fills memory that is allocated without being written (``to_empty``, ``torch.empty``) with the mark."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -56,24 +56,24 @@ def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
 
 
 def is_marked(tensor: torch.Tensor) -> bool:
-    """Whether nothing was written to ``tensor`` since it was allocated inside :class:`MarksEmpty`."""
+    """Return whether nothing was written to ``tensor`` since it was allocated inside :class:`MarksEmpty`."""
     bits, mark = _bits(tensor)
     if bits is None or bits.numel() == 0:
         return False
     if tensor.dtype in (torch.int8, torch.uint8) and bits.numel() < _FEWEST_BYTES:
         return False
-    # Most are found written by their first element.
+    # For most tensors the first element shows that they were written.
     return bool((bits[(0,) * bits.dim()] == mark).item() and (bits == mark).all())
 
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """A tensor of a unit that had no values when the unit was made.
+    """Describes a tensor of a unit that had no values when the unit was built.
 
     Attributes:
         fqn: its name relative to the unit's module.
-        read: returns what this rank holds of it now.
-        is_param: it is a parameter, else a buffer.
+        read: returns this rank's part of it now.
+        is_param: True for a parameter, False for a buffer.
     """
 
     fqn: str
@@ -82,12 +82,12 @@ class Unwritten:
 
     @property
     def is_still(self) -> bool:
-        """Whether it has no values yet."""
+        """True if the tensor has no values yet."""
         with unguarded():
             tensor = self.read()
             if tensor is None or tensor.numel() == 0:
                 return False
-            # A conversion to another dtype keeps a NaN, but not which.
+            # A conversion to another dtype keeps a NaN, but not its bits.
             is_nan = tensor.is_floating_point() and tensor.itemsize > 1
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
 
@@ -95,16 +95,16 @@ class Unwritten:
 def check_written(
     entries: Iterable[tuple[str, Unwritten]], rank_groups: Sequence[RankGroup], device: torch.device
 ) -> None:
-    """Names every tensor that left the meta device and has no values. Every rank of the groups must call this.
+    """Report every tensor that left the meta device and has no values. Every rank of the groups must call this.
 
     Args:
-        entries: names of units, and their tensors that had no values when the unit was made.
-        groups: the ranks that hold parts.
+        entries: names of units, and their tensors that had no values when the unit was built.
+        rank_groups: groups over which to compare.
         device: the compute device.
 
     Raises:
-        UsageError: a parameter has none, on this rank.
-        PeerFailureError: one has none on another rank.
+        UsageError: a parameter has no values on this rank.
+        PeerFailureError: a parameter has no values on another rank.
     """
     left = [(f"{entry.fqn!r} of unit {unit!r}", entry.is_param) for unit, entry in entries if entry.is_still]
     buffers = [name for name, is_param in left if not is_param]

@@ -1,8 +1,7 @@
-"""Layer 1: which submodules become units. The path that FSDP1 users import policies from.
+"""Selects the submodules that become units (layer 1), under the import path of FSDP1's policies.
 
-Everything here works on module trees; the wrapper is passed in, so this layer knows nothing of
-sharding. Users' names equal those of ``torch.distributed.fsdp.wrap``; ``plan_units`` and
-``apply_plan`` are what a wrapper's constructor calls.
+Everything here works on module trees; the wrapper is passed in, so this layer does not depend on sharding. Users'
+names equal those of ``torch.distributed.fsdp.wrap``; a wrapper's constructor calls ``plan_units`` and ``apply_plan``.
 """
 
 from __future__ import annotations

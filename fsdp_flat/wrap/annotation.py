@@ -1,4 +1,4 @@
-"""``enable_wrap`` and ``wrap``: wrapping by annotation while a model is built."""
+"""Wraps by annotation while a model is built, with ``enable_wrap`` and ``wrap``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["enable_wrap", "wrap"]
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the innermost (and only) ``enable_wrap`` was given."""
+    """Holds the arguments of the innermost (and only) ``enable_wrap``."""
 
     wrapper_cls: Callable[..., nn.Module] | None
     kwargs: dict[str, Any]
@@ -47,7 +47,7 @@ class _Readable(type):
 
 
 class _ConfigAutoWrap(metaclass=_Readable):
-    """The context manager under :func:`enable_wrap`; its class attributes show the current state.
+    """Implements the context of :func:`enable_wrap`; its class attributes show the current state.
 
     ``_ConfigAutoWrap.in_autowrap_context``, ``.wrapper_cls`` and ``.kwargs`` are read-only.
     """
@@ -89,7 +89,7 @@ class _ConfigAutoWrap(metaclass=_Readable):
 
 @contextmanager
 def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
-    """Inside this context, :func:`wrap` wraps; outside, it returns its argument.
+    """Make :func:`wrap` wrap inside this context; outside, ``wrap`` returns its argument.
 
     ::
 
@@ -114,7 +114,7 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
     Args:
         module: the module.
-        **wrap_overrides: keyword arguments that go before those of the context.
+        **wrap_overrides: keyword arguments that override those of the context.
 
     Returns:
         The wrapped module, or ``module``.

@@ -1,4 +1,4 @@
-"""Mistakes that a policy can hold, found before anything is wrapped, and what is only worth a warning."""
+"""Checks policies for mistakes before anything is wrapped, and warns about likely ones."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = [
 
 _MAX_LISTED = 8
 
-# Function policies that decide by class, and the argument that holds the classes. By name, so that FSDP1's own
-# functions count too.
+# Function policies that decide by class, and the argument that holds the classes. Policies are matched by name, so that
+# FSDP1's own functions count too.
 _CLASS_ARGUMENT = {
     "transformer_auto_wrap_policy": "transformer_layer_cls",
     "_module_wrap_policy": "module_classes",
@@ -40,7 +40,7 @@ _CLASS_ARGUMENT = {
 
 
 def check_policy(policy: Any) -> None:
-    """Check that ``policy`` is one.
+    """Check that ``policy`` is a function policy or a policy object.
 
     Raises:
         PhaseError: if it is None.
@@ -60,7 +60,7 @@ def check_policy(policy: Any) -> None:
 
 
 def explain_unbound(policy: Callable[..., bool], error: TypeError) -> None:
-    """Raise a better error if ``error`` came up because ``policy`` does not take the arguments that it is given.
+    """Raise a better error if ``error`` arose because ``policy`` does not accept the arguments of a policy.
 
     Raises:
         OptionTypeError: in that case; otherwise nothing is raised.
@@ -81,10 +81,10 @@ def explain_unbound(policy: Callable[..., bool], error: TypeError) -> None:
 
 
 def check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
-    """Check that no module of the tree is a unit already.
+    """Check that no module of the tree is already a unit.
 
     Raises:
-        OptionError: naming the first that is.
+        OptionError: naming the first one that is.
     """
     for path, module in root.named_modules():
         if is_wrapped(module):
@@ -97,7 +97,7 @@ def check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) 
 def check_uniform_requires_grad(
     units: Iterable[tuple[str, nn.Module, dict[str, Any]]], ignored_params: set[nn.Parameter]
 ) -> None:
-    """Check that units without original parameters are all frozen or all trainable.
+    """Check that each unit without original parameters is entirely frozen or entirely trainable.
 
     Args:
         units: (path, module, keyword arguments), children before parents.
@@ -122,7 +122,7 @@ def check_uniform_requires_grad(
 
 
 def _managed_parameters(path: str, unit: nn.Module, visited: set[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """The parameters of ``unit`` outside the modules in ``visited``, to which its own modules are added."""
+    """Return the parameters of ``unit`` outside the modules in ``visited``; add its own modules to ``visited``."""
     found: list[tuple[str, nn.Parameter]] = []
     visited.add(unit)
     queue = [(path, unit)]
@@ -136,7 +136,7 @@ def _managed_parameters(path: str, unit: nn.Module, visited: set[nn.Module]) -> 
 
 
 def named_classes(policy: Any) -> tuple[type, ...] | None:
-    """Return the classes by which ``policy`` decides; None if it decides by something else as well.
+    """Return the classes by which ``policy`` decides; None if it has other criteria as well.
 
     Raises:
         OptionTypeError: if they are not classes that a module can be an instance of.
@@ -155,7 +155,7 @@ def named_classes(policy: Any) -> tuple[type, ...] | None:
 
 
 def _classes_of_all(policies: Any) -> tuple[type, ...] | None:
-    """The classes of all policies; None if one of them decides by something else."""
+    """Return the classes of all policies; None if one of them has other criteria."""
     if not isinstance(policies, (list, tuple, set, frozenset)):
         return None
     found: list[type] = []
@@ -168,7 +168,7 @@ def _classes_of_all(policies: Any) -> tuple[type, ...] | None:
 
 
 def _classes_in(value: Any, where: str) -> tuple[type, ...] | None:
-    """The classes in an argument; None for an iterator, which reading would use up."""
+    """Return the classes in an argument; None for an iterator, which reading would exhaust."""
     if isinstance(value, (str, type)) or not isinstance(value, Iterable):
         raise OptionTypeError(not_a_collection(value, where))
     return None if iter(value) is value else flatten_classes(value, where)
@@ -186,9 +186,9 @@ def warn_full_precision(root: nn.Module, modules: Sequence[nn.Module]) -> None:
 
 
 def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter]) -> None:
-    """Warn if a policy by class, of which no unit came, was likely meant to give some.
+    """Warn if a policy by class selected no units but was likely meant to.
 
-    It was if the classes match nothing at all, or only ignored modules of a model that could be split.
+    This is likely if the classes match nothing at all, or only ignored modules of a model that could be split.
     """
     kind = type(root).__name__
     if not any(isinstance(module, tuple(classes)) for module in root.modules()):
@@ -212,7 +212,7 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
 
 
 def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
-    """Warn if some of the classes that a policy names match nothing, though others do."""
+    """Warn if some of the classes that a policy names match nothing, while others do."""
     modules = list(root.modules())
     unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in modules)]
     if unmatched:
@@ -224,7 +224,7 @@ def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
 
 
 def warn_no_forward(module: nn.Module, name: str) -> None:
-    """Warn if ``module`` is a container that nobody calls, in which parameters of its own are never gathered."""
+    """Warn if ``module`` is a container that is never called, so that its own parameters are never unsharded."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
         _warn(
             f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
@@ -233,7 +233,7 @@ def warn_no_forward(module: nn.Module, name: str) -> None:
 
 
 def _nearest(cls: type, root: nn.Module) -> str:
-    """The classes in the tree that ``cls`` may have been meant to be, with counts."""
+    """Describe the classes in the tree that ``cls`` may have been meant to be, with counts."""
     counts = Counter(type(module) for module in root.modules())
     by_name: dict[str, list[type]] = {}
     for candidate in counts:
@@ -255,7 +255,7 @@ def _counted(counts: dict[str, int]) -> str:
 
 
 def _listed(names: list[str]) -> str:
-    """The names, or the first of them and how many more there are."""
+    """Join the names, or the first of them and the number of the rest."""
     shown = ", ".join(names[:_MAX_LISTED])
     return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
 

@@ -1,7 +1,7 @@
-"""From a policy to units: decide first, change the tree afterwards.
+"""Plans units by a policy: decides first, changes the tree afterwards.
 
-Differences from FSDP1, on purpose: a function policy is asked about the whole tree before anything is wrapped;
-a module registered at several places becomes one unit at all of them (FSDP1 wraps the first, or each anew).
+Deliberate differences from FSDP1: a function policy is called for the whole tree before anything is wrapped; a module
+registered at several places becomes one unit at all of them (FSDP1 wraps the first, or each separately).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ __all__ = ["UnitPlan", "WrapPlan", "apply_plan", "plan_units"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitPlan:
-    """A submodule that becomes a unit.
+    """Describes a submodule that becomes a unit.
 
     Attributes:
         fqn: its first path below the root, without wrapper components.
         module: the submodule.
-        kwargs: keyword arguments of its wrapper; a dict of its own.
+        kwargs: keyword arguments of its wrapper, in a separate dict.
     """
 
     fqn: str
@@ -49,12 +49,12 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrapPlan:
-    """What a policy chose in a tree.
+    """Holds the units that a policy chose in a tree.
 
     Attributes:
         units: children before parents; the root is never among them.
-        full_precision: modules of the classes that the root's mixed precision leaves alone, the root and ignored
-            ones included. As FSDP1 has it, their inputs are to be cast to float32 and their outputs back.
+        full_precision: modules of the classes that the root's mixed precision excludes, including the root and ignored
+            modules. As in FSDP1, their inputs must be cast to float32 and their outputs back.
     """
 
     units: tuple[UnitPlan, ...]
@@ -77,18 +77,18 @@ def plan_units(
         policy: a function policy or a policy object, ours or made from FSDP1's.
         ignored_modules: modules that never become units.
         ignored_params: parameters that no unit manages.
-        root_kwargs: the wrapper's keyword arguments that units inherit; ``mixed_precision`` and
-            ``use_orig_params`` are read too.
-        is_wrapped: says whether a module is, or belongs to, a unit already; None to skip the check.
+        root_kwargs: the wrapper's keyword arguments that units inherit; ``mixed_precision`` and ``use_orig_params`` are
+            read too.
+        is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
 
     Returns:
-        The plan. Of a module that ``torch.compile(module)`` holds, the compiled form becomes the unit. Units of a
+        The plan. If ``torch.compile(module)`` holds a module, the compiled form becomes the unit. Units of a
         policy object have ``auto_wrap_policy=None`` among their keyword arguments.
 
     Raises:
-        OptionError: a submodule is wrapped already; a unit without original parameters mixes frozen and
-            trainable ones; a CustomPolicy function gave a wrong answer.
-        OptionTypeError: the policy is not one, or names something that is no module class.
+        OptionError: a submodule is wrapped already; a unit without original parameters mixes frozen and trainable ones;
+            a CustomPolicy function returned an invalid value.
+        OptionTypeError: the policy is not a policy, or names an object that is not a module class.
         PhaseError: the policy is None.
     """
     check_policy(policy)
@@ -101,7 +101,7 @@ def plan_units(
     if isinstance(policy, PolicyObject):
         targets = _ask_object(policy, root, ignored_modules, root_kwargs, exempt)
     else:
-        # FSDP1 joins the policies even if no class is exempt; then a policy cannot stop the walk any more.
+        # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
         asked = policy if mixed_precision is None else _and_also(policy, exempt)
         targets = _ask_function(asked, policy, root, ignored_modules, ignored_params, root_kwargs)
     for module, kwargs in targets.items():
@@ -128,7 +128,7 @@ def plan_units(
 
 
 def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
-    """Replace each planned module by ``wrapper(module, kwargs)``, wherever below ``root`` it is registered.
+    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered below ``root``.
 
     Args:
         root: the module that the plan was made for.
@@ -137,7 +137,7 @@ def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, di
 
     Raises:
         UsageError: if a planned module is no longer in the tree; nothing has been wrapped then.
-        PhaseError: if ``wrapper`` returns something else than a module.
+        PhaseError: if ``wrapper`` does not return a module.
     """
     places = Places.find(root)
     for unit in plan.units:
@@ -152,7 +152,7 @@ def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, di
 
 
 def _and_also(policy: Callable[..., bool], exempt: tuple[type[nn.Module], ...]) -> Callable[..., bool]:
-    """The policy, and a unit of its own for each module of the exempt classes."""
+    """Combine the policy with one that makes each module of the exempt classes a separate unit."""
     return partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
 
 
@@ -163,7 +163,7 @@ def _ask_object(
     root_kwargs: dict[str, Any],
     exempt: tuple[type[nn.Module], ...],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that a policy object chose, each with a dict of its own."""
+    """Return the modules that a policy object chose, each with a separate dict of keyword arguments."""
     inherited = {**root_kwargs, "auto_wrap_policy": None}
     chosen = policy._run_policy(root, ignored_modules, dict(inherited))
     targets = {module: dict(kwargs) for module, kwargs in chosen.items()}
@@ -181,7 +181,7 @@ def _ask_function(
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
 ) -> dict[nn.Module, dict[str, Any]]:
-    """Return the modules that a function policy chose, each with a dict of its own."""
+    """Return the modules that a function policy chose, each with a separate dict of keyword arguments."""
     walk = Walk(asked, ignored_modules, ignored_params)
     try:
         walk.visit(root, only_children=True)

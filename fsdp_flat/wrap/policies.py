@@ -1,8 +1,8 @@
-"""Policies: functions and objects that say which submodules become units.
+"""Defines policies: functions and objects that select the submodules that become units.
 
-A function policy is called with keywords ``module``, ``recurse`` and ``nonwrapped_numel`` while a tree is
-walked bottom up: with ``recurse=True`` it says whether to look below ``module``, with ``recurse=False``
-whether to wrap it, ``nonwrapped_numel`` elements being in no unit yet. A policy object sees the whole tree.
+A function policy is called with keywords ``module``, ``recurse`` and ``nonwrapped_numel`` while a tree is walked
+bottom up. With ``recurse=True`` it returns whether to descend below ``module``; with ``recurse=False`` it returns
+whether to wrap it, given that ``nonwrapped_numel`` elements are in no unit yet. A policy object gets the whole tree.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 @runtime_checkable
 class PolicyObject(Protocol):
-    """What counts as a policy object: ours, and one that was made from FSDP1's own classes."""
+    """Matches policy objects: ours, and instances of FSDP1's own classes."""
 
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
@@ -39,17 +39,17 @@ class PolicyObject(Protocol):
 
 
 class _Policy(ABC):
-    """Base of policy objects: one method that looks at a whole tree."""
+    """Defines the interface of policy objects: one method that processes a whole tree."""
 
     @abstractmethod
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """Return the modules to wrap, each with the keyword arguments to wrap it with.
+        """Return the modules to wrap, each with the keyword arguments of its wrapper.
 
         Args:
             root_module: the tree; the root may be in the result and is not wrapped again.
-            ignored_modules: modules that are left alone.
+            ignored_modules: modules that must not be wrapped.
             root_kwargs: the root's own keyword arguments.
         """
 
@@ -63,7 +63,7 @@ class ModuleWrapPolicy(_Policy):
         module_classes: subclasses of ``nn.Module`` (or mixins of such).
 
     Raises:
-        OptionTypeError: if it is no collection, or an entry is no class that a module can be an instance of.
+        OptionTypeError: if it is not a collection, or an entry is not a class that a module can be an instance of.
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
@@ -92,11 +92,11 @@ class ModuleWrapPolicy(_Policy):
 
 
 class CustomPolicy(_Policy):
-    """Asks a function about every module.
+    """Wraps the modules that a function selects.
 
     Args:
-        lambda_fn: given a module, returns False or an empty dict to leave it, True to wrap it with the
-            root's keyword arguments, or a dict of keyword arguments that go before the root's.
+        lambda_fn: takes a module; returns False or an empty dict to leave it, True to wrap it with the root's keyword
+            arguments, or a dict of keyword arguments that override the root's.
 
     Raises:
         OptionTypeError: if ``lambda_fn`` cannot be called.
@@ -129,7 +129,7 @@ class CustomPolicy(_Policy):
 
 
 def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Wrap every submodule. Returns True."""
+    """Wrap every submodule: always return True."""
     return True
 
 
@@ -139,13 +139,13 @@ def lambda_auto_wrap_policy(
     """Wrap the modules for which ``lambda_fn(module)`` is true; bind it with ``functools.partial``.
 
     Args:
-        module: the module asked about.
-        recurse: whether the question is to look below ``module``; the answer is always yes.
+        module: the module to decide about.
+        recurse: True asks whether to descend below ``module``; the answer is always True.
         nonwrapped_numel: not used.
         lambda_fn: decides about one module.
 
     Returns:
-        Whether to look below ``module``, or to wrap it.
+        Whether to descend below ``module``, or to wrap it.
     """
     return True if recurse else lambda_fn(module)
 
@@ -165,13 +165,13 @@ def transformer_auto_wrap_policy(
     Embeddings that share a weight stay together in the root's unit, unless their classes are named.
 
     Args:
-        module: the module asked about.
-        recurse: whether the question is to look below ``module``; the answer is always yes.
+        module: the module to decide about.
+        recurse: True asks whether to descend below ``module``; the answer is always True.
         nonwrapped_numel: not used.
         transformer_layer_cls: the classes.
 
     Returns:
-        Whether to look below ``module``, or to wrap it.
+        Whether to descend below ``module``, or to wrap it.
     """
     return _module_wrap_policy(module, recurse, nonwrapped_numel, transformer_layer_cls)
 
@@ -179,14 +179,14 @@ def transformer_auto_wrap_policy(
 def _wrap_module_cls_individually(
     module: nn.Module, module_classes: Sequence[type], recurse: bool, *args: Any, **kwargs: Any
 ) -> bool:
-    """The same with another argument order; added to a policy for what mixed precision leaves alone."""
+    """Wrap instances of ``module_classes``; added to a policy for the classes that mixed precision excludes."""
     return True if recurse else isinstance(module, tuple(module_classes))
 
 
 def _or_policy(
     module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
 ) -> bool:
-    """Say yes where any of ``policies`` does; later ones are not asked after the first yes."""
+    """Return True if any of ``policies`` does; later ones are not called after the first True."""
     return any(policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for policy in policies)
 
 
@@ -201,17 +201,17 @@ def size_based_auto_wrap_policy(
     """Wrap a module once enough elements below it are in no unit yet.
 
     Args:
-        module: the module asked about.
-        recurse: whether the question is to look below ``module`` or to wrap it.
+        module: the module to decide about.
+        recurse: True asks whether to descend below ``module``, False whether to wrap it.
         nonwrapped_numel: elements of ``module`` that are in no unit yet.
-        min_num_params: elements from which on a module is wrapped.
+        min_num_params: minimum number of elements for a unit.
         force_leaf_modules: classes below which nothing is wrapped; None stands for
             ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
         exclude_wrap_modules: classes that are not wrapped themselves; None stands for
             ``size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES``.
 
     Returns:
-        Whether to look below ``module``, or to wrap it.
+        Whether to descend below ``module``, or to wrap it.
     """
     defaults: Any = size_based_auto_wrap_policy  # the attributes are read at each call: users change them
     if recurse:
@@ -226,20 +226,20 @@ size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict
 
 
 def not_a_collection(value: object, where: str) -> str:
-    """Return the message for ``value`` where a collection of classes is expected."""
+    """Return the error text for ``value`` where a collection of classes is expected."""
     got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} ({type(value).__name__})"
     return f"{where} expects a set of nn.Module subclasses, got {got}. Put the classes themselves in a set."
 
 
 def flatten_classes(entries: Iterable[Any], where: str) -> tuple[type, ...]:
-    """Return the classes among ``entries``, with tuples and unions of classes (as isinstance takes) opened.
+    """Return the classes among ``entries``, with tuples and unions of classes (as isinstance takes) expanded.
 
     Args:
-        entries: what a policy was given.
-        where: the argument, for the message.
+        entries: the argument of a policy.
+        where: the argument's name, for the message.
 
     Raises:
-        OptionTypeError: if an entry is no class, or a class that no module can be an instance of.
+        OptionTypeError: if an entry is not a class, or a class that no module can be an instance of.
     """
     classes: list[type] = []
     for entry in entries:
@@ -264,10 +264,10 @@ def flatten_classes(entries: Iterable[Any], where: str) -> tuple[type, ...]:
 
 
 def _may_have_module_instances(cls: type) -> bool:
-    """Whether a module can be an instance: module classes, their mixins, and classes with their own isinstance."""
+    """Return whether a module can be an instance: of a module class, a mixin, or a class with its own isinstance."""
     return type(cls).__instancecheck__ is not type.__instancecheck__ or _is_base_of_modules(cls)
 
 
 def _is_base_of_modules(cls: type) -> bool:
-    """Whether ``cls`` or a class below it is a module class."""
+    """Return whether ``cls`` or one of its subclasses is a module class."""
     return issubclass(cls, nn.Module) or any(_is_base_of_modules(below) for below in type.__subclasses__(cls))

@@ -1,4 +1,4 @@
-"""The bottom-up walk of a function policy, and FSDP1's two helpers that apply a policy with any wrapper."""
+"""Walks a tree bottom up for a function policy, and provides FSDP1's two helpers that apply policies."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Walk"]
 
 @dataclass(slots=True)
 class Walk:
-    """Asks a function policy about a tree, in FSDP1's order and with FSDP1's numbers, and changes nothing.
+    """Calls a function policy on a tree, in FSDP1's order and with FSDP1's numbers, and changes nothing.
 
-    ``nonwrapped_numel`` counts a module's parameters once each, less the ignored ones; with ``recurse=False``
-    the elements below that came into units are taken off, each time they did (a weight shared by two units
-    twice, as in FSDP1). A module met at a second place counts as the first time and is not asked about again.
+    ``nonwrapped_numel`` counts a module's parameters once each, without the ignored ones; with ``recurse=False`` the
+    elements in units below are subtracted, once for each unit (twice for a weight shared by two units, as in FSDP1). A
+    module found at a second place counts as the first time, and the policy is not called again.
 
     Attributes:
         policy: the function.
-        ignored_modules: children that are passed over, with all below them.
+        ignored_modules: children that are skipped, with everything below them.
         ignored_params: parameters that are not counted.
         chosen: the modules to wrap.
     """
@@ -36,7 +36,7 @@ class Walk:
     _covered: dict[nn.Module, int] = field(default_factory=dict)
 
     def visit(self, module: nn.Module, *, only_children: bool = False) -> int:
-        """Walk ``module`` and return how many of its elements came into units."""
+        """Walk ``module`` and return the number of its elements that are now in units."""
         if module in self._covered:
             return self._covered[module]
         numel = sum(param.numel() for param in module.parameters() if param not in self.ignored_params)
@@ -61,21 +61,21 @@ def _recursive_wrap(
     only_wrap_children: bool = False,
     **kwargs: Any,
 ) -> tuple[nn.Module, int]:
-    """Wrap what a function policy chooses, in place.
+    """Wrap the modules that a function policy chooses, in place.
 
-    The policy is asked about the whole tree before anything is wrapped.
+    The policy is called for the whole tree before anything is wrapped.
 
     Args:
         module: the tree.
         auto_wrap_policy: a function policy.
         wrapper_cls: called as ``wrapper_cls(submodule, **kwargs)``.
-        ignored_modules: modules that are passed over.
+        ignored_modules: modules that are skipped.
         ignored_params: parameters that are not counted.
         only_wrap_children: do not wrap ``module`` itself.
         **kwargs: the wrapper's keyword arguments.
 
     Returns:
-        ``module``, wrapped if it was chosen, and the number of elements that came into units.
+        ``module``, wrapped if it was chosen, and the number of elements that are now in units.
 
     Raises:
         PhaseError: if policy or wrapper are None, or a submodule is already a ``wrapper_cls``.
@@ -111,7 +111,7 @@ def _construct_wrap_fn(
     target_module_to_kwargs: dict[nn.Module, dict[str, Any]],
     fsdp_fn: Callable[..., nn.Module],
 ) -> Callable[[nn.Module], nn.Module | None]:
-    """Return a function for ``_post_order_apply`` that wraps the given modules, the root excepted.
+    """Return a function for ``_post_order_apply`` that wraps the given modules, except the root.
 
     Args:
         root_module: the tree; wrapping the root is left to the caller.

@@ -1,4 +1,4 @@
-"""Module trees: order, places, and replacing a module at each of its places."""
+"""Traverses module trees and replaces a module wherever it is registered."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Places", "compiled_forms", "describe", "named_children", "post_order
 
 
 def describe(module: nn.Module, path: str) -> str:
-    """Return how messages name a module: its path and its class."""
+    """Return the path and the class of a module, for messages."""
     kind = type(module).__name__
     return f"'{clean_fqn(path)}' ({kind})" if path else f"the root module ({kind})"
 
@@ -31,8 +31,7 @@ def named_children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (path, module) of each module once, children before parents, ``root`` last.
 
-    A module that is registered at several places goes by the first of its paths, and comes before every
-    module that holds it.
+    A module that is registered at several places has the first of its paths, and precedes every module that holds it.
     """
     ordered: list[tuple[str, nn.Module]] = []
     visited = {root}
@@ -49,9 +48,9 @@ def post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def compiled_forms(root: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For each module that ``torch.compile(module)`` was called on below ``root``: what that returned.
+    """Map each module below ``root`` that ``torch.compile(module)`` was called on to the result of that call.
 
-    That keeps calling the module it was made of, whatever is put in its place later.
+    The result keeps calling the original module, even if that is replaced in the tree later.
     """
     return {
         inner: module
@@ -62,13 +61,13 @@ def compiled_forms(root: nn.Module) -> dict[nn.Module, nn.Module]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where each module of a tree is registered: every (parent, name), repeated registrations included."""
+    """Maps each module of a tree to its registrations: every (parent, name), repeated registrations included."""
 
     of: dict[nn.Module, list[tuple[nn.Module, str]]]
 
     @classmethod
     def find(cls, root: nn.Module) -> Places:
-        """Return the places below ``root``, as they are now."""
+        """Return the current places below ``root``."""
         of: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
         for parent in root.modules():
             # named_children() hides a second name of the same child, so the dictionary itself is read.
@@ -95,14 +94,14 @@ def require_module(value: object, where: str) -> nn.Module:
 
 
 def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Module | None]) -> None:
-    """Call ``fn`` on every module, children first; what it returns replaces the module at all its places.
+    """Call ``fn`` on every module, children first; its result replaces the module at all its places.
 
     Args:
         root_module: the tree; the root itself cannot be replaced.
         fn: returns the replacement, or None to leave the module as it is.
 
     Raises:
-        PhaseError: if ``fn`` returns something for the root, or neither None nor a module.
+        PhaseError: if ``fn`` returns a replacement for the root, or neither None nor a module.
     """
     places = Places.find(root_module)
     for path, module in post_order(root_module):
@@ -118,7 +117,7 @@ def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Modul
 
 
 def wrap_overrides(module: nn.Module) -> dict[str, Any]:
-    """Return the keyword arguments that ``module`` itself asks to be wrapped with, if any."""
+    """Return the keyword arguments in the ``_wrap_overrides`` of ``module``, if any."""
     return dict(getattr(module, "_wrap_overrides", None) or {})
 
 
