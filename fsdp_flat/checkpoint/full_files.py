@@ -50,7 +50,7 @@ def save_full(
     keep: Callable[[str], bool] | None = None,
     trainable_only: bool = False,
     max_file_bytes: int = 5_000_000_000,
-    partition: bool = False,
+    spread: bool = False,
     progress: bool = False,
 ) -> Path:
     """Write the full model as safetensors files in the layout of model hubs, one parameter in memory at a time.
@@ -69,7 +69,7 @@ def save_full(
         keep: returns whether to save the entry of a name; the same on every rank.
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.
         max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
-        partition: the ranks of the shard group write files in parallel, in turn, instead of rank 0 alone; all of them
+        spread: the ranks of the shard group write files in parallel, in turn, instead of rank 0 alone; all of them
             must share one file system.
         progress: show a progress bar on rank 0 (needs tqdm).
 
@@ -91,11 +91,11 @@ def save_full(
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
         rank_group = shard_group(entries)
-        files = _planned(entries, dtype, max_file_bytes, rank_group.size if partition else 1)
+        files = _planned(entries, dtype, max_file_bytes, rank_group.size if spread else 1)
     directory = Path(directory)
     # Replicas and ranks that do not write only take part in the transfers.
     is_replica = _is_replica(model)
-    num_writers = rank_group.size if partition else 1
+    num_writers = rank_group.size if spread else 1
     bar = progress_bar(
         "Saving the model", _total(entries, dtype), asked=progress, here=rank_group.rank == 0 and not is_replica
     )

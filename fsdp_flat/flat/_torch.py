@@ -60,16 +60,16 @@ def take_as_plain(kind: type[torch.Tensor]) -> bool:
     Returns:
         False if this torch has no such list, so that optimizers would be slow.
     """
-    list_steps = getattr(torch_optimizer, "_foreach_supported_types", None)
-    if list_steps is None:
+    supported_types = getattr(torch_optimizer, "_foreach_supported_types", None)
+    if supported_types is None:
         return False
     if kind not in _functions:
         if not _functions:
             torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _torch_function_disabled())
             torch_optimizer.register_optimizer_step_post_hook(lambda *_: enable_torch_function())
-        list_steps.append(kind)
-        others = getattr(_foreach_utils, "_foreach_supported_types", list_steps)
-        if others is not list_steps:
+        supported_types.append(kind)
+        others = getattr(_foreach_utils, "_foreach_supported_types", supported_types)
+        if others is not supported_types:
             others.append(kind)
         _functions[kind] = kind.__dict__["__torch_function__"]
     return True

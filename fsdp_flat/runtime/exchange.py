@@ -64,10 +64,10 @@ class BackwardExchange:
         """
         for groups, handles in self._handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
-            timeout_error = bytes([handle in unreduced for handle in handles])
+            late = bytes([handle in unreduced for handle in handles])
             digest = self._log.digest(groups)
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
-            row = bytearray(b"".join([*flags, timeout_error, digest, bytes([255 - byte for byte in digest])]))
+            row = bytearray(b"".join([*flags, late, digest, bytes([255 - byte for byte in digest])]))
             tensor = torch.frombuffer(row, dtype=torch.uint8)
             self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
 
@@ -104,11 +104,11 @@ class BackwardExchange:
             position = 0
             handles = self._handles[groups]
             for handle in handles:
-                num_slots = len(handle.layout.param_infos)
-                used[handle] = row[position : position + num_slots]
-                position += num_slots
-            timeout_error = row[position : position + len(handles)]
-            unreduced.update([handle for handle, is_late in zip(handles, timeout_error, strict=True) if is_late])
+                num_params = len(handle.layout.param_infos)
+                used[handle] = row[position : position + num_params]
+                position += num_params
+            late = row[position : position + len(handles)]
+            unreduced.update([handle for handle, is_late in zip(handles, late, strict=True) if is_late])
             greatest, least = row[position + len(handles) :][:8], row[-8:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups

@@ -387,12 +387,12 @@ def _gate(
         return aliases, kwargs
     found: dict[int, torch.Tensor] = {}
 
-    def log_event(tensor: torch.Tensor) -> torch.Tensor:
+    def collect(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.requires_grad:
             found[id(tensor)] = tensor
         return tensor
 
-    map_tensors((args, kwargs), log_event)
+    map_tensors((args, kwargs), collect)
     unique = list(found.values())
     if not unique:
         return args, kwargs

@@ -60,10 +60,10 @@ def materialize(
         OptionError: ``init_fn`` is not callable, or left parameters on the meta device.
         MaterializeError: a module with meta tensors has no ``reset_parameters``.
     """
-    list_steps = list(modules)
+    listed = list(modules)
     meta = [
         (name, module)
-        for name, module in list_steps
+        for name, module in listed
         if any(tensor.is_meta for tensor in _own_tensors(module, ignored_params))
     ]
     if not meta:
@@ -73,7 +73,7 @@ def materialize(
     ties = _ties(root)
     with torch.no_grad(), MarksEmpty():
         if init_fn is not None:
-            for _, module in list_steps:
+            for _, module in listed:
                 init_fn(module)
         else:
             for name, module in meta:
@@ -81,7 +81,7 @@ def materialize(
     _tie_again(ties)
     left = [
         f"{name}.{key}" if name else key
-        for name, module in list_steps
+        for name, module in listed
         for key, param in module._parameters.items()
         if param is not None and param.is_meta and param not in ignored_params
     ]

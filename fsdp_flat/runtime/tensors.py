@@ -72,9 +72,9 @@ def _children(value: Any) -> Iterable[Any]:
         return (value.__self__, value.__func__)
     if isinstance(value, functools.partial):
         return (value.func, value.args, value.keywords)
-    param_infos = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    slot_names = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
     attributes = getattr(value, "__dict__", {}).values()
-    return [*attributes, *(getattr(value, name, None) for name in param_infos)] if param_infos else attributes
+    return [*attributes, *(getattr(value, name, None) for name in slot_names)] if slot_names else attributes
 
 
 def _slots_of(kind: type) -> list[str]:

@@ -125,11 +125,11 @@ def load_without_grid(path: str, use_orig_params: bool) -> Any:
 @pytest.mark.parametrize("spread", [False, True])
 @on_ranks(4)
 def test_files_of_whole_parameters_are_written_once_and_loaded_in_parts(
-    use_orig_params: bool, partition: bool, tmp_path: Path
+    use_orig_params: bool, spread: bool, tmp_path: Path
 ) -> None:
     model, optimizer = trained("tensor", use_orig_params)
     expected = whole(model, optimizer)[0]
-    save_full(model, tmp_path, max_file_bytes=600, partition=partition)
+    save_full(model, tmp_path, max_file_bytes=600, spread=spread)
     plain = FSDP(net(seed=6), auto_wrap_policy=LAYERS, use_orig_params=True)
     load_full(plain, tmp_path)
     assert_equal(dict(plain.state_dict()), expected)

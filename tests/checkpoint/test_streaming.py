@@ -129,10 +129,10 @@ def test_units_over_different_groups_cannot_be_streamed_to_one_rank() -> None:
 @pytest.mark.parametrize("spread", [False, True])
 @on_ranks(4)
 def test_a_saved_model_equals_its_full_state_dict(
-    strategy: str, use_orig_params: bool, partition: bool, tmp_path: Path, rank: int
+    strategy: str, use_orig_params: bool, spread: bool, tmp_path: Path, rank: int
 ) -> None:
     model = shard(seeded(), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
-    save_full(model, tmp_path, max_file_bytes=250, partition=partition)
+    save_full(model, tmp_path, max_file_bytes=250, spread=spread)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     expected = whole_state(model)
     names = sorted(set(index["weight_map"].values()))
@@ -199,11 +199,11 @@ def test_a_save_that_fails_leaves_the_old_model_whole(tmp_path: Path, rank: int)
 
 @on_ranks(4)
 @pytest.mark.parametrize("spread", [False, True])
-def test_units_of_different_strategies_are_written_whole(partition: bool, tmp_path: Path) -> None:
+def test_units_of_different_strategies_are_written_whole(spread: bool, tmp_path: Path) -> None:
     model = seeded()
     model.blocks[0] = shard(model.blocks[0], by_blocks=False)
     model = shard(model, "NO_SHARD", by_blocks=False)
-    save_full(model, tmp_path, max_file_bytes=250, partition=partition)
+    save_full(model, tmp_path, max_file_bytes=250, spread=spread)
     found = {name: value for path in tmp_path.glob("*.safetensors") for name, value in tensors_in(path).items()}
     assert_equal({name: found.get(name) for name in whole_state(model)}, whole_state(model))
 

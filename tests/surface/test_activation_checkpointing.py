@@ -160,9 +160,9 @@ def check(place: str, impl: str, options: dict[str, Any], rank: int, num_ranks: 
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_a_checkpointed_run_equals_the_plain_one_gather_for_gather(
-    place: str, impl: str, dtype_buffer: str, rank: int, num_ranks: int
+    place: str, impl: str, variant: str, rank: int, num_ranks: int
 ) -> None:
-    check(place, impl, {"use_orig_params": True, **VARIANTS[dtype_buffer]}, rank, num_ranks)
+    check(place, impl, {"use_orig_params": True, **VARIANTS[variant]}, rank, num_ranks)
 
 
 @pytest.mark.parametrize("variant", ["plain", "dropout"])
@@ -170,9 +170,9 @@ def test_a_checkpointed_run_equals_the_plain_one_gather_for_gather(
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
 def test_the_same_holds_for_flat_parameters(
-    place: str, impl: str, dtype_buffer: str, rank: int, num_ranks: int
+    place: str, impl: str, variant: str, rank: int, num_ranks: int
 ) -> None:
-    check(place, impl, {"use_orig_params": False, **VARIANTS[dtype_buffer]}, rank, num_ranks)
+    check(place, impl, {"use_orig_params": False, **VARIANTS[variant]}, rank, num_ranks)
 
 
 @pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
