@@ -92,7 +92,7 @@ class OptimStateMethods(nn.Module):
             What ``optim.load_state_dict`` takes on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         settings = _settings(model)
@@ -103,6 +103,7 @@ class OptimStateMethods(nn.Module):
             model,
             contents_of(optim).params,
             optim_state_dict,
+            own_groups=None if is_named_optimizer else optim.param_groups,
             named=is_named_optimizer,
             from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
             expects_chunks=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
@@ -148,6 +149,7 @@ class OptimStateMethods(nn.Module):
             model,
             ordered_params(model, optim, optim_input),
             optim_state_dict,
+            own_groups=None if optim is None or is_named_optimizer else optim.param_groups,
             named=is_named_optimizer,
             from_rank_zero=rank0_only,
             expects_chunks=not full_state_dict,
@@ -228,7 +230,7 @@ class OptimStateMethods(nn.Module):
             What ``optim.load_state_dict`` takes on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
@@ -249,11 +251,17 @@ class OptimStateMethods(nn.Module):
             What ``optim.load_state_dict`` takes on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
-        return load_optim_state(model, contents_of(optim).params, sharded_optim_state_dict, expects_chunks=True)
+        return load_optim_state(
+            model,
+            contents_of(optim).params,
+            sharded_optim_state_dict,
+            own_groups=optim.param_groups,
+            expects_chunks=True,
+        )
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -278,7 +286,7 @@ class OptimStateMethods(nn.Module):
             What ``optim.load_state_dict`` takes on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value that does not fit its parameter.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")

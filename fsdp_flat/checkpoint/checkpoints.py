@@ -29,6 +29,7 @@ from fsdp_flat.checkpoint.contents import (
     wanted_of_optim,
 )
 from fsdp_flat.checkpoint.progress import progress_bar
+from fsdp_flat.comm import global_ranks
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.optim_state import contents_of, load_optim_state, template_states
@@ -197,7 +198,7 @@ class _Saver:
 def _saver_of(model: nn.Module, together: Consensus) -> _Saver:
     unit = units_of(model)[0]
     if not isinstance(unit.saver, _Saver):
-        unit.saver = _Saver(dist.get_process_group_ranks(together.group))
+        unit.saver = _Saver(global_ranks(together.group))
     return unit.saver
 
 
@@ -384,7 +385,7 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
             params = contents_of(optim).params
             state = optim_state_of([template["optim"]["state"], deferred], plain)
         with together.raising_together():
-            loaded = load_optim_state(model, params, state)
+            loaded = load_optim_state(model, params, state, own_groups=optim.param_groups)
         # First, since it compares groups before it changes anything; that the model fits is known.
         with together.raising_together():
             optim.load_state_dict(loaded)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, scatter_bytes
+from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, global_ranks, scatter_bytes
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import ErrorTexts, agree, units_of
 from fsdp_flat.state_dict import rank_groups_of
@@ -31,6 +31,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     Raises:
         OptionError: it holds no wrapper.
         UnsupportedError: several groups (hybrid strategies, tensor parallelism) over some of the ranks.
+        UsageError: the group was destroyed.
     """
     units = units_of(model)
     if not units:
@@ -41,7 +42,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     # There may be several groups of the same ranks; every rank has to take the same one.
     rank_groups: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
-        rank_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+        rank_groups.setdefault(frozenset(global_ranks(group)), group)
     joint = next(iter(rank_groups.values()), units[0].options.groups.process_group)
     everybody = frozenset().union(*rank_groups)
     if everybody in rank_groups:
