@@ -220,7 +220,7 @@ def prepare(
     group = options.groups.primary.group
     call = _count_call(group)
     tensors = (*module.parameters(), *module.buffers())
-    on_meta = true_on_any_rank(any(t.is_meta for t in tensors), options.groups, options.device)
+    (on_meta,) = true_on_any_rank([any(t.is_meta for t in tensors)], options.groups, options.device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
@@ -229,8 +229,12 @@ def prepare(
     named = [
         (clean_fqn(path), param)
         for path, param in module.named_parameters()
-        if not param.is_meta and param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
+        if param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
     ]
+    if on_meta:
+        # Values are compared where every rank has some; those of the others once they are initialised.
+        is_meta = true_on_any_rank([param.is_meta for _, param in named], options.groups, options.device)
+        named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
     broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
     names = {unit.module: unit.fqn for unit in plan.units}
 

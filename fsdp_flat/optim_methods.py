@@ -92,7 +92,7 @@ class OptimStateMethods(nn.Module):
             Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         settings = _settings(model)
@@ -104,6 +104,7 @@ class OptimStateMethods(nn.Module):
             model,
             contents.params,
             optim_state_dict,
+            own_groups=None if is_named_optimizer else optim.param_groups,
             named=is_named_optimizer,
             from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
             expects_chunks=settings.state_dict_type is not StateDictType.FULL_STATE_DICT,
@@ -150,6 +151,7 @@ class OptimStateMethods(nn.Module):
             model,
             ordered_params(model, optim, optim_input),
             optim_state_dict,
+            own_groups=None if optim is None or is_named_optimizer else optim.param_groups,
             named=is_named_optimizer,
             from_rank_zero=rank0_only,
             expects_chunks=not full_state_dict,
@@ -233,7 +235,7 @@ class OptimStateMethods(nn.Module):
             Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
@@ -254,13 +256,18 @@ class OptimStateMethods(nn.Module):
             Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         contents = contents_of(optim)
         return load_optim_state(
-            model, contents.params, sharded_optim_state_dict, expects_chunks=True, owners=contents.owners
+            model,
+            contents.params,
+            sharded_optim_state_dict,
+            own_groups=optim.param_groups,
+            expects_chunks=True,
+            owners=contents.owners,
         )
 
     @staticmethod
@@ -286,7 +293,7 @@ class OptimStateMethods(nn.Module):
             Input of ``optim.load_state_dict`` on this rank.
 
         Raises:
-            OptionError: (a ValueError) not an optimizer state dict.
+            OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
             LoadError: (a RuntimeError) a value does not fit its parameter.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")

@@ -29,6 +29,7 @@ from fsdp_flat.checkpoint.contents import (
     wanted_of_optim,
 )
 from fsdp_flat.checkpoint.progress import progress_bar
+from fsdp_flat.comm import global_ranks
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.optim_state import contents_of, load_optim_state, template_states
@@ -196,7 +197,7 @@ class _Saver:
 def _saver_of(model: nn.Module, together: Consensus) -> _Saver:
     unit = units_of(model)[0]
     if not isinstance(unit.saver, _Saver):
-        unit.saver = _Saver(dist.get_process_group_ranks(together.group))
+        unit.saver = _Saver(global_ranks(together.group))
     return unit.saver
 
 
@@ -386,7 +387,9 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
             contents = contents_of(optim)
             state = optim_state_of([template["optim"]["state"], deferred], plain)
         with together.raising_together():
-            loaded = load_optim_state(model, contents.params, state, owners=contents.owners)
+            loaded = load_optim_state(
+                model, contents.params, state, own_groups=optim.param_groups, owners=contents.owners
+            )
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.raising_together():
             optim.load_state_dict(loaded)

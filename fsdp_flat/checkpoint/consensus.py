@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, scatter_bytes
+from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, global_ranks, scatter_bytes
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import ErrorTexts, agree, units_of
 from fsdp_flat.state_dict import rank_groups_of
@@ -32,6 +32,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
         OptionError: the model holds no wrapper.
         UnsupportedError: the model has several groups (hybrid strategies, tensor parallelism), and together they are
             neither one group nor the world.
+        UsageError: the group was destroyed.
     """
     units = units_of(model)
     if not units:
@@ -42,7 +43,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
     # There may be several groups of the same ranks; every rank must choose the same one.
     rank_groups: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
-        rank_groups.setdefault(frozenset(dist.get_process_group_ranks(group)), group)
+        rank_groups.setdefault(frozenset(global_ranks(group)), group)
     joint = next(iter(rank_groups.values()), units[0].options.groups.process_group)
     everybody = frozenset().union(*rank_groups)
     if everybody in rank_groups:

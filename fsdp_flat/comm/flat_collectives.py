@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.host_transports import transport_of
-from fsdp_flat.comm.rank_groups import RankGroup, destroyed, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, moves_by_gloo
 from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport
 
 __all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectives_for", "own_slice"]
@@ -291,10 +291,7 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _begin_broadcasts(axial: _RankGroupCollectives, full: torch.Tensor) -> list[Any]:
-    try:
-        ranks = dist.get_process_group_ranks(axial.group)
-    except KeyError as error:
-        raise destroyed(axial.group) from error
+    ranks = global_ranks(axial.group)
     return [
         dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
         for chunk, source in zip(full.chunk(axial.size), ranks, strict=True)

@@ -12,7 +12,16 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["RankGroup", "ShardingGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
+__all__ = [
+    "RankGroup",
+    "ShardingGroups",
+    "destroyed",
+    "global_ranks",
+    "host_group",
+    "is_simulated",
+    "moves_by_gloo",
+    "resolve_groups",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,18 @@ def destroyed(group: dist.ProcessGroup) -> UsageError:
     )
 
 
+def global_ranks(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of ``group`` among all ranks.
+
+    Raises:
+        UsageError: the group was destroyed.
+    """
+    try:
+        return dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:
+        raise destroyed(group) from error
+
+
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
     if is_simulated(group):
@@ -107,7 +128,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
-        ranks = dist.get_process_group_ranks(group)
+        ranks = global_ranks(group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group
 

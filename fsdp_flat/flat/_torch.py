@@ -17,6 +17,7 @@ __all__ = [
     "is_in_a_graph",
     "node_will_run",
     "refuse_steps_on",
+    "set_versions",
     "swap_memory",
     "take_as_plain",
 ]
@@ -31,6 +32,12 @@ _looked_at: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 # Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
+
+# Sets the version counters of tensors, which autograd compares with those of the tensors that it has saved.
+# ``torch.autograd._unsafe_preserve_version_counter`` does so, inside a block.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
+    torch._C._autograd._unsafe_set_version_counter
+)
 
 # Id of this thread's running autograd graph task, or -1 outside of backward. Distinguishes an activation recomputation
 # from an ordinary forward; there is no public equivalent.

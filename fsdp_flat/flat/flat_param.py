@@ -43,7 +43,7 @@ def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_part: boo
 def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
     """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
     if copied is not None:
-        return _marked(copied)
+        return _marked(ShardedFlatParameter.guard(copied) if isinstance(flat_param, ShardedFlatParameter) else copied)
     shard = flat_param.data.clone()
     # Offloaded shards are in pinned memory.
     shard = shard.pin_memory() if flat_param.data.is_pinned() else shard

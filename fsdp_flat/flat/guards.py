@@ -161,6 +161,9 @@ class ShardedParameter(nn.Parameter):
                 memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return memo[id(self)]
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self, {name: value for name, value in vars(self).items() if name != "_fsdp_flattened"})
+
 
 class ShardedFlatParameter(nn.Parameter):
     """Marks a sharded flat parameter (``use_orig_params=False``), whose gradient is sharded too.
@@ -172,9 +175,25 @@ class ShardedFlatParameter(nn.Parameter):
     @classmethod
     def of(cls, shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
         """Create a flat parameter whose data is ``shard``."""
+        return cls.guard(nn.Parameter(shard, requires_grad=requires_grad))
+
+    @classmethod
+    def guard(cls, param: nn.Parameter) -> nn.Parameter:
+        """Mark ``param`` as a part of a flat parameter."""
         # Optimizers are slow for classes that are not on torch's list.
-        kind = cls if _torch.take_as_plain(cls) else nn.Parameter
-        return kind(shard, requires_grad=requires_grad)
+        if type(param) is nn.Parameter and _torch.take_as_plain(cls):
+            param.__class__ = cls
+        return param
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        # As with an original parameter: a copy belongs to no unit, unless it is copied together with its model.
+        if id(self) not in memo:
+            with unguarded():
+                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _reduced(self, {})
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -188,6 +207,14 @@ class ShardedFlatParameter(nn.Parameter):
             return others[0].__torch_function__(func, others, args, kwargs or {})
         with unguarded():
             return func(*args, **(kwargs or {}))
+
+
+def _reduced(param: nn.Parameter, state: dict[str, Any]) -> Any:
+    """What pickles a plain parameter of the same data; marks that the library needs would refer to the model."""
+    with unguarded():
+        plain = nn.Parameter(param.data, param.requires_grad)
+        plain.__dict__.update(state)
+        return plain.__reduce_ex__(2)
 
 
 def _grad_of(param: torch.Tensor, getter: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:

@@ -18,6 +18,7 @@ from torch import nn
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat._torch import check_before_first_step, is_in_a_graph
 from fsdp_flat.flat.dynamo import dynamo_disabled
+from fsdp_flat.flat.expiry import Expiry
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.guards import unguarded
@@ -167,10 +168,14 @@ class FlatParamHandle:
         if dtype_buffer is None:
             buffer = self._new_buffer()
             own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
-            dtype_buffer = _DtypeBuffer(buffer, own, tuple(self._new_unsharded_params(params, buffer)))
+            unsharded_params = tuple(self._new_unsharded_params(params, buffer))
+            # What nothing is freed of cannot be used too late.
+            expiry = Expiry(() if isinstance(buffer, AliasBuffer) else unsharded_params)
+            dtype_buffer = _DtypeBuffer(buffer, own, unsharded_params, expiry)
             self._dtype_buffers[self.compute_dtype] = dtype_buffer
+            expiry.expire()
             buffer.free(MemoryPool())
-        self.buffer, self._own_slice = dtype_buffer.buffer, dtype_buffer.own_slice
+        self.buffer, self._own_slice, self._expiry = dtype_buffer.buffer, dtype_buffer.own_slice, dtype_buffer.expiry
         return dtype_buffer.unsharded_params
 
     def _new_buffer(self) -> FlatBuffer:
@@ -252,6 +257,7 @@ class FlatParamHandle:
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
         self._move(ShardState.UNSHARDED)
+        self._expiry.renew()
 
     def reshard(self) -> None:
         """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
@@ -260,6 +266,7 @@ class FlatParamHandle:
     def free(self) -> None:
         """Free the buffer after :meth:`reshard`."""
         assert self._state is ShardState.SHARDED
+        self._expiry.expire()
         self.buffer.free(self.pool)
 
     def undo_reshard(self) -> None:
@@ -270,6 +277,7 @@ class FlatParamHandle:
     def reset(self) -> None:
         """Reset to the sharded state from any state after an exception, and drop all gradients."""
         self._state = ShardState.SHARDED
+        self._expiry.expire()
         self.buffer.free(self.pool)
         self.views.use_sharded_views()
         self.drop_gradient()
@@ -546,3 +554,4 @@ class _DtypeBuffer:
     buffer: FlatBuffer
     own_slice: torch.Tensor
     unsharded_params: tuple[nn.Parameter, ...]
+    expiry: Expiry

@@ -23,6 +23,7 @@ from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, boxes, pl
 from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
 from fsdp_flat.optim_state.optim_params import ParamNames, current_names, is_on_other_ranks, is_scalar, names_of
 from fsdp_flat.optim_state.owned import Owners, owners_by_slot
+from fsdp_flat.optim_state.param_groups import check_groups
 from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
@@ -48,6 +49,7 @@ def load_optim_state(
     params: Sequence[nn.Parameter],
     given: Mapping[str, Any] | None,
     *,
+    own_groups: Sequence[Mapping[str, Any]] | None = None,
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
@@ -62,6 +64,7 @@ def load_optim_state(
         model: the model that the optimizer was built from.
         params: the optimizer's parameters in order.
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
+        own_groups: the optimizer's groups, to be compared with those of ``given``; None if they are not known.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
@@ -69,7 +72,7 @@ def load_optim_state(
             there, as full tensors.
 
     Raises:
-        OptionError: (a ValueError) ``given`` has no ``state``, or is keyed by positions.
+        OptionError: (a ValueError) ``given`` has no ``state``, is keyed by positions, or has other parameter groups.
         LoadError: (a RuntimeError) a value does not fit its parameter.
         PeerFailureError: (a RuntimeError) another rank raised one of these; only where every rank must call this.
         UsageError: (a RuntimeError) other ranks did not call this; likewise.
@@ -86,6 +89,9 @@ def load_optim_state(
         keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
         owned = owners_by_slot(names, owners or {})
         result = _planned(names, params, given, plan, keys, owned=owned, named=named)
+        if own_groups and result.get("param_groups"):
+            assert given is not None
+            check_groups(names, own_groups, given["param_groups"])
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
@@ -222,6 +228,7 @@ def _planned(
         if name in by_name and name in ids:
             row = {key: _whole(value, param, plan) for key, value in by_name[name].items()}
             state[keys[ids[name]]] = row
+    _warn_left_out(names, ids, by_name)
     unknown = [name for name in by_name if name not in seen]
     if unknown:
         warnings.warn(
@@ -231,6 +238,22 @@ def _planned(
         )
     groups = given.get("param_groups")
     return {"state": state} if groups is None else {"state": state, "param_groups": _groups(ids, keys, groups)}
+
+
+def _warn_left_out(names: ParamNames, ids: dict[str, int], by_name: Mapping[str, Any]) -> None:
+    """Warns of states that are of no use: this rank has elements of their parameters, but its optimizer has none."""
+    found = [
+        fqn
+        for _, handle, fqns in names.handles
+        for fqn, local_shard in zip(fqns, handle.views.local_shards, strict=True)
+        if fqn in by_name and fqn not in ids and local_shard.numel
+    ]
+    if found:
+        warnings.warn(
+            f"The optimizer state dict has states of {len(found)} parameter(s) that this optimizer does not hold, "
+            f"{found[0]!r} the first; they are left out.",
+            stacklevel=6,
+        )
 
 
 def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -350,9 +373,9 @@ def _fill_owned(
     elif isinstance(value, BoxedTensor):
         if is_owner and value.boxes != boxes(shape, Interval(0, target.numel())):
             raise LoadError(
-                f"{what}: {value!r} is not whole on rank {rank_group.rank} of the shard group, which owns the parameter. "
-                "Boxes fit the optimizer that they were made for: load the checkpoint into this optimizer's own state "
-                "dict with torch.distributed.checkpoint, which reshards."
+                f"{what}: {value!r} is not whole on rank {rank_group.rank} of the shard group, which owns the "
+                "parameter. Boxes fit the optimizer that they were made for: load the checkpoint into this optimizer's "
+                "own state dict with torch.distributed.checkpoint, which reshards."
             )
         if is_owner:
             plan.copy(target, value.parts[0].reshape(-1))

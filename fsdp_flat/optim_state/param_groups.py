@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fsdp_flat.comm import digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.errors import OptionError
 from fsdp_flat.optim_state.optim_params import ParamNames
 from fsdp_flat.state_dict import rank_groups_of
 
-__all__ = ["complete_groups"]
+__all__ = ["check_groups", "complete_groups"]
 
 Groups = list[dict[str, Any]]
 
@@ -49,3 +51,45 @@ def _merged(names: ParamNames, held: list[list[str]]) -> list[str]:
     places = {fqn: place for place, fqn in enumerate(fqn for _, _, fqns in names.handles for fqn in fqns)}
     lacking = {fqn for of_rank in held for fqn in of_rank}.difference(held[0])
     return [*held[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
+
+
+def check_groups(names: ParamNames, own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
+    """Check that every parameter of an optimizer is in the group of a state dict that belongs to its own group.
+
+    ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
+    parameters that have changed groups would go to other parameters.
+
+    Args:
+        names: the model's.
+        own: the optimizer's groups, of parameters.
+        given: the state dict's groups, of names.
+
+    Raises:
+        OptionError: the optimizer holds a parameter that no group of the state dict has, or has it in another group; or
+            there are more or fewer groups.
+    """
+    places: dict[str, int] = {}
+    for at, group in enumerate(given):
+        places.update(dict.fromkeys(group.get("params", ()), at))
+    lacking, moved = [], []
+    for at, group in enumerate(own):
+        for param in group["params"]:
+            fqns = names.fqns_of(param)
+            saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
+            if not saved:
+                lacking.append(f"{fqns[0]!r} (group {at})")
+            moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
+    if lacking or moved or len(own) != len(given):
+        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
+        found += [f"no group with {_some(lacking)}"] if lacking else []
+        found += [f"other groups for {_some(moved)}"] if moved else []
+        raise OptionError(
+            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
+            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the state "
+            "dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
+        )
+
+
+def _some(found: list[str]) -> str:
+    return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")

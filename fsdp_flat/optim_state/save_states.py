@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.comm import P2PChannels, barrier, digest_of, exchange_bytes, exchange_ints
@@ -115,8 +117,9 @@ def _by_name(
             if has:
                 row = {**states[handle].plain[index], **values[handle][index]}
                 by_name[fqns[index]] = {key: row[key] for key in sorted(row)}
+    held = set(contents.params)
     for param, name in names.others.items():
-        if param in contents.state:
+        if param in held and param in contents.state:
             by_name[name] = {key: _copied(value, offload) for key, value in contents.state[param].items()}
     return by_name
 
@@ -141,7 +144,30 @@ def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[s
 def _read_alone(
     names: ParamNames, contents: OptimContents
 ) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
-    return _groups(names, contents), read_states(names, contents)
+    states = read_states(names, contents)
+    if contents.state:
+        _warn_of_gaps(names, states)
+    return _groups(names, contents), states
+
+
+def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]) -> None:
+    """Warns of states that this rank lacks of elements that it holds; only other ranks could tell whether they do."""
+    found = [
+        f"{fqn!r} of unit {unit.name!r}"
+        for unit, handle, fqns in names.handles
+        for fqn, local_shard, held, has in zip(
+            fqns, handle.views.local_shards, states[handle].held, states[handle].params_with_state(), strict=True
+        )
+        if local_shard.numel and held and not has
+    ]
+    if found:
+        warnings.warn(
+            f"The optimizer of rank {dist.get_rank()} has states, but none of {', '.join(found[:6])}"
+            f"{f' and {len(found) - 6} more' if len(found) > 6 else ''}, of which the rank holds elements. That is "
+            "right for parameters that have had no gradient yet. With boxes=True ranks do not compare what they have: "
+            "if another rank has these states, the checkpoint is incomplete.",
+            stacklevel=5,
+        )
 
 
 def _agreed_states(

@@ -92,12 +92,17 @@ def agree(
         raise found
 
 
-def true_on_any_rank(flag: bool, groups: ShardingGroups, device: torch.device) -> bool:
-    """Return whether ``flag`` is true on any rank of the groups. Every rank of the groups must call this."""
+def true_on_any_rank(flags: Sequence[bool], groups: ShardingGroups, device: torch.device) -> list[bool]:
+    """Return for each flag whether it is true on any rank of the groups.
+
+    Every rank of the groups must call this, with as many flags.
+    """
+    found = list(flags)
     for rank_group in groups.rank_groups:
-        if rank_group.group is not None and rank_group.size > 1:
-            flag = any(row[0] for row in exchange_ints([int(flag)], rank_group.group, device))
-    return flag
+        if rank_group.group is not None and rank_group.size > 1 and found:
+            rows = exchange_ints([int(flag) for flag in found], rank_group.group, device)
+            found = [any(column) for column in zip(*rows, strict=True)]
+    return found
 
 
 def _first_finding(

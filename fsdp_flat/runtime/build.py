@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -22,11 +23,11 @@ from fsdp_flat.flat import (
     named_sites,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights
+from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
 from fsdp_flat.runtime.options import Ignored, UnitOptions
-from fsdp_flat.runtime.precision import BufferCasts, keep_full_precision
+from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unwritten import Unwritten, is_marked
@@ -70,7 +71,7 @@ def build_unit(
         for path, child in own_modules(module, lambda m: unit_of(m) is not None)
         if child not in ignored.modules and unit_of(child) is None
     ]
-    was_meta, params, error = False, [], None
+    was_meta, params, error, device = False, [], None, options.device
     try:
         was_meta = materialize(
             modules, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
@@ -85,7 +86,8 @@ def build_unit(
         agree_on_structure((), error, options.groups, options.device)
     elif error is not None:
         raise error
-    if was_meta and options.sync_states != "broadcast":
+    # A model may be on the meta device on some ranks only; what these have initialised is compared by all.
+    if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
         named = [(entry.fqn, entry.param) for entry in params]
         broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
     if broadcast:
@@ -93,9 +95,11 @@ def build_unit(
             broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
     unwritten = _unwritten_buffers(modules) if on_meta else []
     unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if on_meta else set()
-    full_precision = [child for _, child in modules if isinstance(child, options.precision.full_precision_modules)]
+    full_precision = [child for _, child in modules if options.precision.is_full_in(child)]
+    _warn_of_statistics(modules, name, options.precision)
     handles = handles_of(params, module, name, options)
-    buffers = BufferCasts(module, (child for _, child in modules), options.precision.buffer_dtype)
+    low = [child for _, child in modules if child not in full_precision]
+    buffers = BufferCasts(module, low, options.precision.buffer_dtype)
     stored = StoredTensors(child for _, child in modules)
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
     for inner in units_of(module):
@@ -142,6 +146,32 @@ def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritt
 def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
     """Return this rank's local shard of a parameter."""
     return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
+
+
+def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, precision: Precision) -> None:
+    """Warns of batch norms that cannot run in low precision, or lose statistics there.
+
+    An auto-wrap policy makes them units of their own in full precision; without one there is nobody to do so.
+    """
+    asked = precision.full_precision_modules
+    full = [path for path, child in modules if precision.is_full_in(child) and not isinstance(child, asked)]
+    if full:
+        warnings.warn(
+            f"Batch norm {_some(full)} of unit {name!r} stays in full precision, inputs cast to it and outputs back: "
+            f"its running statistics are not in {precision.param_dtype}, so its parameters cannot be. To choose "
+            "yourself, pass MixedPrecision(full_precision_modules=...), an auto_wrap_policy (which makes it a unit in "
+            f"full precision), or buffer_dtype={precision.param_dtype}.",
+            stacklevel=7,
+        )
+    rounded = [path for path, child in modules if precision.rounds_statistics_of(child)]
+    if rounded:
+        warnings.warn(
+            f"Batch norm {_some(rounded)} of unit {name!r} updates its running statistics in {precision.buffer_dtype}, "
+            "which loses small changes. To keep it in full precision, pass MixedPrecision(full_precision_modules="
+            "(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in low precision, also pass "
+            "_module_classes_to_ignore=().",
+            stacklevel=7,
+        )
 
 
 def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
@@ -216,7 +246,7 @@ def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) ->
     """
     groups: dict[tuple[torch.dtype, bool, bool], list[ManagedParam]] = {}
     for entry in params:
-        full = isinstance(entry.sites[0].module, options.precision.full_precision_modules)
+        full = options.precision.is_full_in(entry.sites[0].module)
         groups.setdefault((entry.param.dtype, entry.param.requires_grad, full), []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
         described = "; ".join(

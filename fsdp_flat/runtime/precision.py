@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import clean_fqn, join_fqn
@@ -26,6 +27,7 @@ class Precision:
 
     Attributes:
         full_in_eval: forwards in eval mode run in full precision (``FSDP_USE_FULL_PREC_IN_EVAL=1``).
+        ignored_classes: ``_module_classes_to_ignore``.
     """
 
     param_dtype: torch.dtype | None
@@ -38,6 +40,32 @@ class Precision:
     full_precision_modules: tuple[type[nn.Module], ...]
     uncast_inputs: frozenset[str]
     full_in_eval: bool
+    ignored_classes: tuple[type[nn.Module], ...] = ()
+
+    def is_full_in(self, module: nn.Module) -> bool:
+        """Whether a module of a unit with this precision computes in full precision all the same.
+
+        It does if the caller has said so, or if nothing else can run: batch norm takes parameters of the dtype of its
+        inputs only where its running statistics have it too.
+        """
+        if isinstance(module, self.full_precision_modules):
+            return True
+        statistics = self._statistics_dtype(module)
+        return statistics not in (None, self.param_dtype) and any(True for _ in module.parameters(recurse=False))
+
+    def rounds_statistics_of(self, module: nn.Module) -> bool:
+        """Whether a module updates running statistics in a short dtype in training."""
+        statistics = None if self.is_full_in(module) else self._statistics_dtype(module)
+        return statistics is not None and statistics.itemsize < 4 and statistics == self.buffer_dtype
+
+    def _statistics_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """The dtype in compute of a batch norm's running statistics; None where it has none, or computes as given."""
+        if self.param_dtype is None or not (
+            isinstance(module, self.ignored_classes) and isinstance(module, _BatchNorm)
+        ):
+            return None
+        dtype = next((b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()), None)
+        return dtype and (self.buffer_dtype or dtype)
 
 
 def precision_from(value: Any) -> Precision:
@@ -68,6 +96,7 @@ def precision_from(value: Any) -> Precision:
         full_precision_modules=_classes(getattr(value, "full_precision_modules", ())),
         uncast_inputs=_names(getattr(value, "uncast_inputs", ())),
         full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
+        ignored_classes=tuple(getattr(value, "_module_classes_to_ignore", ())),
     )
 
 

@@ -192,7 +192,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     """
     for groups, device in dict.fromkeys((unit.options.groups, unit.options.device) for unit in units if unit.gathers):
         own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
-        if true_on_any_rank(bool(own), groups, device):
+        if any(true_on_any_rank([bool(own)], groups, device)):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
                 f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "

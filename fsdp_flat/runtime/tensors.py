@@ -117,7 +117,7 @@ class StoredTensors:
                 (module.__dict__, name)
                 for module in self._modules
                 for name, value in module.__dict__.items()
-                if _may_hold_tensors(name, value) and _derived(value)
+                if name not in _MODULE_STATE and _derived(value)
             ]
         return [tensor for attributes, name in self.places for tensor in _derived(attributes.get(name))]
 
@@ -125,14 +125,28 @@ class StoredTensors:
 _MODULE_STATE = frozenset(torch.nn.Module().__dict__)
 
 
-def _may_hold_tensors(name: str, value: Any) -> bool:
-    return name not in _MODULE_STATE and (
-        isinstance(value, (torch.Tensor, list, tuple, dict)) or dataclasses.is_dataclass(value)
+def _derived(value: Any) -> list[torch.Tensor]:
+    """What a value that a module keeps holds of tensors with a history, one level down in functions and objects."""
+    if not _is_container(value):
+        if isinstance(value, _PLAIN) or not (isinstance(value, _KEEPERS) or _has_slots(type(value))):
+            return []
+        # No further: a function may close over a whole program.
+        value = [child for child in _children(value) if _is_container(child)]
+    return [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
+
+
+def _is_container(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, list, tuple, dict)) or (
+        dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
 
 
-def _derived(value: Any) -> list[torch.Tensor]:
-    return [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
+_KEEPERS = (types.FunctionType, functools.partial, types.SimpleNamespace)
+
+
+def _has_slots(kind: type) -> bool:
+    """Whether a class, or one that it is made of, declares parameters in Python."""
+    return any(_slots_of(each) for each in kind.__mro__)
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import (
     Shard,
     ShardedTensor,
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_flat.comm import RankGroup
+from fsdp_flat.comm import RankGroup, global_ranks
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import chunk_rows, chunk_shape
 
@@ -126,7 +125,7 @@ def _sharded_tensor(
 
 def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
     assert rank_group.group is not None
-    world_rank = dist.get_global_rank(rank_group.group, rank)
+    world_rank = global_ranks(rank_group.group)[rank]
     if device.type == "cpu":
         return f"rank:{world_rank}/cpu"
     return f"rank:{world_rank}/{device.type}:{rank % torch.accelerator.device_count()}"

@@ -154,6 +154,22 @@ def test_a_rank_without_elements_may_lack_states_in_a_checkpoint_too(tmp_path: P
     assert_equal(save(other, other_optimizer, FULL)[1], expected)
 
 
+@KINDS
+@on_ranks(2)
+def test_boxes_name_the_states_that_this_rank_lacks_though_it_has_others(use_orig_params: bool, rank: int) -> None:
+    run = in_form(SHARDED, ShardedOptimStateDictConfig(boxes=True))
+    model, optimizer = trained(use_orig_params)
+    run(model, optimizer)
+    run(model, torch.optim.Adam(model.parameters()))
+    if rank == 1:
+        cut = held(model, optimizer)
+        del optimizer.state[cut]
+        with pytest.warns(UserWarning, match=r"of rank 1 has states, but none of 'blocks\.1\..* of unit 'blocks\.1'.*"):
+            run(model, optimizer)
+    else:
+        run(model, optimizer)
+
+
 # ------------------------------------------------------------------------- optimizers of non-empty slices, and names
 
 

@@ -7,9 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from fsdp_flat import (
+    FullOptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+    load_checkpoint,
+    save_checkpoint,
+)
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy, StateDictType, load_checkpoint, save_checkpoint
 from tests.runtime.kit import Block, batch, mesh, whole, wrapped
 from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
@@ -29,7 +38,8 @@ class Unusual(nn.Module):
         self.scale = nn.Parameter(torch.tensor(2.5))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x @ self.weight.T).sum() * self.scale
+        nothing = (x @ self.no_rows.T).sum() + (x @ self.no_columns).sum()
+        return (x @ self.weight.T).sum() * self.scale + nothing
 
 
 def round_trip(model: FSDP, form: StateDictType, state_of_another: FSDP) -> None:
@@ -49,8 +59,6 @@ def round_trip(model: FSDP, form: StateDictType, state_of_another: FSDP) -> None
 def test_parameters_without_elements_or_dimensions_are_saved_and_loaded(
     form: StateDictType, on_mesh: bool, use_orig_params: bool
 ) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-
     where = {"device_mesh": init_device_mesh("cpu", (2,))} if on_mesh else {}
     model, other = (wrapped(Unusual(), use_orig_params=use_orig_params, **where) for _ in range(2))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -160,3 +168,52 @@ def test_tensors_of_every_dtype_are_synchronised_saved_and_loaded(policy: str, t
     save_checkpoint(tmp_path, model)
     load_checkpoint(tmp_path, other)
     assert_equal(dict(other.state_dict()), expected)
+
+
+def stepped(use_orig_params: bool, seed: int, where: dict[str, object]) -> tuple[FSDP, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = wrapped(Unusual(), use_orig_params=use_orig_params, **where)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(2, 3)).square().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+BOXES = (ShardedStateDictConfig(boxes=True), ShardedOptimStateDictConfig(boxes=True))
+FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
+# By name, the form and its two configurations; None is save_checkpoint.
+OPTIM_FORMS = {
+    "full": (FULL, None, None),
+    "full on rank 0": (FULL, None, FullOptimStateDictConfig(rank0_only=True)),
+    "sharded": (SHARDED, None, None),
+    "boxes": (SHARDED, *BOXES),
+    "checkpoint": None,
+}
+
+
+@KINDS
+@pytest.mark.parametrize("form", OPTIM_FORMS)
+@pytest.mark.parametrize("on_mesh", [False, True], ids=["group", "mesh"])
+@on_ranks(2)
+def test_optimizer_states_of_parameters_without_elements_or_dimensions_go_round(
+    form: str, on_mesh: bool, use_orig_params: bool, tmp_path: Path
+) -> None:
+    where = {"device_mesh": init_device_mesh("cpu", (2,))} if on_mesh else {}
+    (model, optimizer), (other, others) = (stepped(use_orig_params, seed, where) for seed in range(2))
+    expected = FSDP.optim_state_dict(model, optimizer)
+    assert set(expected["state"]) == {"weight", "no_rows", "no_columns", "scale"}
+    assert [tuple(row["exp_avg"].shape) for _, row in sorted(expected["state"].items())] == [(3, 0), (0, 3), (), (5, 3)]
+    how = OPTIM_FORMS[form]
+    if how is None:
+        save_checkpoint(tmp_path, model, optimizer)
+        load_checkpoint(tmp_path, other, others)
+    else:
+        with FSDP.state_dict_type(model, *how):
+            state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+        with FSDP.state_dict_type(other, *how):
+            other.load_state_dict(state)
+            others.load_state_dict(FSDP.optim_state_dict_to_load(other, others, states))
+    assert_equal(whole(other), whole(model))
+    assert_equal(FSDP.optim_state_dict(other, others), expected)

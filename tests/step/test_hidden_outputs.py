@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
+from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, WIDTH, Pair, wrapped
+from tests.step.pairs import KINDS, WIDTH, Pair, batch, wrapped
 from tests.support import on_ranks
 
 _shelf: list[torch.Tensor] = []
@@ -103,13 +105,21 @@ def test_outputs_wherever_they_are_train_as_the_replica(use_orig_params: bool) -
         assert not _shelf
 
 
+class Leaking(Giver):
+    """Puts a part of a parameter elsewhere, whose backward needs no weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _on_the_shelf(self.down.bias * 2)
+        return super().forward(x)
+
+
 class Bypassed(nn.Module):
     """The loss is made of what the inner unit kept elsewhere, and none of what it returned."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.giver = Giver(lambda y: (_on_the_shelf(y), y * 2)[1])
+        self.giver = Leaking(_identity)
         self.last = Giver(_identity)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +130,7 @@ class Bypassed(nn.Module):
 @KINDS
 @on_ranks(2)
 def test_a_loss_around_the_outputs_of_a_unit_raises_with_its_name_while_it_is_gathered(use_orig_params: bool) -> None:
-    policy = ModuleWrapPolicy({Giver})
+    policy = ModuleWrapPolicy({Giver, Leaking})
     pair = Pair.of(Bypassed(), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
     out = pair.model(torch.randn(3, WIDTH, dtype=torch.float64))
     with pytest.raises(UsageError, match=r"unit 'giver'.*not among.*output"):
@@ -129,3 +139,107 @@ def test_a_loss_around_the_outputs_of_a_unit_raises_with_its_name_while_it_is_ga
     assert all(param.grad is None for param in pair.model.parameters())
     pair.train(lambda model, x, _: model(x).pow(2).mean())
     _shelf.clear()
+
+
+def _kept_as_attribute(module: nn.Module, z: torch.Tensor) -> None:
+    module.kept = z
+
+
+def _kept_in_a_closure(module: nn.Module, z: torch.Tensor) -> None:
+    module.kept = lambda: z
+
+
+def _kept_in_slots(module: nn.Module, z: torch.Tensor) -> None:
+    module.kept = _Slotted(z)
+
+
+def _kept_in_a_namespace(module: nn.Module, z: torch.Tensor) -> None:
+    module.kept = types.SimpleNamespace(z=z)
+
+
+def _kept_on_the_shelf(_module: nn.Module, z: torch.Tensor) -> None:
+    _shelf.append(z)
+
+
+# How a module keeps a tensor beside its output, and how the caller gets at it.
+KEEPS: dict[str, tuple[Callable[[nn.Module, torch.Tensor], None], Callable[[Any], torch.Tensor]]] = {
+    "an attribute": (_kept_as_attribute, lambda module: module.kept),
+    "a closure": (_kept_in_a_closure, lambda module: module.kept()),
+    "slots": (_kept_in_slots, lambda module: module.kept.open()),
+    "a namespace": (_kept_in_a_namespace, lambda module: module.kept.z),
+    "a list elsewhere": (_kept_on_the_shelf, lambda _: _shelf.pop()),
+}
+
+
+class Keeper(nn.Module):
+    """Returns one output, and keeps another one of the same layers."""
+
+    def __init__(self, keep: Callable[[nn.Module, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.keep = keep
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.up(x))
+        out = self.down(hidden)
+        self.keep(self, self.down(hidden * 2))
+        return out
+
+
+class Around(nn.Module):
+    """A :class:`Keeper` before other units, so that it is freed when the forward is over."""
+
+    def __init__(self, keep: Callable[[nn.Module, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.keeper = Keeper(keep)
+        self.rest = nn.Sequential(Giver(_identity), Giver(_identity))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.rest(self.keeper(self.first(x)))
+
+
+def loss_of_kept(way: str, *, alone: bool) -> Callable[..., torch.Tensor]:
+    def loss_of(model: Any, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:
+        out = model(x)
+        kept = KEEPS[way][1](next(module for module in model.modules() if isinstance(module, Keeper)))
+        return kept.square().mean() if alone else kept.square().mean() + out.square().mean()
+
+    return loss_of
+
+
+def around(way: str, *, use_orig_params: bool) -> Pair:
+    policy = ModuleWrapPolicy({Giver, Keeper})
+    return Pair.of(Around(KEEPS[way][0]), wrap=wrapped, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+
+
+@KINDS
+@on_ranks(2)
+def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(use_orig_params: bool) -> None:
+    for way in list(KEEPS)[:-1]:
+        pair = around(way, use_orig_params=use_orig_params)
+        pair.train(loss_of_kept(way, alone=False), num_steps=2)
+        # Alone: backward comes to none of the outputs, and not to the units after it.
+        pair.train(loss_of_kept(way, alone=True), num_steps=2, first=2)
+
+
+@KINDS
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside the output"])
+@on_ranks(2)
+def test_a_loss_of_what_was_put_outside_of_the_model_raises_where_the_unit_is_sharded(
+    alone: bool, use_orig_params: bool
+) -> None:
+    pair = around("a list elsewhere", use_orig_params=use_orig_params)
+    for step in range(2):
+        with pytest.raises(RuntimeError, match=r"needed for gradient computation has been .* is at version 1\d{9};"):
+            pair.backward(loss_of_kept("a list elsewhere", alone=alone), step)
+        # A step after it is as if nothing had been, and one inside unshard_for is right.
+        assert all(param.grad is None for param in pair.model.parameters())
+        pair.train(lambda model, x, _: (model(x).square().mean(), _shelf.clear())[0])
+    loss_of = loss_of_kept("a list elsewhere", alone=alone)
+    with unshard_for(pair.model):
+        loss = loss_of(pair.model, batch(torch.distributed.get_rank()))
+    loss.backward()
+    pair.follow(loss_of)
+    pair.check_gradients()

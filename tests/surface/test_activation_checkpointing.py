@@ -169,9 +169,7 @@ def test_a_checkpointed_run_equals_the_plain_one_gather_for_gather(
 @pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])
 @pytest.mark.parametrize("place", PLACES)
 @on_ranks(2)
-def test_the_same_holds_for_flat_parameters(
-    place: str, impl: str, variant: str, rank: int, num_ranks: int
-) -> None:
+def test_the_same_holds_for_flat_parameters(place: str, impl: str, variant: str, rank: int, num_ranks: int) -> None:
     check(place, impl, {"use_orig_params": False, **VARIANTS[variant]}, rank, num_ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from typing import Any
 
@@ -234,7 +235,10 @@ def test_a_copy_of_a_subclass_has_its_class_and_attributes() -> None:
 @on_ranks(2)
 def test_a_copy_of_a_mixed_precision_model_computes_alike() -> None:
     precision = MixedPrecision(
-        param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, full_precision_modules=(nn.LayerNorm,)
+        param_dtype=torch.bfloat16,
+        buffer_dtype=torch.bfloat16,
+        full_precision_modules=(nn.LayerNorm,),
+        _module_classes_to_ignore=(),
     )
     inner = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
     model = FSDP(inner, mixed_precision=precision, use_orig_params=True)
@@ -314,3 +318,31 @@ def test_a_users_average_over_zipped_parameters_is_right(use_orig_params: bool) 
     assert_same(average, plain_average)
     x = batch(dist.get_rank())
     assert_close(average(x), plain_average(x), rtol=1e-5, atol=1e-6)
+
+
+@KINDS
+@on_ranks(2)
+def test_copied_and_pickled_parameters_are_plain_ones_of_the_same_values(use_orig_params: bool) -> None:
+    model = shard(seeded(), use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    train(model, range(1))
+    params = list(model.parameters())
+    stored = io.BytesIO()
+    torch.save(params, stored)
+    stored.seek(0)
+    copied_optimizer = copy.deepcopy(optimizer)
+    for twins in (
+        copy.deepcopy(params),
+        pickle.loads(pickle.dumps(params)),
+        torch.load(stored, weights_only=True),
+        copied_optimizer.param_groups[0]["params"],
+    ):
+        assert [type(twin) for twin in twins] == [nn.Parameter] * len(params)
+        assert not any(vars(twin) for twin in twins)
+        assert_equal([twin.data for twin in twins], [param.data for param in params])
+        # They belong to no unit, so torch's own functions work on them.
+        for twin in twins:
+            twin.grad = torch.ones_like(twin)
+        assert torch.nn.utils.clip_grad_norm_(twins, 1e9) == sum(twin.numel() for twin in twins) ** 0.5
+    copied_optimizer.step()
+    assert len(copied_optimizer.state) == len(params)

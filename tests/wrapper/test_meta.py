@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -292,3 +294,33 @@ def test_tensors_that_left_the_meta_device_without_values_are_named_at_the_first
     # On some ranks from the meta device, and broadcast from one that has values: all have.
     built = Rotary() if rank == 0 else Rotary("meta")
     FSDP(built, param_init_fn=leave_empty, sync_module_states=True, **kinds)(x)
+
+
+@on_ranks(2, 3)
+@pytest.mark.parametrize("sync", [False, "auto", "raise", True])
+@pytest.mark.parametrize("part", ["all", "first"])
+def test_a_model_on_the_meta_device_on_some_ranks_only_is_compared_on_all(sync: Any, part: str, rank: int) -> None:
+    torch.manual_seed(rank)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    if rank == 1:
+        (module if part == "all" else module[0]).to("meta")
+    else:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    if part == "first":
+        nn.init.ones_(module[1].weight)
+        nn.init.ones_(module[1].bias)
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    wrap = partial(FSDP, module, sync_module_states=sync, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    if sync == "raise":
+        with pytest.raises(RankMismatchError, match=r"different weights: .* of rank 1 differs"):
+            wrap()
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = wrap()
+    told = [str(each.message) for each in caught if "different weights" in str(each.message)]
+    assert bool(told) == (sync is False and rank == 0), told
+    found = model.state_dict()
+    if sync is not False and rank != 1:
+        assert_equal(dict(found), expected)
