@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 
-.PHONY: demo test test-clients test-versions test-newest gpu fuzz check fix bench bench-scale clean
+.PHONY: demo test test-all test-clients test-versions test-newest gpu fuzz check fix bench bench-scale clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
@@ -12,6 +12,10 @@ demo: $(INSTALLED)
 # One thread per process: the multi-rank tests run several processes on few cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+
+# Every combination of the parameters of every test; make test has every value of every parameter at least once.
+test-all: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --all-combinations
 
 # The released accelerate, transformers, lightning and peft on fsdp_flat; they live in an environment of their own.
 test-clients: .venv-clients/.installed

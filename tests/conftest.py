@@ -10,10 +10,25 @@ import torch
 from hypothesis import settings
 
 from tests.support.pool import TASK_TIMEOUT_S, Ranks, WarmPools
+from tests.support.selection import select
 
 # No deadline: on a busy machine the time of one example says nothing.
 settings.register_profile("fsdp_flat", deadline=None, print_blob=True)
 settings.load_profile("fsdp_flat")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-combinations",
+        action="store_true",
+        help="run every combination of the parameters of slow tests; without it, every value at least once",
+    )
+
+
+# Last, so that it selects among the tests that -k and -m have left.
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    select(config, items)
 
 
 @pytest.fixture(scope="session")

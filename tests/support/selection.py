@@ -1,0 +1,57 @@
+"""Selects, of the combinations of a test's parameters, few that hold every value at least once."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+
+__all__ = ["cover", "select"]
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deselect combinations of slow tests without which every value of every parameter still occurs.
+
+    Slow are the tests that run on worker ranks or on the fake accelerator. ``--all-combinations`` selects everything.
+
+    Args:
+        config: pytest's; the deselected items are reported to it, and counted in its last line.
+        items: the collected tests; changed in place.
+    """
+    if config.getoption("--all-combinations"):
+        return
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    left_out: set[pytest.Item] = set()
+    for same in tests.values():
+        if len(same) > 1 and _is_slow(same[0]):
+            chosen = cover([item.callspec.params for item in same])  # type: ignore[attr-defined]
+            left_out.update(item for index, item in enumerate(same) if index not in chosen)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = [item for item in items if item not in left_out]
+
+
+def cover(combinations: Sequence[Mapping[str, Any]]) -> set[int]:
+    """Return the indices of combinations in which every value of every parameter occurs.
+
+    Chooses greedily the combination with the most values that are missing so far, the first one of several, so the
+    choice is the same in every run.
+    """
+    # Values may be anything; equal ones of one parameter are one object, or a small int or string.
+    values = [{(name, id(value)) for name, value in combination.items()} for combination in combinations]
+    missing = set().union(*values)
+    chosen: set[int] = set()
+    while missing:
+        best = max(range(len(values)), key=lambda index: len(values[index] & missing))
+        chosen.add(best)
+        missing -= values[best]
+    return chosen
+
+
+def _is_slow(item: pytest.Item) -> bool:
+    on_ranks = "ranks" in getattr(item, "fixturenames", ())
+    return hasattr(item, "callspec") and (on_ranks or "rehearsal" in item.path.parts)
