@@ -12,7 +12,16 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = ["RankGroup", "ShardingGroups", "destroyed", "host_group", "is_simulated", "moves_by_gloo", "resolve_groups"]
+__all__ = [
+    "ALONE",
+    "RankGroup",
+    "ShardingGroups",
+    "destroyed",
+    "host_group",
+    "is_simulated",
+    "moves_by_gloo",
+    "resolve_groups",
+]
 
 
 @dataclass(frozen=True, slots=True)

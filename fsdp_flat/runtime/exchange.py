@@ -1,19 +1,22 @@
 """The exchange of ranks at the end of each backward: one small all-reduce of bytes over each group, on the host.
 
-It answers three questions, before gradients are published and an optimizer can step:
+It answers these questions, before gradients are published and an optimizer can step:
 
 * which parameters got a gradient on any rank. One that no rank used keeps ``.grad`` None, as in plain torch; one that
   only some ranks used gets the mean with zeros, as under DDP;
 * which handles still hold gradients that were not reduced in their unit's turn (from ``no_sync``, or because a weight
   was used outside of its unit's forward) on any rank, so that all ranks reduce them;
-* whether all ranks issued the same collectives in the same order.
+* whether all ranks issued the same collectives in the same order, and train the same parameters;
+* whether any rank asks for a comparison of what no unit manages, or for an average of such gradients.
 
 The tensors are on the CPU whatever the compute device is, so the host never waits for compute.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -21,9 +24,25 @@ from fsdp_flat.comm import CollectiveLog, RankGroup, ShardingGroups, begin_all_r
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["BackwardExchange"]
+__all__ = ["BackwardExchange", "Outcome"]
 
 _DOING = "the exchange of ranks in a backward"
+_DIGEST_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What ranks found out by an exchange.
+
+    Attributes:
+        differing: groups whose ranks issued different collectives or train different parameters, or None.
+        to_compare: groups of which any rank asks to compare what no unit manages.
+        average: the largest of what ranks passed.
+    """
+
+    differing: ShardingGroups | None
+    to_compare: tuple[ShardingGroups, ...]
+    average: int
 
 
 class BackwardExchange:
@@ -43,27 +62,48 @@ class BackwardExchange:
         self._axes: dict[ShardingGroups, list[RankGroup]] = {}
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
-        """Whether each flag is true on any rank; equally many on all of them. Waits for the other ranks."""
+    @property
+    def handles(self) -> Mapping[ShardingGroups, Sequence[FlatParamHandle]]:
+        """Every handle that has its gradient reduced, by groups, in the same order on every rank."""
+        return self._handles
+
+    def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
+        """Whether each flag is true on any rank; equally many on all of them. Waits for the other ranks.
+
+        Args:
+            flags: this rank's.
+            over: the groups to ask; None for those of all units.
+        """
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        for groups in self._handles:
+        for groups in self._handles if over is None else [over]:
             for rank_group in self._rank_groups_of(groups):
                 begin_all_reduce(tensor, rank_group, largest=True, doing=_DOING).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
-    def begin(self, used: Mapping[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> None:
+    def begin(
+        self,
+        used: Mapping[FlatParamHandle, bytes],
+        unreduced: set[FlatParamHandle],
+        *,
+        compare: bool = False,
+        average: int = 0,
+    ) -> None:
         """Begins the exchange.
 
         Args:
             used: by handle, one byte a parameter: 1 where it got a gradient on this rank. Absent handles have none.
             unreduced: handles that hold gradients still to be reduced.
+            compare: this rank asks to compare what no unit manages.
+            average: what this rank asks for gradients that no unit manages; see ``GradientAverage.state``.
         """
         for groups, handles in self._handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             timeout_error = bytes([handle in unreduced for handle in handles])
-            digest = self._log.digest(groups)
+            trained = bytes([trains for handle in handles for trains in handle.views.requires_grad()])
+            digest = hashlib.blake2b(self._log.digest(groups) + trained, digest_size=_DIGEST_NBYTES).digest()
             # The greatest byte over ranks is taken: with its complement that is the least one too.
-            row = bytearray(b"".join([*flags, timeout_error, digest, bytes([255 - byte for byte in digest])]))
+            complement = bytes([255 - byte for byte in digest])
+            row = bytearray(b"".join([*flags, timeout_error, bytes([compare, average]), digest, complement]))
             tensor = torch.frombuffer(row, dtype=torch.uint8)
             self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
 
@@ -84,17 +124,14 @@ class BackwardExchange:
             ]
         return self._axes[groups]
 
-    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> ShardingGroups | None:
+    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Waits for the other ranks.
 
         Args:
             used: as for :meth:`begin`; becomes true where any rank used a parameter.
             unreduced: as for :meth:`begin`; gains the handles of which any rank holds gradients.
-
-        Returns:
-            Groups whose ranks issued different collectives, or None.
         """
-        differing = None
+        differing, to_compare, average = None, [], 0
         for groups, (_, wait) in self._in_flight.items():
             row = bytes(wait().numpy())
             position = 0
@@ -105,8 +142,12 @@ class BackwardExchange:
                 position += num_slots
             timeout_error = row[position : position + len(handles)]
             unreduced.update([handle for handle, is_late in zip(handles, timeout_error, strict=True) if is_late])
-            greatest, least = row[position + len(handles) :][:8], row[-8:]
+            position += len(handles)
+            if row[position]:
+                to_compare.append(groups)
+            average = max(average, row[position + 1])
+            greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups
         self._in_flight.clear()
-        return differing
+        return Outcome(differing, tuple(to_compare), average)

@@ -79,6 +79,7 @@ class Unit:
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         saver: saves checkpoints of this unit's tree in the background, once one was saved so.
         optim_state_handlers: by name of an optimizer state, how a caller has it saved and loaded.
+        averages_ignored: gradients that no unit manages are averaged over ranks; None until a caller has said.
         unwritten: tensors that left the meta device without values; None where no rank had any on it.
     """
 
@@ -124,6 +125,7 @@ class Unit:
         self.forward_methods: set[str] = set()
         self.saver: object | None = None
         self.optim_state_handlers: dict[str, object] = {}
+        self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 
     def rename(self, name: str) -> None:
