@@ -25,6 +25,7 @@ from fsdp_flat.runtime import (
     keep_full_precision,
     materialize,
     offloads_params,
+    own_buffers,
     owners_of_ties,
     precision_from,
     prefetch_from,
@@ -226,14 +227,16 @@ def prepare(
     if any(param.is_meta for param in owners):
         _materialize_ties(module, owners, options, ignored)
         owners = owners_of_ties(module, modules, ignored.params.__contains__)
-    named = [
+    named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
         for path, param in module.named_parameters()
         if param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
     ]
+    if options.sync_states != "warn":
+        named += own_buffers(module, ignored)
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
-        is_meta = true_on_any_rank([param.is_meta for _, param in named], options.groups, options.device)
+        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups, options.device)
         named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
     broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
     names = {unit.module: unit.fqn for unit in plan.units}

@@ -39,6 +39,7 @@ from fsdp_flat.runtime import (
     LOW_PRECISION_HOOKS,
     Phase,
     Schedule,
+    average_buffers,
     build_unit,
     forward,
     hide_compiled_name,
@@ -350,6 +351,33 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         units = self._require_root("clip_grad_norm_").units
         with unguarded():
             return clip_grads(self, units, max_norm, norm_type)
+
+    def average_ignored_gradients(self, average: bool = True) -> None:
+        """Average gradients of trainable parameters that no unit manages over ranks from now on, or leave them.
+
+        These are ignored parameters, and those of modules added after wrapping. They are averaged at the end of each
+        backward that reduces the units' gradients; one that only some ranks have becomes the mean with zeros, a sparse
+        one becomes dense. Every rank must call this, before a step. See ``docs/communication.md``.
+
+        Args:
+            average: False leaves each rank its own, without the warning that there is until either is chosen.
+
+        Raises:
+            UsageError: not the root.
+        """
+        self._require_root("average_ignored_gradients").root.averages_ignored = average
+
+    def average_buffers(self) -> None:
+        """Replace the buffers that a state dict holds by their means over ranks, integers by the largest.
+
+        Statistics of batches (``nn.BatchNorm``) are each rank's own otherwise, and a state dict has rank 0's. Every
+        rank must call this, between steps.
+
+        Raises:
+            UsageError: not the root.
+            RankMismatchError: (a ValueError) ranks have different buffers.
+        """
+        average_buffers(self, self._require_root("average_buffers").root.options.groups)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replace the reduction of gradients by a function of the caller; only on the root, once.

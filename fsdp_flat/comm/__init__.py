@@ -6,7 +6,15 @@ from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
 from fsdp_flat.comm.failures import report_failure
 from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_reduce, collectives_for
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
-from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, global_ranks, host_group, is_simulated, resolve_groups
+from fsdp_flat.comm.rank_groups import (
+    ALONE,
+    RankGroup,
+    ShardingGroups,
+    global_ranks,
+    host_group,
+    is_simulated,
+    resolve_groups,
+)
 from fsdp_flat.comm.small_messages import (
     control_device,
     digest_of,
@@ -21,6 +29,7 @@ from fsdp_flat.comm.streams import Streams, profiled, streams_for, unrecorded
 from fsdp_flat.comm.transfers import P2PChannels, Transfers
 
 __all__ = [
+    "ALONE",
     "STRATEGIES",
     "AllGather",
     "CollectiveLog",

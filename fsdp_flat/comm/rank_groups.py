@@ -13,6 +13,7 @@ from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
 __all__ = [
+    "ALONE",
     "RankGroup",
     "ShardingGroups",
     "destroyed",

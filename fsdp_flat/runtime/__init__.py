@@ -1,7 +1,7 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
 from fsdp_flat.runtime.agreement import ErrorTexts, agree, agree_on_structure, agree_on_weights, true_on_any_rank
-from fsdp_flat.runtime.build import build_unit, handles_of, owners_of_ties, structure_lines
+from fsdp_flat.runtime.build import build_unit, handles_of, own_buffers, owners_of_ties, structure_lines
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
@@ -20,6 +20,7 @@ from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.runtime.unmanaged import average_buffers
 from fsdp_flat.runtime.unwrap import unwrap
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "agree",
     "agree_on_structure",
     "agree_on_weights",
+    "average_buffers",
     "build_unit",
     "check_idle",
     "compute_device_from",
@@ -43,6 +45,7 @@ __all__ = [
     "keep_full_precision",
     "materialize",
     "offloads_params",
+    "own_buffers",
     "owners_of_ties",
     "participate",
     "precision_from",

@@ -14,7 +14,7 @@ import torch
 
 from fsdp_flat.comm import RankGroup, ShardingGroups, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
-from fsdp_flat.flat import adapter_of
+from fsdp_flat.flat import adapter_if_dtensor
 from fsdp_flat.runtime.options import SyncStates
 
 __all__ = ["ErrorTexts", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
@@ -168,7 +168,7 @@ def agree_on_weights(
     if sync == "broadcast":
         return True
     found = ""
-    prints = [fingerprint(adapter_of(param, name).to_local(param.detach())) for name, param in named]
+    prints = [fingerprint(adapter_if_dtensor(param).to_local(param.detach())) for _, param in named]
     total = digest_of(repr(prints).encode())
     for rank_group in groups.rank_groups:
         if rank_group.group is None or rank_group.size == 1 or not prints:

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import (
@@ -32,7 +33,7 @@ from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
-__all__ = ["build_unit", "handles_of", "owners_of_ties", "structure_lines"]
+__all__ = ["build_unit", "handles_of", "own_buffers", "owners_of_ties", "structure_lines"]
 
 Owners = Mapping[nn.Parameter, nn.Module]
 
@@ -88,7 +89,8 @@ def build_unit(
         raise error
     # A model may be on the meta device on some ranks only; what these have initialised is compared by all.
     if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
-        named = [(entry.fqn, entry.param) for entry in params]
+        named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
+        named += own_buffers(module, ignored) if options.sync_states != "warn" else []
         broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
     if broadcast:
         with torch.no_grad():
@@ -131,6 +133,18 @@ def handles_of(
     return [
         FlatParamHandle(group, _spec(name, module, group, options, full=full))
         for group, full in _grouped(params, name, options)
+    ]
+
+
+def own_buffers(root: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
+    """Names and buffers of ``root``'s subtree outside of nested units and ignored modules, without those on meta."""
+    return [
+        (clean_fqn(join_fqn(path, name)), buffer)
+        for path, module in own_modules(root, lambda m: unit_of(m) is not None)
+        if module not in ignored.modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_meta and buffer.layout is torch.strided
+        if type(buffer.data) in (torch.Tensor, DTensor)
     ]
 
 

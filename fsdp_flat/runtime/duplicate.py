@@ -66,6 +66,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.unit_id)
     twin.optim_state_handlers.update(unit.optim_state_handlers)
     twin.policy = copy.copy(unit.policy)
+    twin.averages_ignored = unit.averages_ignored
     twin.is_nested = unit.is_nested and not outermost
     for handle in handles:
         handle.views.use_sharded_views()

@@ -1,20 +1,23 @@
 """Exchanges gradient flags and collective digests between ranks at the end of each backward.
 
-The exchange is one small all-reduce of bytes over each group, on the host. It answers three questions before
+The exchange is one small all-reduce of bytes over each group, on the host. It answers these questions before
 gradients are set and an optimizer can step:
 
 * which parameters got a gradient on any rank. A parameter that no rank used keeps ``.grad`` None, as in plain torch;
   one that only some ranks used gets the mean with zeros, as under DDP;
 * which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
   a weight was used outside of its unit's forward), so that all ranks reduce them;
-* whether all ranks issued the same collectives in the same order.
+* whether all ranks issued the same collectives in the same order, and train the same parameters;
+* whether any rank asks for a comparison of tensors that no unit manages, or for an average of such gradients.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -22,9 +25,25 @@ from fsdp_flat.comm import CollectiveLog, RankGroup, ShardingGroups, begin_all_r
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["BackwardExchange"]
+__all__ = ["BackwardExchange", "Outcome"]
 
 _DOING = "the exchange of ranks in a backward"
+_DIGEST_NBYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What ranks found out by an exchange.
+
+    Attributes:
+        differing: groups whose ranks issued different collectives or train different parameters, or None.
+        to_compare: groups of which any rank asks to compare what no unit manages.
+        average: the largest of what ranks passed.
+    """
+
+    differing: ShardingGroups | None
+    to_compare: tuple[ShardingGroups, ...]
+    average: int
 
 
 class BackwardExchange:
@@ -44,30 +63,50 @@ class BackwardExchange:
         self._axes: dict[ShardingGroups, list[RankGroup]] = {}
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
-    def any_rank(self, flags: Sequence[bool]) -> list[bool]:
+    @property
+    def handles(self) -> Mapping[ShardingGroups, Sequence[FlatParamHandle]]:
+        """Handles whose gradients are reduced, by groups, in the same order on every rank."""
+        return self._handles
+
+    def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
         """Return for each flag whether it is true on any rank.
 
         Waits for the other ranks, which must pass equally many flags.
+
+        Args:
+            flags: this rank's flags.
+            over: the groups to ask; None for those of all units.
         """
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        for groups in self._handles:
+        for groups in self._handles if over is None else [over]:
             for rank_group in self._rank_groups_of(groups):
                 begin_all_reduce(tensor, rank_group, largest=True, doing=_DOING).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
-    def begin(self, used: Mapping[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> None:
+    def begin(
+        self,
+        used: Mapping[FlatParamHandle, bytes],
+        unreduced: set[FlatParamHandle],
+        *,
+        compare: bool = False,
+        average: int = 0,
+    ) -> None:
         """Begin the exchange.
 
         Args:
             used: for each handle, one byte a parameter: 1 if it got a gradient on this rank. A missing handle has none.
             unreduced: handles that hold unreduced gradients.
+            compare: this rank asks to compare the tensors that no unit manages.
+            average: this rank's request for gradients that no unit manages; see ``GradientAverage.state``.
         """
         for groups, handles in self._handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             late = bytes([handle in unreduced for handle in handles])
-            digest = self._log.digest(groups)
+            trained = bytes([trains for handle in handles for trains in handle.views.requires_grad()])
+            digest = hashlib.blake2b(self._log.digest(groups) + trained, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
-            row = bytearray(b"".join([*flags, late, digest, bytes([255 - byte for byte in digest])]))
+            complement = bytes([255 - byte for byte in digest])
+            row = bytearray(b"".join([*flags, late, bytes([compare, average]), digest, complement]))
             tensor = torch.frombuffer(row, dtype=torch.uint8)
             self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
 
@@ -88,17 +127,14 @@ class BackwardExchange:
             ]
         return self._axes[groups]
 
-    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> ShardingGroups | None:
+    def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks and merge their flags.
 
         Args:
             used: as for :meth:`begin`; set to 1 where any rank used a parameter.
             unreduced: as for :meth:`begin`; handles that hold unreduced gradients on any rank are added.
-
-        Returns:
-            Groups whose ranks issued different collectives, or None.
         """
-        differing = None
+        differing, to_compare, average = None, [], 0
         for groups, (_, wait) in self._in_flight.items():
             row = bytes(wait().numpy())
             position = 0
@@ -109,8 +145,12 @@ class BackwardExchange:
                 position += num_params
             late = row[position : position + len(handles)]
             unreduced.update([handle for handle, is_late in zip(handles, late, strict=True) if is_late])
-            greatest, least = row[position + len(handles) :][:8], row[-8:]
+            position += len(handles)
+            if row[position]:
+                to_compare.append(groups)
+            average = max(average, row[position + 1])
+            greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups
         self._in_flight.clear()
-        return differing
+        return Outcome(differing, tuple(to_compare), average)

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
-from fsdp_flat.errors import OptionError, UsageError
+import torch
+
+from fsdp_flat.comm import ALONE, RankGroup, ShardingGroups
+from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError, UsageError
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.runtime.agreement import ErrorTexts, agree
+from fsdp_flat.runtime.records import Iteration
 from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.runtime.unmanaged import DriftCheck
 from fsdp_flat.runtime.unwritten import check_written
 
-__all__ = ["check_gradients", "check_units", "check_values", "log_units"]
+__all__ = ["RankChecks", "check_gradients", "check_requires_grad", "check_units", "check_values", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
+# Of trees whose units are all frozen: before the first step, and after more, as gradients may be accumulated.
+_FORWARDS_COMPARED = (1, 2, 4, 8)
+_TRAINED = ErrorTexts(
+    "the comparison of which parameters are trained",
+    "Ranks train different parameters.",
+    "Freeze and unfreeze the same parameters on every rank.",
+)
 
 
 def check_units(units: Sequence[Unit]) -> None:
@@ -44,14 +59,126 @@ def check_units(units: Sequence[Unit]) -> None:
 
 
 def check_values(units: Sequence[Unit]) -> None:
-    """Report tensors that left the meta device and have no values at the first forward. Every rank must call this."""
-    on_meta = [unit for unit in units if unit.unwritten is not None]
-    if on_meta:
-        options = on_meta[0].options
-        entries = [(unit.name, entry) for unit in on_meta for entry in unit.unwritten or ()]
-        check_written(entries, options.groups.rank_groups, options.device)
-        for unit in on_meta:
-            unit.unwritten = None
+    """Names tensors that left the meta device and have no values at the first forward. Every rank must call this.
+
+    Units may be sharded over different groups. What is found in one travels along the others before anybody raises:
+    else ranks that are in those alone would wait for ever.
+
+    Raises:
+        UsageError: a parameter has none, on this rank.
+        PeerFailureError: one has none on another rank.
+    """
+    by_groups: dict[ShardingGroups, list[Unit]] = {}
+    for unit in units:
+        if unit.unwritten is not None:
+            by_groups.setdefault(unit.options.groups, []).append(unit)
+    found: Exception | None = None
+    for groups, some in by_groups.items():
+        entries = [(unit.name, entry) for unit in some for entry in unit.unwritten or ()]
+        try:
+            check_written(entries, groups.rank_groups, some[0].options.device, found)
+        except (UsageError, PeerFailureError) as error:
+            found = error
+    if found is not None:
+        raise found
+    for unit in units:
+        unit.unwritten = None
+
+
+def check_requires_grad(
+    handles: Iterable[FlatParamHandle],
+    rank_groups: Sequence[RankGroup],
+    device: torch.device,
+    found: Exception | None = None,
+) -> None:
+    """Compares which parameters ranks train. Every rank of the groups must call this.
+
+    Args:
+        handles: those of all units over the same groups.
+        groups: over which to compare.
+        device: the compute device.
+        found: what was found over other groups, of which ranks of these are told.
+
+    Raises:
+        RankMismatchError: a parameter is frozen on some ranks only.
+    """
+    lines = [
+        f"parameter {param_info.fqn!r} of unit {handle.spec.unit_name!r} with requires_grad={trains}"
+        for handle in handles
+        for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
+    ]
+    agree(lines, found, rank_groups, device, _TRAINED)
+
+
+class RankChecks:
+    """What ranks compare in their first steps, each where the step communicates over the same ranks anyway.
+
+    Args:
+        units: those of the tree, the outermost first.
+        handles: their handles by groups, in the same order on every rank.
+        drift: compares what no unit manages.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], handles: Mapping[ShardingGroups, Sequence[FlatParamHandle]], drift: DriftCheck
+    ) -> None:
+        self._units = units
+        self._handles = handles
+        self._drift = drift
+        self._compared: set[ShardingGroups] = set()
+        self._compared_in_backward = False
+        self._last: Iteration | None = None
+        self._num_forwards = 0
+
+    def skip(self) -> None:
+        """Compares nothing from now on."""
+        self._compared.update(self._handles)
+        self._compared_in_backward = True
+        self._num_forwards = _FORWARDS_COMPARED[-1]
+
+    def before_forward(self, unit: Unit, iteration: Iteration) -> None:
+        """Compares which parameters ranks train, before the first forward with gradients over a unit's groups.
+
+        Only in the shard group, in which the forward all-gathers. Where all units are frozen no backward reduces
+        anything, so what no unit manages is compared here too: in a few forwards, which are counted, since they must
+        not depend on what one rank alone sees.
+
+        Raises:
+            RankMismatchError: a parameter is frozen on some ranks only.
+        """
+        if not unit.gathers or not torch.is_grad_enabled():
+            return
+        groups = unit.options.groups
+        if groups not in self._compared:
+            check_requires_grad(self._handles[groups], [groups.shard], unit.options.device)
+            self._compared.add(groups)
+        if iteration is self._last or self._num_forwards >= _FORWARDS_COMPARED[-1]:
+            return
+        self._last = iteration
+        self._num_forwards += 1
+        if self._num_forwards in _FORWARDS_COMPARED and not any(each.is_trainable for each in self._units):
+            shard_group = replace(groups, replicate=ALONE)
+            self._drift.compare([shard_group], buffers=self._num_forwards == _FORWARDS_COMPARED[1])
+
+    def before_backward(self) -> None:
+        """Compares which parameters ranks train, before the first backward that reduces gradients over replicas.
+
+        Raises:
+            RankMismatchError: a parameter is frozen on some ranks only.
+            PeerFailureError: one is, of units over groups that this rank is not in.
+        """
+        if self._compared_in_backward or not any(unit.is_trainable for unit in self._units):
+            return
+        found: Exception | None = None
+        for groups, handles in self._handles.items():
+            if groups.replicate.size > 1:
+                try:
+                    check_requires_grad(handles, groups.rank_groups, self._units[0].options.device, found)
+                except (RankMismatchError, PeerFailureError) as error:
+                    found = error
+        if found is not None:
+            raise found
+        self._compared_in_backward = True
 
 
 def check_gradients(units: Sequence[Unit]) -> None:

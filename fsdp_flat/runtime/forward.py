@@ -191,6 +191,8 @@ class _Forward:
             schedule.log_event("pre_forward", unit)
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
+            if record.iteration is not None:
+                schedule.rank_checks.before_forward(unit, record.iteration)
             unit.enter_forward()
             self._entered = True
             schedule.arrived(unit)

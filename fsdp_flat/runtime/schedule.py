@@ -22,16 +22,24 @@ from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import ShardingGroups, profiled, report_failure
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.agreement import ErrorTexts, agree
 from fsdp_flat.runtime.backward import Backward
 from fsdp_flat.runtime.comm_context import CommContext
-from fsdp_flat.runtime.exchange import BackwardExchange
-from fsdp_flat.runtime.first_use import check_gradients, check_units, check_values, log_units
+from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
+from fsdp_flat.runtime.first_use import (
+    RankChecks,
+    check_gradients,
+    check_requires_grad,
+    check_units,
+    check_values,
+    log_units,
+)
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
+from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
@@ -59,6 +67,7 @@ class Schedule(CommContext):
         root: the outermost unit; its parameters stay unsharded between forward and backward.
         units: every unit, parents before children.
         backward: the running backward, or None.
+        rank_checks: what ranks compare in their first steps.
     """
 
     def __init__(self, root_module: nn.Module) -> None:
@@ -93,6 +102,10 @@ class Schedule(CommContext):
         # Units whose parameters are unsharded on every rank at all times.
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.gathers]
         self._exchange = BackwardExchange(self.units, self.collectives)
+        self._drift = DriftCheck(root_module, self.units)
+        self.rank_checks = RankChecks(self.units, self._exchange.handles, self._drift)
+        any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
+        self._average = GradientAverage(root_module, self.units, any_rank)
         self._cast_buffers()
         log_units(self.units)
 
@@ -308,6 +321,12 @@ class Schedule(CommContext):
         if self.backward is not None and (self._callback is None or self._callback() is None):
             self.abort()
         if self.backward is None:
+            if self.root.sync_gradients:
+                try:
+                    self.rank_checks.before_backward()
+                except (PeerFailureError, RankMismatchError):
+                    self.abort()
+                    raise
             self.backward = Backward(self._join, self._take_turn)
             self.backward.include(self._iterations_of_backward())
             # Only autograd holds the callback: if it is freed without having run, the backward has raised.
@@ -424,8 +443,12 @@ class Schedule(CommContext):
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.show_unreduced_grads(self.streams.copy_to)
                 self.streams.wait_for_host_copies()
-            elif any(unit.is_trainable for unit in self.units):
-                self._publish()
+            elif self.root.averages_ignored or any(unit.is_trainable for unit in self.units):
+                outcome = self._publish()
+                if outcome.to_compare:
+                    self._drift.compare(outcome.to_compare)
+                if outcome.average:
+                    self._average.average(compare=outcome.average > 1)
         self.backward = None
         self._callback = None
         if not backward.keeps_graph:
@@ -433,7 +456,7 @@ class Schedule(CommContext):
         self.pool.clear()
         self.log_event("end_of_backward", self.root)
 
-    def _publish(self) -> None:
+    def _publish(self) -> Outcome:
         used, self._used = self._used, {}
         unreduced = set()
         for unit in self.units:
@@ -442,11 +465,11 @@ class Schedule(CommContext):
                 if any(grads_ready):
                     unreduced.add(handle)
                     used[handle] = grads_ready if handle not in used else bytes(map(max, grads_ready, used[handle]))
-        self._exchange.begin(used, unreduced)
+        self._exchange.begin(used, unreduced, compare=self._drift.is_due, average=self._average.state)
         self.reductions.finish_all()
-        differing = self._exchange.finish(used, unreduced)
-        if differing is not None:
-            self._raise_different_order(differing)
+        outcome = self._exchange.finish(used, unreduced)
+        if outcome.differing is not None:
+            self._raise_different(outcome.differing)
         self.collectives.clear()
         for unit in self.units if unreduced else ():
             for handle in unit.handles:
@@ -455,12 +478,14 @@ class Schedule(CommContext):
         shards = self.reductions.finish(self.streams)
         for handle, shard in shards.items():
             handle.views.publish(shard, used[handle])
+        return outcome
 
-    def _raise_different_order(self, groups: ShardingGroups) -> None:
+    def _raise_different(self, groups: ShardingGroups) -> None:
         lines = self.collectives.lines(groups)
         self.collectives.clear()
         self.abort()
         agree(lines, None, groups.rank_groups, self.root.options.device, _ORDER)
+        check_requires_grad(self._exchange.handles[groups], groups.rank_groups, self.root.options.device)
 
 
 def _is_compiled(module: nn.Module) -> bool:

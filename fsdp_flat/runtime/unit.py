@@ -79,6 +79,7 @@ class Unit:
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         saver: saves checkpoints of this unit's tree in the background; None before the first.
         optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
+        averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
     """
 
@@ -124,6 +125,7 @@ class Unit:
         self.forward_methods: set[str] = set()
         self.saver: object | None = None
         self.optim_state_handlers: dict[str, object] = {}
+        self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 
     def rename(self, name: str) -> None:

@@ -93,7 +93,10 @@ class Unwritten:
 
 
 def check_written(
-    entries: Iterable[tuple[str, Unwritten]], rank_groups: Sequence[RankGroup], device: torch.device
+    entries: Iterable[tuple[str, Unwritten]],
+    rank_groups: Sequence[RankGroup],
+    device: torch.device,
+    found: Exception | None = None,
 ) -> None:
     """Report every tensor that left the meta device and has no values. Every rank of the groups must call this.
 
@@ -101,6 +104,7 @@ def check_written(
         entries: names of units, and their tensors that had no values when the unit was built.
         rank_groups: groups over which to compare.
         device: the compute device.
+        found: what was found over other groups, of which ranks of these are told.
 
     Raises:
         UsageError: a parameter has no values on this rank.
@@ -115,8 +119,8 @@ def check_written(
             stacklevel=2,
         )
     params = [name for name, is_param in left if is_param]
-    error = None
-    if params:
+    error = found
+    if params and error is None:
         error = UsageError(
             f"Parameters left the meta device and were never written, so their values are undefined: "
             f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."

@@ -23,7 +23,7 @@ from tests.parity.harness import (
 )
 from tests.parity.sides import SHARDED, Side, on_both_sides
 from tests.parity.zoo import CASES
-from tests.support import on_ranks
+from tests.support import OWN_STATISTICS, on_ranks
 
 both_kinds = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])
 
@@ -95,6 +95,7 @@ def test_a_zero_gradient_in_place_of_none_fails_the_comparison_of_gradients(rank
         assert_same_gradients(model, reference)
 
 
+@OWN_STATISTICS
 @on_ranks(2)
 def test_buffers_of_another_rank_fail_the_comparison(rank: int) -> None:
     case = CASES["batch norm"]

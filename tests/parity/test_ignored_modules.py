@@ -20,7 +20,10 @@ from torch import nn
 from tests.parity.harness import Layout, build
 from tests.parity.sides import SHARDED, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
+from tests.support import OWN_PARAMETERS, OWN_STATISTICS
 
+# Ignored layers are trained on each rank's own batches here, as by FSDP1.
+pytestmark = OWN_PARAMETERS
 TRANSFORMER = CASES["transformer"]
 
 
@@ -130,6 +133,7 @@ def test_ranks_may_ignore_different_modules(side: Side, layout: Layout, use_orig
     return train(wrapped, CASES["uneven sizes"], sgd(wrapped), range(2))
 
 
+@OWN_STATISTICS
 @on_both_sides(layouts=SHARDED)
 def test_an_ignored_buffer_and_module_appear_in_the_state_dict(
     side: Side, layout: Layout, use_orig_params: bool

@@ -25,7 +25,7 @@ from torch import nn
 from tests.parity.harness import Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, ORIG, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train, trained
 from tests.parity.zoo import CASES, Layer
-from tests.support import assert_equal
+from tests.support import OWN_STATISTICS, assert_equal
 
 Outputs = namedtuple("Outputs", ["first", "second"])
 
@@ -206,7 +206,7 @@ def test_optimizers_that_step_inside_backward_give_the_numbers_of_one_after_it(
 
 
 @on_both_sides()
-@pytest.mark.parametrize("name", ["transformer", "batch norm"])
+@pytest.mark.parametrize("name", ["transformer", pytest.param("batch norm", marks=OWN_STATISTICS)])
 def test_models_train_on_cpus_named_by_device_id(side: Side, layout: Layout, use_orig_params: bool, name: str) -> Any:
     return trained(side, name, layout, use_orig_params=use_orig_params, device_id=torch.device("cpu"))
 

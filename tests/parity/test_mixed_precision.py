@@ -24,6 +24,7 @@ from torch import nn
 from tests.parity.harness import PLAIN, Layout, batch_of, build
 from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of
 from tests.parity.zoo import CASES
+from tests.support import OWN_STATISTICS
 
 LOW = {"rtol": 2e-2, "atol": 2e-2}
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -159,6 +160,7 @@ class Normed(nn.Module):
         return self.head(self.norm(self.linear(x)))
 
 
+@OWN_STATISTICS
 @on_both_sides(layouts=SHARDED, tolerance=LOW)
 @pytest.mark.parametrize("ignored", ["batch norm", "layer", "both"])
 def test_a_policy_leaves_named_classes_in_full_precision(

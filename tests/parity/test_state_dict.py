@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, FULL, ORIG, STRATEGIES, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
-from tests.support import assert_close, assert_equal
+from tests.support import OWN_STATISTICS, assert_close, assert_equal
 
 NESTED = BLOCKS
 KINDS = pytest.mark.parametrize("kind", ["FULL", "SHARDED", "LOCAL"])
@@ -130,7 +130,7 @@ def test_a_full_state_dict_is_a_copy(side: Side, layout: Layout, use_orig_params
 
 @on_both_sides(layouts=STRATEGIES)
 @KINDS
-@pytest.mark.parametrize("name", ["uneven sizes", "batch norm"])
+@pytest.mark.parametrize("name", ["uneven sizes", pytest.param("batch norm", marks=OWN_STATISTICS)])
 def test_a_saved_model_loads_into_another_and_goes_on_alike(
     side: Side, layout: Layout, use_orig_params: bool, kind: str, name: str
 ) -> Any:

@@ -29,7 +29,7 @@ from tests.parity.harness import (
     wrapped,
 )
 from tests.parity.zoo import CASES, Batch, Unused
-from tests.support import Ranks, assert_close, assert_equal, on_ranks
+from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
 
 RanksOf = Callable[..., Ranks]
 
@@ -204,7 +204,7 @@ def evaluated(model: nn.Module, reference: Reference, batch: Batch) -> tuple[tor
 
 @on_ranks(2)
 @both_kinds
-@pytest.mark.parametrize("name", ["batch norm", "transformer", "nested units"])
+@pytest.mark.parametrize("name", [pytest.param("batch norm", marks=OWN_STATISTICS), "transformer", "nested units"])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 def test_evaluation_before_and_between_steps_sees_the_current_parameters_and_buffers(
     rank: int, name: str, use_orig_params: bool, strategy: str

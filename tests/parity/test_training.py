@@ -8,7 +8,7 @@ import pytest
 
 from tests.parity.harness import LAYOUTS, OTHER_MESHES, PLAIN, Layout, train_case, train_case_beside_peer
 from tests.parity.zoo import CASES
-from tests.support import Ranks
+from tests.support import OWN_STATISTICS, Ranks
 
 RanksOf = Callable[..., Ranks]
 
@@ -25,13 +25,15 @@ def layouts(by_num_ranks: Mapping[int, Iterable[Layout]]) -> list[object]:
 
 def models(names: Iterable[str] = CASES, *, with_peer: bool = False) -> list[object]:
     return [
-        pytest.param(name, kind, id=f"{name}-{KINDS[kind]}")
+        pytest.param(name, kind, id=f"{name}-{KINDS[kind]}", marks=OWN_STATISTICS if name in WITH_STATISTICS else ())
         for name in names
         for kind in CASES[name].kinds
         if not with_peer or kind not in CASES[name].peer_cannot
     ]
 
 
+# Models whose buffers follow the rank's own batches.
+WITH_STATISTICS = {"buffers", "batch norm", "batch norm as units"}
 # One of each kind, for the whole product of strategies; its variants go with the first strategy.
 CHIEF = [
     "uneven sizes",

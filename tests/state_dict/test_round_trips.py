@@ -30,7 +30,7 @@ from tests.state_dict.kit import (
     unsharded_allowed,
     wrapped,
 )
-from tests.support import assert_close, assert_equal, on_ranks
+from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
 from tests.support.peer import peer_warnings_silenced
 from tests.wrapper import models
 from tests.wrapper.models import Block, no_shard_allowed, whole_state
@@ -58,6 +58,7 @@ def check_round_trips(task_name: str, how: str, groups: dict[str, Any], optim: s
 
 @KINDS
 @pytest.mark.parametrize("how", ["FULL_SHARD", "mesh", "SHARD_GRAD_OP", "NO_SHARD"])
+@OWN_STATISTICS
 @on_ranks(2)
 def test_training_goes_on_to_the_bit_at_two_ranks(how: str, use_orig_params: bool) -> None:
     groups = groups_of(how)
@@ -67,6 +68,7 @@ def test_training_goes_on_to_the_bit_at_two_ranks(how: str, use_orig_params: boo
 
 @KINDS
 @pytest.mark.parametrize("how", ["FULL_SHARD", "mesh", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD mesh"])
+@OWN_STATISTICS
 @on_ranks(4)
 def test_training_goes_on_to_the_bit_at_four_ranks(how: str, use_orig_params: bool) -> None:
     groups = groups_of(how)

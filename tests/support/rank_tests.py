@@ -13,6 +13,10 @@ import torch.distributed as dist
 
 from .pool import TASK_TIMEOUT_S
 
+# For tests that have ranks' statistics of batches, or ignored parameters, drift apart as FSDP1 has them.
+OWN_STATISTICS = pytest.mark.filterwarnings("ignore:Buffers differ between ranks after a step")
+OWN_PARAMETERS = pytest.mark.filterwarnings("ignore:Trainable parameters that no unit manages")
+
 
 def on_ranks(*sizes: int, timeout: float = TASK_TIMEOUT_S) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run the decorated top-level test on every rank, once for each number of ranks.

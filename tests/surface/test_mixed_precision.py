@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.wrap import CustomPolicy
-from tests.support import assert_equal, on_ranks
+from tests.support import OWN_STATISTICS, assert_equal, on_ranks
 from tests.surface.models import (
     ALL_STRATEGIES,
     STRATEGIES,
@@ -126,6 +126,7 @@ def compare_with_peer(setting: dict[str, Any], strategy: str, use_orig_params: b
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("setting", SETTINGS)
+@OWN_STATISTICS
 @on_ranks(2)
 def test_two_ranks_give_the_peers_values_and_dtypes(
     setting: str, strategy: str, use_orig_params: bool, rank: int, num_ranks: int
@@ -136,6 +137,7 @@ def test_two_ranks_give_the_peers_values_and_dtypes(
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 @pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 @pytest.mark.parametrize("setting", ["bf16, reduced in fp32", "fp16", "bf16 gradients"])
+@OWN_STATISTICS
 @on_ranks(4)
 def test_four_ranks_give_the_peers_values_and_dtypes(
     setting: str, strategy: str, use_orig_params: bool, rank: int, num_ranks: int

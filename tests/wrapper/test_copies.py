@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, register_forward_method
 from fsdp_flat.errors import OptionTypeError, PhaseError, UsageError
-from tests.support import assert_close, assert_equal, on_ranks
+from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
 from tests.support.reference import replicated_step
 from tests.wrapper.lives import KINDS, assert_same, make, train, train_reference
 from tests.wrapper.models import Block, batch, message, seeded, shard, square_loss
@@ -232,6 +232,7 @@ def test_a_copy_of_a_subclass_has_its_class_and_attributes() -> None:
     assert model.notes == ["a"]
 
 
+@OWN_STATISTICS
 @on_ranks(2)
 def test_a_copy_of_a_mixed_precision_model_computes_alike() -> None:
     precision = MixedPrecision(

@@ -1,0 +1,311 @@
+"""Tensors that no unit manages: ignored and later added trainable parameters, and buffers. Each rank has its own.
+
+Those that drift apart are named, and averaged where the caller asks for it. Ranks compare values at the end of the
+first backward that reduces gradients, and of the first one after an optimizer has changed such a parameter; where all
+units are frozen, and no backward reduces anything, at the begin of a few forwards. Values, not gradients: a script that
+averages ignored gradients by hand, or ranks that hold experts of their own, are no mistake.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_flat.comm import (
+    RankGroup,
+    ShardingGroups,
+    begin_all_reduce,
+    digest_of,
+    exchange_bytes,
+    exchange_ints,
+    is_simulated,
+)
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat import modules_of
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.runtime.agreement import ErrorTexts, agree, fingerprint
+from fsdp_flat.runtime.unit import Unit
+
+__all__ = ["DriftCheck", "GradientAverage", "average_buffers"]
+
+_IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
+_WORDS = ErrorTexts(
+    "averaging gradients that no unit manages",
+    "Ranks average different parameters outside of units.",
+    "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
+)
+
+
+def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
+    """Trainable parameters below ``root`` whose gradients nobody reduces, by name."""
+    views = [handle.views for unit in units for handle in unit.handles]
+    managed = {param for view in views for param in (*view.visible_params(), *view.unsharded_params)}
+    # DistributedDataParallel and DTensors reduce their own.
+    for module in modules_of(root):
+        if isinstance(module, DistributedDataParallel):
+            managed.update(module.parameters())
+    return {
+        clean_fqn(name): param
+        for name, param in root.named_parameters()
+        if param.requires_grad
+        and param not in managed
+        and not getattr(param, "_fsdp_flattened", False)
+        and not isinstance(param, DTensor)
+    }
+
+
+def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
+    """Buffers below ``root`` that a state dict holds, each once, without DTensors."""
+    found: dict[int, tuple[str, torch.Tensor]] = {}
+    for path, module in root.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or isinstance(buffer, DTensor):
+                continue
+            found.setdefault(id(buffer), (clean_fqn(join_fqn(path, name)), buffer))
+    return dict(found.values())
+
+
+def _real_axes(groups: ShardingGroups) -> list[RankGroup]:
+    """Axes on which there are other ranks."""
+    return [
+        rank_group
+        for rank_group in groups.rank_groups
+        if rank_group.group is not None and rank_group.size > 1 and not is_simulated(rank_group.group)
+    ]
+
+
+class DriftCheck:
+    """Compares values that no unit manages between ranks, and warns of those that differ.
+
+    Args:
+        root_module: the outermost wrapper.
+        units: its units, the outermost first.
+    """
+
+    def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
+        self._root_module = weakref.ref(root_module)
+        self._units = units
+        # Parameters to look at again, and the sum of their versions when ranks compared; None before the first time.
+        self._params: list[weakref.ref[nn.Parameter]] = []
+        self._versions: int | None = None
+        self._is_over = False
+        # Different from the start, so on purpose, or named already.
+        self._passed_over: set[str] = set()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this rank asks the others to compare: it never did, or its parameters have changed since."""
+        if self._versions is None and not self._is_over:
+            root_module = self._root_module()
+            self._is_over = root_module is None or not (
+                _trainable(root_module, self._units) or _persistent_buffers(root_module)
+            )
+            return not self._is_over
+        return not self._is_over and self._versions != self._current_versions()
+
+    def _current_versions(self) -> int:
+        return sum([param._version for ref in self._params if (param := ref()) is not None])
+
+    def compare(self, groups: Iterable[ShardingGroups], *, buffers: bool | None = None) -> None:
+        """Compares with the ranks of ``groups``, all of which must call this, and warns on the first rank of each.
+
+        Args:
+            groups: with whose ranks.
+            buffers: look at buffers too; None the first time only.
+        """
+        root_module = self._root_module()
+        if root_module is None:
+            return
+        is_first = self._versions is None
+        averages = self._units[0].averages_ignored
+        ignored = {param for unit in self._units for param in unit.ignored.params}
+        params = {} if averages is False else _trainable(root_module, self._units)
+        self._params = [weakref.ref(param) for param in params.values()]
+        kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
+        tensors: dict[str, torch.Tensor] = dict(params)
+        if is_first if buffers is None else buffers:
+            found = _persistent_buffers(root_module)
+            tensors.update(found)
+            kinds.update(dict.fromkeys(found, _BUFFER))
+        prints = {name: _print(tensor) for name, tensor in tensors.items() if name not in self._passed_over}
+        for each in groups:
+            differing = _differing(prints, each, self._units[0].options.device) - self._passed_over
+            self._passed_over |= differing
+            # Ignored parameters that differ at the start are each rank's own on purpose, as experts are.
+            named = [n for n in sorted(differing) if not is_first or averages or kinds.get(n) != _IGNORED]
+            if all(rank_group.rank == 0 for rank_group in each.rank_groups):
+                _warn({name: kinds[name] for name in named if name in kinds})
+        self._is_over = not params or (not is_first and self._versions != self._current_versions())
+        self._versions = self._current_versions()
+
+
+def _print(tensor: torch.Tensor) -> int:
+    if tensor.is_meta or type(tensor.data) is not torch.Tensor or tensor.is_quantized:
+        return 0
+    return fingerprint(tensor.detach().to_dense() if tensor.is_sparse else tensor)
+
+
+def _differing(prints: Mapping[str, int], groups: ShardingGroups, device: torch.device) -> set[str]:
+    """Names that more than one rank has, with different fingerprints. Every rank of ``groups`` must call this."""
+    found = {name: {value} for name, value in prints.items()}
+    for rank_group in _real_axes(groups):
+        assert rank_group.group is not None
+        # All that was found on one group goes along the next.
+        text = "\n".join(f"{name}\t{' '.join(map(str, sorted(found[name])))}" for name in sorted(found))
+        rows = exchange_ints([digest_of(text.encode())], rank_group.group, device)
+        if len({row[0] for row in rows}) == 1:
+            continue
+        for payload in exchange_bytes(text.encode(), rank_group.group, device):
+            for line in filter(None, payload.decode().split("\n")):
+                name, _, values = line.partition("\t")
+                # Two are enough to show that they differ.
+                found[name] = set(sorted(found.get(name, set()) | set(map(int, values.split())))[:2])
+    return {name for name, values in found.items() if len(values) > 1}
+
+
+def _warn(kinds: Mapping[str, str]) -> None:
+    params = [f"{name!r} ({kind})" for name, kind in kinds.items() if kind != _BUFFER]
+    buffers = [repr(name) for name, kind in kinds.items() if kind == _BUFFER]
+    if params:
+        warnings.warn(
+            f"Trainable parameters that no unit manages differ between ranks, and a state dict holds rank 0's: "
+            f"{', '.join(params)}. Start them from the same values and call model.average_ignored_gradients() to have "
+            "their gradients averaged over ranks, or model.average_ignored_gradients(False) if they are each rank's "
+            "own on purpose. Modules that are added before wrapping are sharded like the others.",
+            stacklevel=2,
+        )
+    if buffers:
+        warnings.warn(
+            f"Buffers differ between ranks after a step, and a state dict holds rank 0's: {', '.join(buffers)}. "
+            "Statistics of batches are each rank's own: convert the model by "
+            "nn.SyncBatchNorm.convert_sync_batchnorm before wrapping, or call model.average_buffers() before a state "
+            "dict is taken or the model is evaluated.",
+            stacklevel=2,
+        )
+
+
+class GradientAverage:
+    """Averages gradients that no unit manages, over all ranks of the outermost unit's groups.
+
+    Args:
+        root_module: the outermost wrapper.
+        units: its units, the outermost first.
+        any_rank: whether each flag is true on any rank of the outermost unit's groups, found without the device.
+    """
+
+    def __init__(
+        self, root_module: nn.Module, units: Sequence[Unit], any_rank: Callable[[Sequence[bool]], list[bool]]
+    ) -> None:
+        self._root_module = weakref.ref(root_module)
+        self._units = units
+        self._any_rank = any_rank
+        self._agreed: list[str] | None = None
+
+    @property
+    def _is_wanted(self) -> bool:
+        return bool(self._units[0].averages_ignored)
+
+    def _params(self) -> dict[str, nn.Parameter]:
+        root_module = self._root_module()
+        return {} if root_module is None or not self._is_wanted else _trainable(root_module, self._units)
+
+    def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
+        return [f"average_ignored_gradients() {'called' if self._is_wanted else 'not called'}"] + [
+            f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()
+        ]
+
+    @property
+    def state(self) -> int:
+        """What this rank asks of the others: 0 nothing, 1 to average, 2 to compare before what they average."""
+        if not self._is_wanted:
+            return 0
+        return 1 if self._lines(self._params()) == self._agreed else 2
+
+    def average(self, *, compare: bool) -> None:
+        """Replaces each gradient by the mean over ranks, with zeros for ranks that have none.
+
+        One that no rank has stays None; sparse ones become dense. A gradient that was averaged before and has gained a
+        part since gets the mean of both, so this may follow each backward of an accumulation. Every rank of the
+        outermost unit's groups must call this.
+
+        Args:
+            compare: compare first what ranks average; the same on every rank.
+
+        Raises:
+            UsageError: gradients of units are not averaged, but divided by a factor or combined by a hook.
+            RankMismatchError: ranks average different parameters.
+        """
+        options, policy = self._units[0].options, self._units[0].policy
+        rank_groups = _real_axes(options.groups)
+        params = self._params()
+        lines = self._lines(params)
+        if compare:
+            agree(lines, None, rank_groups, options.device, _WORDS)
+            self._agreed = lines
+        if policy.divide_factor is not None or policy.hook is not None:
+            raise UsageError(
+                "average_ignored_gradients() gives means over ranks, but a communication hook or "
+                "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
+                "by hand too, and call model.average_ignored_gradients(False)."
+            )
+        if not params or not rank_groups:
+            return
+        used = self._any_rank([param.grad is not None for param in params.values()])
+        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for param, is_used in zip(params.values(), used, strict=True):
+            if is_used:
+                by_kind.setdefault((param.dtype, param.device), []).append(param)
+        with torch.no_grad():
+            for some in by_kind.values():
+                _average_gradients(some, rank_groups, options.groups.num_ranks)
+
+
+def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[RankGroup], num_ranks: int) -> None:
+    # In fp32 at least, as sums of short dtypes lose digits or overflow.
+    dtype = torch.promote_types(params[0].dtype, torch.float32)
+    parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+    flat = torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1).to(dtype) for part in parts])
+    for rank_group in rank_groups:
+        flat = begin_all_reduce(flat, rank_group, doing="the average of gradients that no unit manages").wait()
+    flat /= num_ranks
+    for param, mean in zip(params, flat.split([param.numel() for param in params]), strict=True):
+        if param.grad is None or param.grad.is_sparse:
+            param.grad = mean.view(param.shape).to(param.dtype, copy=True)
+        else:
+            param.grad.copy_(mean.view(param.shape))
+
+
+def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
+    """Replaces each buffer that a state dict holds by its mean over ranks, an integer one by the largest.
+
+    Every rank of the groups must call this, with the same buffers.
+
+    Args:
+        root: the outermost wrapper.
+        groups: the ranks.
+
+    Raises:
+        RankMismatchError: ranks have different buffers.
+    """
+    buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
+    rank_groups = _real_axes(groups)
+    words = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
+    lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
+    device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+    agree(lines, None, rank_groups, device, words)
+    with torch.no_grad():
+        for name, buffer in buffers.items():
+            averages = buffer.is_floating_point() or buffer.is_complex()
+            dtype = torch.promote_types(buffer.dtype, torch.float32) if averages else buffer.dtype
+            total = buffer.to(dtype, copy=True)
+            for rank_group in rank_groups:
+                total = begin_all_reduce(
+                    total, rank_group, largest=not averages, doing=f"the average of {name!r}"
+                ).wait()
+            buffer.copy_(total / groups.num_ranks if averages else total)
