@@ -22,6 +22,7 @@ from fsdp_flat.runtime import (
     agree_on_structure,
     agree_on_weights,
     compute_device_from,
+    describe_structure,
     keep_full_precision,
     materialize,
     offloads_params,
@@ -30,7 +31,6 @@ from fsdp_flat.runtime import (
     precision_from,
     prefetch_from,
     resolve_ignored,
-    structure_lines,
     sync_states_from,
     true_on_any_rank,
     unit_of,
@@ -108,13 +108,13 @@ def options_from(arguments: Arguments) -> UnitOptions:
     try:
         return _validated(arguments)
     except Exception as error:
-        groups = _groups_in_spite_of_errors(arguments)
+        groups = _groups_despite_errors(arguments)
         if groups is not None:
             agree_on_structure((), error, groups, compute_device_from(None)[0])
         raise
 
 
-def _groups_in_spite_of_errors(arguments: Arguments) -> ShardingGroups | None:
+def _groups_despite_errors(arguments: Arguments) -> ShardingGroups | None:
     """Return the groups over which the other ranks compare their models; None if they cannot be determined."""
     try:
         strategy = _strategy_of(arguments)
@@ -214,7 +214,7 @@ def prepare(
                 is_wrapped=lambda child: unit_of(child) is not None,
             )
             _check_overrides(plan)
-        lines = structure_lines(module, [unit.fqn for unit in plan.units], options, ignored)
+        lines = describe_structure(module, [unit.fqn for unit in plan.units], options, ignored)
     except Exception as raised:
         error = raised
     agree_on_structure(lines, error, options.groups, options.device)

@@ -53,7 +53,7 @@ class _Load:
     owner: nn.Module | None = None
     report: LoadReport | None = None
     held: dict[FlatParamHandle, torch.Tensor] = field(default_factory=dict)
-    beside: Snapshot | None = None
+    snapshot: Snapshot | None = None
     exchanging_units: list[Unit] = field(default_factory=list)
     at_end: list[Callable[[], object]] = field(default_factory=list)
 
@@ -63,9 +63,9 @@ class _Load:
 
 
 # Loads in progress, by the identity of the list of errors.
-_going_on: dict[int, _Load] = {}
+_loads_in_progress: dict[int, _Load] = {}
 # Attributes of a wrapper during a load: writes deferred until torch has not raised, and its snapshot.
-_LATE, _BESIDE = "_load_put_off", "_load_beside"
+_DEFERRED, _SNAPSHOT = "_load_put_off", "_load_beside"
 
 
 def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> LoadReport:
@@ -75,15 +75,15 @@ def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> Load
         wrapper: the wrapper to be loaded now.
         missing, errors: the lists that torch keeps for the call.
     """
-    load = _going_on.get(id(errors))
+    load = _loads_in_progress.get(id(errors))
     if load is None:
-        load = _begun(wrapper, missing, errors)
+        load = _begin_load(wrapper, missing, errors)
     if load.report is None:
         load.owner, load.report = wrapper, LoadReport(missing, errors)
     return load.report
 
 
-def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
+def _begin_load(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
     calls = list(_calls())
     call: Mapping[str, Any] = next((each for each in calls if each["error_msgs"] is errors), {})
     root = call.get("self", wrapper)
@@ -91,7 +91,7 @@ def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
         # A plain module in a hook of another load: torch may be iterating over its hooks, which must not change then.
         call, root = {}, wrapper
     load = _Load(root, call.get("strict", False), missing, errors)
-    _going_on[id(errors)] = load
+    _loads_in_progress[id(errors)] = load
     if "load" in call:
         # torch's inner function is freed when the call ends, also after an exception.
         weakref.finalize(call["load"], _end, load)
@@ -101,14 +101,14 @@ def _begun(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
             root.register_load_state_dict_post_hook(end_load)
         # Run after the user's hooks, which may remove missing names.
         hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
-        load.beside = Snapshot(root, assign=call.get("assign", False))
+        load.snapshot = Snapshot(root, assign=call.get("assign", False))
         load.at_end = _record_versions(root, call.get("metadata"))
     return load
 
 
 def _end(load: _Load) -> None:
-    if _going_on.get(id(load.errors)) is load:
-        del _going_on[id(load.errors)]
+    if _loads_in_progress.get(id(load.errors)) is load:
+        del _loads_in_progress[id(load.errors)]
         for finish in load.at_end:
             finish()
 
@@ -124,7 +124,7 @@ def _calls() -> Iterator[Mapping[str, Any]]:
 
 def end_load(module: nn.Module, keys: Any) -> None:
     """Clean the names in errors, as a load hook; at the outermost wrapper write the values if there are no errors."""
-    load = next((each for each in list(_going_on.values()) if each.missing is keys.missing_keys), None)
+    load = next((each for each in list(_loads_in_progress.values()) if each.missing is keys.missing_keys), None)
     if load is None:
         return
     keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
@@ -138,7 +138,7 @@ def end_load(module: nn.Module, keys: Any) -> None:
             _end(load)
             refused = load.refuses(keys)
             if refused:
-                module.__dict__[_LATE] = report
+                module.__dict__[_DEFERRED] = report
             if not refused or report.exchanging_units:
                 _write(module, report, refused=refused)
         else:
@@ -164,18 +164,18 @@ def _end_below_plain_root(load: _Load, keys: Any) -> None:
         with torch.no_grad():
             for handle, held in load.held.items():
                 handle.flat_param.data.copy_(held)
-                handle.views.rewritten()
-        if load.beside is not None:
-            load.beside.restore()
+                handle.views.bump_version()
+        if load.snapshot is not None:
+            load.snapshot.restore()
 
 
 def _write(root: nn.Module, report: LoadReport, *, refused: bool) -> None:
     report.commit(refused=refused)
     if not refused and not report.errors:
         # Also if an error follows, new buffers belong to the new shards.
-        beside = root.__dict__.get(_BESIDE)
-        if beside is not None:
-            beside.discard()
+        snapshot = root.__dict__.get(_SNAPSHOT)
+        if snapshot is not None:
+            snapshot.discard()
 
 
 def _record_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
@@ -194,7 +194,7 @@ def commit_late(root: nn.Module) -> None:
     Raises:
         LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
     """
-    report: LoadReport | None = root.__dict__.pop(_LATE, None)
+    report: LoadReport | None = root.__dict__.pop(_DEFERRED, None)
     if report is None:
         return
     if not report.exchanging_units:
@@ -212,19 +212,19 @@ def all_or_nothing(root: nn.Module, *, assign: bool) -> Iterator[None]:
     """Load a wrapper inside the block; restore tensors that are not sharded if no shard was written."""
     # If a hook of another load calls this, write the deferred values of that load first, as in torch.
     commit_late(root)
-    outer = root.__dict__.get(_BESIDE)
-    beside = root.__dict__[_BESIDE] = Snapshot(root, assign=assign)
+    outer = root.__dict__.get(_SNAPSHOT)
+    snapshot = root.__dict__[_SNAPSHOT] = Snapshot(root, assign=assign)
     try:
         yield
         commit_late(root)
     except BaseException:
-        beside.restore()
+        snapshot.restore()
         raise
     finally:
-        root.__dict__.pop(_LATE, None)
-        root.__dict__.pop(_BESIDE, None)
+        root.__dict__.pop(_DEFERRED, None)
+        root.__dict__.pop(_SNAPSHOT, None)
         if outer is not None:
-            root.__dict__[_BESIDE] = outer
+            root.__dict__[_SNAPSHOT] = outer
 
 
 class Snapshot:

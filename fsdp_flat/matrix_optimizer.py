@@ -1,4 +1,4 @@
-"""Optimizers that need whole matrices (Muon, Shampoo, Adafactor), over parameters of which a rank holds a slice.
+"""Optimizers that need whole matrices (Muon, Shampoo, Adafactor), over parameters of which a rank holds a local shard.
 
 Each parameter is owned by one rank of its shard group. For a step the owner receives the slices of its weight and of
 its gradient, an ordinary optimizer updates the whole weight, and the slices go back. The optimizer's states stay on the
@@ -275,10 +275,10 @@ class MatrixOptimizer(Optimizer):
 
         Where a group communicates on an accelerator only, ranks are not compared: the host would wait for the device.
         """
-        by_axis: dict[RankGroup, list[OwnedParam]] = {}
+        by_rank_group: dict[RankGroup, list[OwnedParam]] = {}
         for entry in self._owned:
-            by_axis.setdefault(entry.rank_group, []).append(entry)
-        for rank_group, entries in by_axis.items():
+            by_rank_group.setdefault(entry.rank_group, []).append(entry)
+        for rank_group, entries in by_rank_group.items():
             own = [int(entry.status()) for entry in entries]
             rows = [own]
             device = entries[0].unit.options.device
@@ -297,7 +297,7 @@ class MatrixOptimizer(Optimizer):
         arriving: list[tuple[OwnedParam, torch.Tensor, torch.Tensor]] = []
         for entry in entries:
             has_grad = entry.status() == GradStatus.HAS_GRAD
-            moves = entry.moves(to_owner=True) if has_grad else NO_MOVES
+            transfer_plan = entry.transfer_plan(to_owner=True) if has_grad else NO_MOVES
             param, grad = entry.param.detach().reshape(-1), entry.param.grad
             sources = [param, None if grad is None else grad.detach().reshape(-1)]
             targets: list[torch.Tensor | None] = [None, None]
@@ -310,7 +310,7 @@ class MatrixOptimizer(Optimizer):
                 arriving.append((entry, weight, whole_grad))
             for source, target in zip(sources, targets, strict=True):
                 # Rounds bound what is under way, in the same way on every rank; so nothing is counted here.
-                channels.add(entry.rank_group, entry.unit.options.device, moves, source, target, nbytes=0)
+                channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
         channels.wait()
         for entry, weight, whole_grad in arriving:
             entry.fill(weight, whole_grad)
@@ -320,12 +320,12 @@ class MatrixOptimizer(Optimizer):
         channels = P2PChannels()
         for entry in entries:
             has_grad = entry.status() == GradStatus.HAS_GRAD
-            moves = entry.moves(to_owner=False) if has_grad else NO_MOVES
+            transfer_plan = entry.transfer_plan(to_owner=False) if has_grad else NO_MOVES
             target = entry.param.detach().reshape(-1)
             source = entry.whole.detach().reshape(-1) if has_grad and entry.is_owner else None
             if source is not None and entry.is_on_one_rank and source.data_ptr() != target.data_ptr():
                 target.copy_(source)
-            channels.add(entry.rank_group, entry.unit.options.device, moves, source, target, nbytes=0)
+            channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
         channels.wait()
         for entry in entries:
             if entry.status() == GradStatus.HAS_GRAD:

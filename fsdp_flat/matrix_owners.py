@@ -79,7 +79,7 @@ class OwnedParam:
         """Whether the owner holds all elements, so that nothing moves."""
         return self.handle.layout.partition(self.index)[self.owner].numel == self.numel
 
-    def moves(self, *, to_owner: bool) -> TransferPlan:
+    def transfer_plan(self, *, to_owner: bool) -> TransferPlan:
         """How this rank takes part in bringing slices to the owner, or back."""
         if self.is_on_one_rank:
             return NO_MOVES

@@ -148,7 +148,7 @@ class SemiPrivateMethods(SemiPrivateNames):
                     handle.views.use_sharded_views()
                     # The caller may have set ``.data`` of the flat parameter, or changed it in place past its version
                     # counter.
-                    handle.views.rewritten()
+                    handle.views.bump_version()
                     handle.adopt_changes()
 
 

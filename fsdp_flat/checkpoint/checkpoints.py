@@ -19,7 +19,7 @@ from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus, consensus_of
 from fsdp_flat.checkpoint.contents import (
-    Plain,
+    NonTensorState,
     add_optim,
     collected,
     model_template,
@@ -71,7 +71,7 @@ class CheckpointSave:
         self.path = path
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._is_told = False
+        self._is_reported = False
 
     def _begin(self, work: Callable[[], object]) -> None:
         def run() -> None:
@@ -100,7 +100,7 @@ class CheckpointSave:
             Exception: the error of the save, on this rank or on another one (PeerFailureError).
         """
         self._join()
-        self._is_told = True
+        self._is_reported = True
         if self._error is not None:
             raise self._error
         return self.path
@@ -151,16 +151,16 @@ def save_checkpoint(
     _wait_for_the_last(model)
     together.barrier("save_checkpoint")
     handlers = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
-    with together.raising_together(same=[f"a handler of {name!r}" for name in handlers]):
+    with together.propagate_errors(same=[f"a handler of {name!r}" for name in handlers]):
         _check_arguments(step, keep_last)
         bar = progress_bar("Saving", 0, asked=progress, here=together.rank == 0)
         state, plain = collected(model, copy=background)
         contents = None if optim is None else contents_of(optim)
-    with together.raising_together():
+    with together.propagate_errors():
         if contents is not None:
             add_optim(state, plain, model, contents, copy=background)
         blob = packed({"extra": extra, **plain})
-    with together.raising_together():
+    with together.propagate_errors():
         number = _next_step(directory) if step is None and together.rank == 0 else step
     step = int(together.texts(str(number))[0])
     saving = CheckpointSave(step, disk.path_of(directory, step))
@@ -207,8 +207,8 @@ def _wait_for_the_last(model: nn.Module) -> None:
     saver = units[0].saver if units else None
     if isinstance(saver, _Saver) and saver.last is not None:
         saver.last._join()
-        if saver.last._error is not None and not saver.last._is_told:
-            saver.last._is_told = True
+        if saver.last._error is not None and not saver.last._is_reported:
+            saver.last._is_reported = True
             warnings.warn(
                 f"The save of {saver.last.path} in the background failed: {saver.last._error!r}.", stacklevel=3
             )
@@ -235,22 +235,22 @@ def _write(
     bar: Any,
 ) -> None:
     writing = disk.writing_path(directory, step)
-    with together.raising_together():
+    with together.propagate_errors():
         if together.rank == 0:
             disk.begin(directory, step)
-    with together.raising_together():
+    with together.propagate_errors():
         own = [_put(writing / name_of(together.rank), blob)]
     # Imported here, because the import is slow and only saving needs it.
     from fsdp_flat.checkpoint.tensor_files import write_tensors
 
     with _watched(writing, bar):
         write_tensors(state, writing, together)
-    with together.raising_together():
+    with together.propagate_errors():
         own += [disk.flush(path) for path in sorted(writing.glob(f"__{together.rank}_*.distcp"))]
         if together.rank == 0:
             own.append(disk.flush(writing / ".metadata"))
     everyone = together.texts(json.dumps([(record.name, record.size, record.crc) for record in own]))
-    with together.raising_together():
+    with together.propagate_errors():
         if together.rank == 0:
             records = [disk.FileRecord(*row) for text in everyone for row in json.loads(text)]
             disk.commit(directory, step, records)
@@ -318,7 +318,7 @@ def load_checkpoint(
     together.barrier("load_checkpoint")
     steps: list[int] = []
     cut_off: list[str] = []
-    with together.raising_together():
+    with together.propagate_errors():
         for unit in units_of(model):
             check_idle(unit, "load_checkpoint")
         if together.rank == 0 and step is None:
@@ -329,7 +329,7 @@ def load_checkpoint(
     steps, cut_off = json.loads(together.texts(json.dumps([steps, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
     for candidate in steps:
-        found, problem = _whole(directory, candidate, together)
+        found, problem = _verified(directory, candidate, together)
         if not problem:
             break
         skipped.append(problem)
@@ -343,7 +343,7 @@ def load_checkpoint(
     return LoadedCheckpoint(found.step, found.path, extra, tuple(skipped))
 
 
-def _whole(directory: Path, step: int, together: Consensus) -> tuple[disk.Commit, str]:
+def _verified(directory: Path, step: int, together: Consensus) -> tuple[disk.Commit, str]:
     """Return the record of a checkpoint, and the first rank's error in it or ``""``; each rank reads some files.
 
     Every rank must call this.
@@ -367,9 +367,9 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
         read_tensors({"optim": {"state": {fqn: {name: into}}}}, reader)
         return into
 
-    with together.raising_together():
+    with together.propagate_errors():
         metadata = reader.read_metadata().state_dict_metadata
-        plain = Plain(found)
+        plain = NonTensorState(found)
         copies, own_names = model_template(model, metadata, found.path)
         template: dict[str, Any] = {"model": copies}
         deferred: dict[str, dict[str, Any]] = {}
@@ -377,21 +377,21 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
             wanted = wanted_of_optim(metadata, plain, found.path)
             blank, deferred = template_states(model, wanted, read, owners=contents_of(optim).owners)
             template["optim"] = {"state": blank}
-    with together.raising_together():
+    with together.propagate_errors():
         read_tensors(template, reader)
-    with together.raising_together():
+    with together.propagate_errors():
         extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
     if optim is not None:
         # Everything is checked, on all ranks, before anything is changed.
-        with together.raising_together():
+        with together.propagate_errors():
             contents = contents_of(optim)
             state = optim_state_of([template["optim"]["state"], deferred], plain)
-        with together.raising_together():
+        with together.propagate_errors():
             loaded = load_optim_state(
                 model, contents.params, state, own_groups=optim.param_groups, owners=contents.owners
             )
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
-        with together.raising_together():
+        with together.propagate_errors():
             optim.load_state_dict(loaded)
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         values = {**template["model"], **plain.of(0)["model"]}

@@ -78,15 +78,15 @@ class Consensus:
         self.group = group
         self._words = words
         self._device = device
-        self._axis = RankGroup.of(group)
-        self.rank, self.size = self._axis.rank, self._axis.size
+        self._rank_group = RankGroup.of(group)
+        self.rank, self.size = self._rank_group.rank, self._rank_group.size
 
     def barrier(self, what: str) -> None:
         """Wait for the other ranks; raises within seconds if a rank does not call this."""
-        barrier(what, self._axis)
+        barrier(what, self._rank_group)
 
     @contextmanager
-    def raising_together(self, same: Sequence[str] = ()) -> Iterator[None]:
+    def propagate_errors(self, same: Sequence[str] = ()) -> Iterator[None]:
         """Raise on every rank if the block raises on one, or if ``same`` differs. Every rank must enter the block."""
         error: Exception | None = None
         try:
@@ -99,7 +99,7 @@ class Consensus:
         """Raise on every rank if any rank has an error or different lines. Every rank must call this."""
         if error is not None and self.size == 1:
             raise error
-        agree(same, error, [self._axis], self._device, self._words)
+        agree(same, error, [self._rank_group], self._device, self._words)
 
     def texts(self, text: str) -> list[str]:
         """All-gather every rank's text, by rank. Every rank must call this."""

@@ -20,7 +20,7 @@ from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state_dict import BoxedTensor
 
 __all__ = [
-    "Plain",
+    "NonTensorState",
     "add_optim",
     "collected",
     "model_template",
@@ -78,7 +78,7 @@ def add_optim(
     Every rank must call this: each state that has a handler is merged on one rank.
     """
     found = save_optim_state(
-        model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, handled_once=True
+        model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, merge_on_one_rank=True
     )
     rows = found["state"]
     # Merged states are on one rank each, so they are saved as tensors whatever their shape.
@@ -109,7 +109,7 @@ def _boxed_model(model: nn.Module, *, copy: bool) -> dict[str, Any]:
         return model.state_dict()
 
 
-class Plain:
+class NonTensorState:
     """Reads the non-tensor values that ranks saved, on demand.
 
     Attributes:
@@ -163,7 +163,7 @@ def model_template(
 
 
 def wanted_of_optim(
-    metadata: Mapping[str, Any], plain: Plain, path: Path
+    metadata: Mapping[str, Any], plain: NonTensorState, path: Path
 ) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """Return shape and dtype of the saved optimizer states, by parameter and state name.
 
@@ -180,7 +180,7 @@ def wanted_of_optim(
     return wanted
 
 
-def optim_state_of(given: Sequence[Mapping[str, Mapping[str, Any]]], plain: Plain) -> dict[str, Any]:
+def optim_state_of(given: Sequence[Mapping[str, Mapping[str, Any]]], plain: NonTensorState) -> dict[str, Any]:
     """Merge tensor and non-tensor states into one optimizer state dict, keyed by names."""
     names = dict.fromkeys([*plain.of(0)["optim"]["state"], *(fqn for part in given for fqn in part)])
     state: dict[str, dict[str, Any]] = {fqn: dict(plain.optim_row(fqn)) for fqn in names}

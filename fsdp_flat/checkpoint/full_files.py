@@ -16,7 +16,7 @@ from torch import nn
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
-from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, shard_group, whole_on
+from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_on, shard_group
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.layout import Box
 from fsdp_flat.runtime import check_idle, units_of
@@ -84,7 +84,7 @@ def save_full(
     """
     together = consensus_of(model, SAVING)
     together.barrier("save_full")
-    with together.raising_together():
+    with together.propagate_errors():
         if max_file_bytes <= 0:
             raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
         entries = entries_of(model, keep=keep, trainable_only=trainable_only)
@@ -108,14 +108,14 @@ def save_full(
             error = _write_batch(batch, own, directory, dtype, bar.update, written, error)
     together.fail(error)
     is_first = rank_group.rank == 0 and not is_replica
-    with together.raising_together():
+    with together.propagate_errors():
         if is_first:
             # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
             (directory / INDEX_NAME).unlink(missing_ok=True)
-    with together.raising_together():
+    with together.propagate_errors():
         for writer in written:
-            writer.publish()
-    with together.raising_together():
+            writer.set_sharded_grad()
+    with together.propagate_errors():
         if is_first:
             _finish(directory, files, dtype)
     return directory
@@ -193,7 +193,7 @@ def _write_batch(
         for file, mine in zip(batch, stored, strict=True):
             if position >= len(mine):
                 continue
-            whole = whole_on(mine[position], file.writer)
+            whole = full_tensor_on(mine[position], file.writer)
             update(_info(mine[position], dtype).nbytes)
             if writer is None or file is not own or whole is None:
                 continue
@@ -287,7 +287,7 @@ def load_full(
                 unit.reshard()
                 for handle in unit.handles:
                     handle.adopt_changes()
-                    handle.views.rewritten()
+                    handle.views.bump_version()
             for entry, local_shard in planned:
                 target = entry.held()
                 target.copy_(local_shard.view(target.shape))

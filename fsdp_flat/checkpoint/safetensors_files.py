@@ -83,11 +83,11 @@ class FileWriter:
             at += info.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file: BinaryIO = open(self._unreduced, "wb")  # noqa: SIM115 (closed by close and discard)
+        self._file: BinaryIO = open(self._partial_path, "wb")  # noqa: SIM115 (closed by close and discard)
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     @property
-    def _unreduced(self) -> Path:
+    def _partial_path(self) -> Path:
         return self._path.with_name(self._path.name + ".partial")
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -104,14 +104,14 @@ class FileWriter:
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def publish(self) -> None:
+    def set_sharded_grad(self) -> None:
         """Rename the closed file to its final path."""
-        os.replace(self._unreduced, self._path)
+        os.replace(self._partial_path, self._path)
 
     def discard(self) -> None:
         """Remove the temporary file after an error."""
         self._file.close()
-        self._unreduced.unlink(missing_ok=True)
+        self._partial_path.unlink(missing_ok=True)
 
 
 class FileReader:

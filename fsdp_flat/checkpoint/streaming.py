@@ -130,7 +130,7 @@ def shard_group(entries: list[StateEntry]) -> RankGroup:
     return sharded[0] if sharded else RankGroup(None, 0, 1)
 
 
-def whole_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
+def full_tensor_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
     Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
@@ -143,10 +143,10 @@ def whole_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
     dst = dst if rank_group.size > 1 else None
     own, adapter = entry.held(), entry.handle.views.params[entry.index].adapter
     part = own.new_empty(entry.handle.layout.param_infos[entry.index].shape) if dst in (None, rank_group.rank) else None
-    lane = Transfers(rank_group, entry.unit.options.device)
-    moves = plan_full_transfer(entry.handle, entry.index, rank_group.rank, dst)
-    lane.add(moves, own, None if part is None else part.view(-1))
-    lane.wait()
+    channels = Transfers(rank_group, entry.unit.options.device)
+    transfer_plan = plan_full_transfer(entry.handle, entry.index, rank_group.rank, dst)
+    channels.add(transfer_plan, own, None if part is None else part.view(-1))
+    channels.wait()
     return None if part is None else adapter.full_tensor(adapter.from_local(part))
 
 
@@ -187,10 +187,10 @@ def iter_full_state_dict(
     try:
         for entry in entries:
             position += 1
-            yield entry.name, _converted(whole_on(entry, dst), dtype)
+            yield entry.name, _converted(full_tensor_on(entry, dst), dtype)
     finally:
         for entry in entries[position:]:
-            whole_on(entry, dst)
+            full_tensor_on(entry, dst)
 
 
 def _converted(value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:

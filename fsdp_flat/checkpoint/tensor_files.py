@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint.consensus import Consensus
 from fsdp_flat.checkpoint.metadata import SafeReader
-from fsdp_flat.comm import dtype_named
+from fsdp_flat.comm import dtype_from_name
 
 __all__ = ["read_tensors", "write_tensors"]
 
@@ -40,28 +40,28 @@ def write_tensors(state: dict[str, Any], path: Path, together: Consensus) -> Non
         planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
         is_first = together.rank == 0
         own = ""
-        with together.raising_together():
+        with together.propagate_errors():
             planner.set_up_planner(state, writer.storage_meta(), is_first)
             writer.set_up_storage_writer(is_first)
             plan = writer.prepare_local_plan(planner.create_local_plan())
             own = _plan_text(plan)
         plans = together.gather_texts(own)
         answers: list[str] = []
-        with together.raising_together():
+        with together.propagate_errors():
             if is_first:
                 given = [_plan_of(text) for text in plans]
                 kept, metadata = planner.create_global_plan(_without_copies(given))
                 answers = [_left_to_others(one, other) for one, other in zip(given, kept, strict=True)]
         left = set(json.loads(together.scatter_texts(answers)))
         written = ""
-        with together.raising_together():
+        with together.propagate_errors():
             items = [item for position, item in enumerate(plan.items) if position not in left]
             # The writer names files by the position of a plan in the list of all ranks' plans.
             mine = dataclasses.replace(plan, items=items)
             mine = writer.prepare_global_plan([mine] * (together.rank + 1))[together.rank]
             written = _results_text(writer.write_data(planner.finish_plan(mine), planner).wait())
         results = together.gather_texts(written)
-        with together.raising_together():
+        with together.propagate_errors():
             if is_first:
                 writer.finish(metadata, [_results_of(text) for text in results])
 
@@ -123,7 +123,7 @@ def _plan_of(text: str) -> SavePlan:
     found = []
     for place, kind, (offsets, sizes), dtype, size in items:
         chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        data = TensorWriteData(chunk, TensorProperties(dtype=dtype_named(dtype)), torch.Size(size))
+        data = TensorWriteData(chunk, TensorProperties(dtype=dtype_from_name(dtype)), torch.Size(size))
         found.append(WriteItem(MetadataIndex(*_places([place])[0]), WriteItemType[kind], tensor_data=data))
     return SavePlan(found, planner_data={name: tuple(keys) for name, keys in nested})
 

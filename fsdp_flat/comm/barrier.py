@@ -11,13 +11,13 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.host_transports import known_transport
-from fsdp_flat.comm.rank_groups import RankGroup, is_simulated
+from fsdp_flat.comm.rank_groups import RankGroup, is_fake
 from fsdp_flat.errors import UsageError
 
 __all__ = ["barrier"]
 
-PATIENCE_S = 20.0
-GLANCE_S = 1.0
+WARN_AFTER_S = 20.0
+POLL_INTERVAL_S = 1.0
 
 
 def barrier(what: str, rank_group: RankGroup) -> None:
@@ -38,29 +38,30 @@ def barrier(what: str, rank_group: RankGroup) -> None:
             if a rank has not arrived within the default process-group timeout.
     """
     group = rank_group.group
-    if group is None or rank_group.size == 1 or is_simulated(group):
+    if group is None or rank_group.size == 1 or is_fake(group):
         return
-    meeting = _StoreBarrier(group_store(group), rank_group)
-    if meeting.is_complete:
+    store_barrier = _StoreBarrier(group_store(group), rank_group)
+    if store_barrier.is_complete:
         return
     limit = default_pg_timeout.total_seconds()
-    patience = min(PATIENCE_S, limit)
+    patience = min(WARN_AFTER_S, limit)
     transport = known_transport(rank_group)
     begun = time.monotonic()
     warned = False
-    while not meeting.wait(patience if transport is None else min(patience, GLANCE_S)):
-        if transport is not None and (found := transport.unexpected()) is not None and meeting.leave():
-            other, doing = found
+    while not store_barrier.wait(patience if transport is None else min(patience, POLL_INTERVAL_S)):
+        if transport is not None and (found := transport.unexpected()) is not None and store_barrier.leave():
+            other, collective = found
             raise UsageError(
                 f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
-                f"goes on with {doing}. It is a collective: every rank of the group must call it, at the same point."
+                f"goes on with {collective}. It is a collective: every rank of the group must call it, at the same "
+                "point."
             )
         waited = time.monotonic() - begun
         if waited < patience:
             continue
-        missing = meeting.missing()
+        missing = store_barrier.missing()
         if (len(missing) == rank_group.size - 1 and rank_group.rank == 0) or waited >= limit:
-            if meeting.leave():
+            if store_barrier.leave():
                 raise UsageError(
                     f"{what} was called on rank {rank_group.rank} of the group {waited:.0f} seconds ago, and rank(s) "
                     f"{missing} have not called it. It is a collective: every rank of the group must call it, also "
@@ -85,12 +86,12 @@ class _StoreBarrier:
 
     def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
         self._store = store
-        self._axis = rank_group
+        self._rank_group = rank_group
         self._index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
-        self.is_complete = self._come()
+        self.is_complete = self._arrive()
 
-    def _come(self) -> bool:
-        if self._store.add(f"fsdp_flat/meeting/{self._index}", 1) < self._axis.size:
+    def _arrive(self) -> bool:
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", 1) < self._rank_group.size:
             return False
         self._store.set(f"fsdp_flat/complete/{self._index}", "")
         # All ranks have arrived here, so all have left the previous barrier.
@@ -110,13 +111,13 @@ class _StoreBarrier:
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""
-        ranks = range(self._axis.size)
+        ranks = range(self._rank_group.size)
         return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
 
     def leave(self) -> bool:
         """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
-        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._axis.size - 1:
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._rank_group.size - 1:
             self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
             return False
-        self._store.add(f"fsdp_flat/came/{self._axis.rank}", -1)
+        self._store.add(f"fsdp_flat/came/{self._rank_group.rank}", -1)
         return True

@@ -88,7 +88,7 @@ class CustomCollectives:
         all_gather: AllGather | None,
         reduce_scatter: ReduceScatter | None,
     ) -> None:
-        self._axis = rank_group
+        self._rank_group = rank_group
         self._own = own
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
@@ -102,15 +102,15 @@ class CustomCollectives:
         # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
         if self._all_gather is None or not full.is_floating_point():
             return self._own.begin_all_gather(full)
-        assert self._axis.group is not None
-        work = self._all_gather(full, own_slice(full, self._axis), self._axis.group, async_op=True)
+        assert self._rank_group.group is not None
+        work = self._all_gather(full, own_slice(full, self._rank_group), self._rank_group.group, async_op=True)
         return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         """Implement :class:`Collectives`."""
         if self._reduce_scatter is None:
             return self._own.begin_reduce_scatter(full, empty_like)
-        out = full.new_empty(full.numel() // self._axis.size)
-        assert self._axis.group is not None
-        work = self._reduce_scatter(out, full, self._axis.group, dist.ReduceOp.SUM, async_op=True)
+        out = full.new_empty(full.numel() // self._rank_group.size)
+        assert self._rank_group.group is not None
+        work = self._reduce_scatter(out, full, self._rank_group.group, dist.ReduceOp.SUM, async_op=True)
         return Pending([work], out, alive=(full,))

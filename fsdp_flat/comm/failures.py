@@ -23,7 +23,7 @@ from fsdp_flat.errors import PeerFailureError
 __all__ = ["WatchedWork", "failure_error", "report_failure"]
 
 _logger = logging.getLogger("fsdp_flat")
-PATIENCE_S = 10.0
+WARN_AFTER_S = 10.0
 # By group name: the number of this process's failures in the group, and whether its report is still in the store.
 # Process-wide, because a group outlives models.
 _num_failures: dict[str, int] = {}
@@ -60,7 +60,7 @@ def clear_failure(rank_group: RankGroup) -> None:
             group_store(rank_group.group).delete_key(_key(rank_group.rank))
 
 
-def failure_error(rank_group: RankGroup, doing: str, error: Exception) -> PeerFailureError:
+def failure_error(rank_group: RankGroup, collective: str, error: Exception) -> PeerFailureError:
     """Create the error for a failed collective, with the reports of the other ranks.
 
     Args:
@@ -68,13 +68,13 @@ def failure_error(rank_group: RankGroup, doing: str, error: Exception) -> PeerFa
         doing: the collective, with its unit.
         error: gloo's error.
     """
-    own = f"was in {doing}"
+    own = f"was in {collective}"
     report_failure(rank_group, own)
-    told = {rank: text for rank, (_, text) in _await_reports(rank_group).items()}
-    silent = [rank for rank in range(rank_group.size) if rank != rank_group.rank and rank not in told]
-    lines = [f"rank {rank} {text}" for rank, text in told.items()]
-    if silent:
-        lines.append(f"rank(s) {silent} said nothing: they have ended, hang, or have not come to this collective")
+    reports = {rank: text for rank, (_, text) in _await_reports(rank_group).items()}
+    missing = [rank for rank in range(rank_group.size) if rank != rank_group.rank and rank not in reports]
+    lines = [f"rank {rank} {text}" for rank, text in reports.items()]
+    if missing:
+        lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
     first = str(error).partition("\n")[0]
     return PeerFailureError(
         f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every "
@@ -87,24 +87,24 @@ def _await_reports(rank_group: RankGroup) -> dict[int, tuple[int, str]]:
     """Wait briefly for the reports of other ranks, and return (failure count, text) by rank."""
     others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
     until = time.monotonic() + REPORT_TIMEOUT_S
-    told = _read_reports(rank_group, others)
-    while len(told) < len(others) and time.monotonic() < until:
+    reports = _read_reports(rank_group, others)
+    while len(reports) < len(others) and time.monotonic() < until:
         time.sleep(_POLL_INTERVAL_S)
-        told = _read_reports(rank_group, others)
-    return told
+        reports = _read_reports(rank_group, others)
+    return reports
 
 
 def _read_reports(rank_group: RankGroup, ranks: list[int]) -> dict[int, tuple[int, str]]:
     """Return the reports published so far as (failure count, text) by rank."""
-    told: dict[int, tuple[int, str]] = {}
+    reports: dict[int, tuple[int, str]] = {}
     with suppress(Exception):
         assert rank_group.group is not None
         store = group_store(rank_group.group)
         for rank in ranks:
             if store.check([_key(rank)]):
                 number, _, text = store.get(_key(rank)).decode(errors="replace").partition(" ")
-                told[rank] = int(number), text
-    return told
+                reports[rank] = int(number), text
+    return reports
 
 
 def _key(rank: int) -> str:
@@ -121,13 +121,15 @@ class WatchedWork:
         sources: ranks of the group that it waits for.
     """
 
-    __slots__ = ("_axis", "_doing", "_sources", "_work")
+    __slots__ = ("_doing", "_rank_group", "_sources", "_work")
 
-    def __init__(self, work: dist.Work, rank_group: RankGroup, doing: Callable[[], str], sources: list[int]) -> None:
+    def __init__(
+        self, work: dist.Work, rank_group: RankGroup, collective: Callable[[], str], sources: list[int]
+    ) -> None:
         clear_failure(rank_group)
         self._work = work
-        self._axis = rank_group
-        self._doing = doing
+        self._rank_group = rank_group
+        self._doing = collective
         self._sources = sources
 
     def is_completed(self) -> bool:
@@ -143,30 +145,30 @@ class WatchedWork:
         try:
             has_said = False
             while not self._is_over_soon():
-                if self._has_lost_a_rank():
-                    raise RuntimeError(f"a rank that it waits for has stopped, found after {PATIENCE_S:.0f} s")
+                if self._has_failed_peer():
+                    raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
                 if not has_said:
                     has_said = True
                     _logger.warning(
                         "rank %d of a group of %d has waited %.0f s for rank(s) %s in %s",
-                        self._axis.rank,
-                        self._axis.size,
-                        PATIENCE_S,
+                        self._rank_group.rank,
+                        self._rank_group.size,
+                        WARN_AFTER_S,
                         self._sources,
                         self._doing(),
                     )
         except RuntimeError as error:
-            raise failure_error(self._axis, self._doing(), error) from error
+            raise failure_error(self._rank_group, self._doing(), error) from error
 
-    def _has_lost_a_rank(self) -> bool:
+    def _has_failed_peer(self) -> bool:
         """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
-        assert self._axis.group is not None
-        own = _num_failures.get(self._axis.group.group_name, 0)
-        return any(number > own for number, _ in _read_reports(self._axis, self._sources).values())
+        assert self._rank_group.group is not None
+        own = _num_failures.get(self._rank_group.group.group_name, 0)
+        return any(number > own for number, _ in _read_reports(self._rank_group, self._sources).values())
 
     def _is_over_soon(self) -> bool:
         try:
-            self._work.wait(timedelta(seconds=PATIENCE_S))
+            self._work.wait(timedelta(seconds=WARN_AFTER_S))
         except RuntimeError as error:
             # The error of a Work that is still running; the group's timeout has a different text.
             if "Operation timed out" in str(error):

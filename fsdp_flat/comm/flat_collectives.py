@@ -109,16 +109,16 @@ def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
 
 
 def begin_all_reduce(
-    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, doing: str = "an all-reduce"
+    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, collective: str = "an all-reduce"
 ) -> Pending:
-    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; ``doing`` is for error texts."""
+    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``."""
     if rank_group.size == 1:
         return Pending((), tensor)
     op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
     if tensor.device.type == "cpu":
         others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
-        return Pending([WatchedWork(work, rank_group, lambda: doing, others)], tensor)
+        return Pending([WatchedWork(work, rank_group, lambda: collective, others)], tensor)
     return Pending([work], tensor)
 
 
@@ -204,39 +204,39 @@ class HostCollectives(_RankGroupCollectives):
 
     def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
         super().__init__(rank_group)
-        self._mailbox = transport
+        self._transport = transport
         self._unit = unit
         self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
     def name_units(self, names: dict[int, str]) -> None:
         """Implement :class:`Collectives`."""
-        self._mailbox.names.update(names)
+        self._transport.names.update(names)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
-        self._mailbox.send("gather", [(chunks[self.rank], self._others)], unit=self._unit)
-        letters = self._expect("gather", chunks[self.rank].nbytes)
-        return Pending(letters.values(), full, lambda: _filled(full, chunks, letters))
+        self._transport.send("gather", [(chunks[self.rank], self._others)], unit=self._unit)
+        messages = self._expect("gather", chunks[self.rank].nbytes)
+        return Pending(messages.values(), full, lambda: _filled(full, chunks, messages))
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         chunks = full.chunk(self.size)
-        self._mailbox.send("reduction", [(chunks[rank], (rank,)) for rank in self._others], unit=self._unit)
-        letters = self._expect("reduction", chunks[self.rank].nbytes)
-        return Pending(letters.values(), full, lambda: self._summed(chunks[self.rank], letters), alive=(full,))
+        self._transport.send("reduction", [(chunks[rank], (rank,)) for rank in self._others], unit=self._unit)
+        messages = self._expect("reduction", chunks[self.rank].nbytes)
+        return Pending(messages.values(), full, lambda: self._summed(chunks[self.rank], messages), alive=(full,))
 
     def _expect(self, purpose: str, nbytes: int) -> dict[int, Message]:
-        return {rank: self._mailbox.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
+        return {rank: self._transport.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
-    def _summed(self, own: torch.Tensor, letters: dict[int, Message]) -> torch.Tensor:
-        parts = {rank: message.content(own.dtype) for rank, message in letters.items()}
+    def _summed(self, own: torch.Tensor, messages: dict[int, Message]) -> torch.Tensor:
+        parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
         total = _sum([parts.get(rank, own) for rank in range(self.size)])
-        for message in letters.values():
+        for message in messages.values():
             message.close()
         return total
 
 
-def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], letters: dict[int, Message]) -> torch.Tensor:
-    for rank, message in letters.items():
+def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict[int, Message]) -> torch.Tensor:
+    for rank, message in messages.items():
         chunks[rank].copy_(message.content(full.dtype))
         message.close()
     return full
@@ -290,11 +290,11 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return total.to(dtype)
 
 
-def _begin_broadcasts(axial: _RankGroupCollectives, full: torch.Tensor) -> list[Any]:
-    ranks = global_ranks(axial.group)
+def _begin_broadcasts(group_collectives: _RankGroupCollectives, full: torch.Tensor) -> list[Any]:
+    ranks = global_ranks(group_collectives.group)
     return [
-        dist.broadcast(chunk, src=source, group=axial.group, async_op=True)
-        for chunk, source in zip(full.chunk(axial.size), ranks, strict=True)
+        dist.broadcast(chunk, src=source, group=group_collectives.group, async_op=True)
+        for chunk, source in zip(full.chunk(group_collectives.size), ranks, strict=True)
     ]
 
 

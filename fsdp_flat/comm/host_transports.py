@@ -24,12 +24,12 @@ _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
 # Each rank has a socket to every other rank, and a few open files of each.
 _MOST_RANKS = 16
-_HELLO = struct.Struct("<q")  # rank
+_HANDSHAKE = struct.Struct("<q")  # rank
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
 _SETUP_S = 10.0
 
 # Process-wide like torch's groups, so that all units of a group share one transport.
-_mailboxes: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | None] = weakref.WeakKeyDictionary()
+_transports: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedMemoryTransport | None] = weakref.WeakKeyDictionary()
 
 
 def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
@@ -40,26 +40,26 @@ def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
     rank of the group must make it at the same point.
     """
     assert rank_group.group is not None
-    if rank_group.group not in _mailboxes:
-        _mailboxes[rank_group.group] = _connect(rank_group, rank_group.group)
-        way = "gloo" if _mailboxes[rank_group.group] is None else "shared memory"
+    if rank_group.group not in _transports:
+        _transports[rank_group.group] = _connect(rank_group, rank_group.group)
+        way = "gloo" if _transports[rank_group.group] is None else "shared memory"
         _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
-    return _mailboxes[rank_group.group]
+    return _transports[rank_group.group]
 
 
 def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
     """Return the transport of a group if :func:`transport_of` has created one, else None."""
-    return None if rank_group.group is None else _mailboxes.get(rank_group.group)
+    return None if rank_group.group is None else _transports.get(rank_group.group)
 
 
 def shared_nbytes() -> int:
     """Return the bytes of shared memory that this process's transports use or keep for later messages."""
-    return sum(transport.nbytes for transport in _mailboxes.values() if transport is not None)
+    return sum(transport.nbytes for transport in _transports.values() if transport is not None)
 
 
 def sent_nbytes() -> int:
     """Return the bytes that this process has sent by its transports, counted once per destination rank."""
-    return sum(transport.sent_nbytes for transport in _mailboxes.values() if transport is not None)
+    return sum(transport.sent_nbytes for transport in _transports.values() if transport is not None)
 
 
 def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:
@@ -118,13 +118,13 @@ def _connect_peers(
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[rank].settimeout(listener.gettimeout())
         peers[rank].connect(addresses[rank])
-        peers[rank].send(_HELLO.pack(rank_group.rank))
+        peers[rank].send(_HANDSHAKE.pack(rank_group.rank))
     while len(peers) < rank_group.size - 1:
         peer, _ = listener.accept()
         peer.settimeout(listener.gettimeout())
         _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if user == os.getuid():
-            peers[_HELLO.unpack(peer.recv(_HELLO.size))[0]] = peer
+            peers[_HANDSHAKE.unpack(peer.recv(_HANDSHAKE.size))[0]] = peer
         else:
             peer.close()
     for peer in peers.values():

@@ -67,7 +67,7 @@ class _Blocks:
         return values.view(num_rows, -1)[:, :numel]
 
 
-class _Then:
+class _ThenWork:
     """Wraps work with a function that post-processes its output in the first ``wait``."""
 
     def __init__(self, work: Any, finish: Callable[[], None]) -> None:
@@ -105,7 +105,7 @@ class QuantizedAllGather(_Quantized):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> _Then | None:
+    ) -> _ThenWork | None:
         """Implement :class:`AllGather`."""
         size, numel = dist.get_world_size(group), input_tensor.numel()
         own = self._blocks.pack(input_tensor.view(1, -1))
@@ -116,7 +116,7 @@ class QuantizedAllGather(_Quantized):
             with torch.no_grad():
                 output_tensor.view(size, numel).copy_(self._blocks.unpack(everyone, numel))
 
-        return _started(_Then(work, finish), async_op)
+        return _started(_ThenWork(work, finish), async_op)
 
 
 class QuantizedReduceScatter(_Quantized):
@@ -136,7 +136,7 @@ class QuantizedReduceScatter(_Quantized):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> _Then | None:
+    ) -> _ThenWork | None:
         """Implement :class:`ReduceScatter`.
 
         Raises:
@@ -153,10 +153,10 @@ class QuantizedReduceScatter(_Quantized):
             with torch.no_grad():
                 output_tensor.copy_(self._blocks.unpack(received, numel).sum(0))
 
-        return _started(_Then(work, finish), async_op)
+        return _started(_ThenWork(work, finish), async_op)
 
 
-def _started(work: _Then, async_op: bool) -> _Then | None:
+def _started(work: _ThenWork, async_op: bool) -> _ThenWork | None:
     if async_op:
         return work
     work.wait()

@@ -16,10 +16,10 @@ __all__ = [
     "ALONE",
     "RankGroup",
     "ShardingGroups",
-    "destroyed",
+    "destroyed_error",
     "global_ranks",
     "host_group",
-    "is_simulated",
+    "is_fake",
     "moves_by_gloo",
     "resolve_groups",
 ]
@@ -77,7 +77,7 @@ class ShardingGroups:
         return self.primary.group
 
 
-def is_simulated(group: dist.ProcessGroup) -> bool:
+def is_fake(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` has torch's "fake" backend, which does not communicate, so ranks cannot compare values.
 
     Raises:
@@ -86,10 +86,10 @@ def is_simulated(group: dist.ProcessGroup) -> bool:
     try:
         return dist.get_backend(group) == "fake"
     except ValueError as error:
-        raise destroyed(group) from error
+        raise destroyed_error(group) from error
 
 
-def destroyed(group: dist.ProcessGroup) -> UsageError:
+def destroyed_error(group: dist.ProcessGroup) -> UsageError:
     """Create the error for a model whose process group was destroyed."""
     return UsageError(
         f"A process group of {group.size()} ranks, in which this is rank {group.rank()}, was destroyed "
@@ -108,12 +108,12 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError) as error:
-        raise destroyed(group) from error
+        raise destroyed_error(group) from error
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
-    if is_simulated(group):
+    if is_fake(group):
         return False
     try:
         return group._get_backend(device).name() == "gloo"

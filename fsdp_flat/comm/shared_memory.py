@@ -40,7 +40,7 @@ _SEGMENT_NBYTES = 1 << 22
 _IDLE_SENDS = 1024
 
 # Time after which a rank logs which other ranks it waits for.
-PATIENCE_S = 10.0
+WARN_AFTER_S = 10.0
 _logger = logging.getLogger("fsdp_flat")
 
 _POST, _READ = 0, 1
@@ -58,10 +58,10 @@ class Message:
         unit: id of its unit, 0 for none.
     """
 
-    __slots__ = ("__weakref__", "_mailbox", "_place", "_unit", "nbytes", "purpose", "source")
+    __slots__ = ("__weakref__", "_place", "_transport", "_unit", "nbytes", "purpose", "source")
 
     def __init__(self, transport: SharedMemoryTransport, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
-        self._mailbox = transport
+        self._transport = transport
         self._unit = unit
         self._place: tuple[int, int] | None = None
         self.source = source
@@ -71,7 +71,7 @@ class Message:
     def is_completed(self) -> bool:
         """Return whether the message has arrived."""
         if self._place is None:
-            self._mailbox.receive_ready(self.source)
+            self._transport.receive_ready(self.source)
         return self._place is not None
 
     def wait(self) -> None:
@@ -82,7 +82,7 @@ class Message:
             RankMismatchError: if the sender sent a different message.
         """
         while self._place is None:
-            wait_for([(self._mailbox, self.source)], self.purpose, unit=self._unit)
+            wait_for([(self._transport, self.source)], self.purpose, unit=self._unit)
 
     def arrive(self, segment: int, start: int) -> None:
         """Set the location of the message: byte ``start`` of one of the sender's segments."""
@@ -94,14 +94,14 @@ class Message:
         Do not write to it, nor use it after :meth:`close`.
         """
         assert self._place is not None
-        return self._mailbox.view(self.source, *self._place, self.nbytes).view(dtype)
+        return self._transport.view(self.source, *self._place, self.nbytes).view(dtype)
 
     def close(self) -> None:
         """Release the message, read or not, so that the sender may reuse its memory."""
         if self._place is not None:
             segment, start = self._place
             self._place = None
-            self._mailbox.send_header(self.source, _READ, segment, start, self.nbytes, _number(self.purpose))
+            self._transport.send_header(self.source, _READ, segment, start, self.nbytes, _purpose_id(self.purpose))
 
     __del__ = close
 
@@ -178,12 +178,12 @@ class SharedMemoryTransport:
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
         # Expected messages that have not arrived, and headers of messages that arrived unexpected, in order.
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
-        self._early: dict[int, deque[tuple[int, int, int, int, int]]] = {rank: deque() for rank in peers}
+        self._unexpected: dict[int, deque[tuple[int, int, int, int, int]]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
         # Unit names for error texts, by the unit id in headers.
         self.names: dict[int, str] = {}
         # Ranks that have ended and will send nothing more.
-        self._gone: set[int] = set()
+        self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
         self._files: list[int] = []
@@ -202,7 +202,7 @@ class SharedMemoryTransport:
 
     def unread(self, purpose: str) -> dict[int, int]:
         """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
-        return {rank: nbytes for rank, nbytes in self._unread[_number(purpose)].items() if nbytes}
+        return {rank: nbytes for rank, nbytes in self._unread[_purpose_id(purpose)].items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class SharedMemoryTransport:
         self._num_sends += 1
         for tensor, ranks in messages:
             nbytes = tensor.nbytes
-            segment, start = self._room_for(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
+            segment, start = self._allocate(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
             for rank in ranks:
                 self._post(rank, segment, start, nbytes, purpose, unit)
@@ -232,20 +232,20 @@ class SharedMemoryTransport:
             if idle and not segment.is_empty:
                 segment.release()
 
-    def _room_for(self, nbytes: int) -> tuple[_Segment, int]:
+    def _allocate(self, nbytes: int) -> tuple[_Segment, int]:
         # Try small segments first, to keep large ones for messages that need them.
         for segment in sorted(self._segments, key=lambda segment: segment.memory.numel()):
             start = segment.take(nbytes)
             if start is not None:
                 break
         else:
-            segment, start = self._new_room(max(_SEGMENT_NBYTES, nbytes)), 0
+            segment, start = self._new_segment(max(_SEGMENT_NBYTES, nbytes)), 0
             segment.take(nbytes)
         segment.last_send = self._num_sends
         segment.is_empty = False
         return segment, start
 
-    def _new_room(self, nbytes: int) -> _Segment:
+    def _new_segment(self, nbytes: int) -> _Segment:
         nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = [segment for segment in self._segments if segment.num_unread == 0]
         if free:
@@ -260,10 +260,10 @@ class SharedMemoryTransport:
     def _post(self, rank: int, segment: _Segment, start: int, nbytes: int, purpose: str, unit: int) -> None:
         self.sent_nbytes += nbytes
         segment.num_unread += 1
-        self._unread[_number(purpose)][rank] += nbytes
+        self._unread[_purpose_id(purpose)][rank] += nbytes
         fds = () if rank in segment.known_to else (segment.fd,)
         segment.known_to.add(rank)
-        self.send_header(rank, _POST, segment.index, start, nbytes, _number(purpose), unit, fds)
+        self.send_header(rank, _POST, segment.index, start, nbytes, _purpose_id(purpose), unit, fds)
 
     def send_header(
         self,
@@ -279,18 +279,18 @@ class SharedMemoryTransport:
         """Send a header to ``rank``."""
         if rank not in self._peers:
             return
-        note = _HEADER.pack(kind, segment, start, nbytes, purpose, unit)
+        header = _HEADER.pack(kind, segment, start, nbytes, purpose, unit)
         while True:
             try:
                 if fds:
-                    socket.send_fds(self._peers[rank], [note], list(fds))
+                    socket.send_fds(self._peers[rank], [header], list(fds))
                 else:
-                    self._peers[rank].send(note)
+                    self._peers[rank].send(header)
                 return
             except BlockingIOError:
                 # The peer has many headers to read, and may itself be waiting until it can send one.
-                others = [each for each in self._peers if each == rank or each not in self._gone]
-                wait_for([(self, each) for each in others], _PURPOSES[purpose], unit=unit, room_at=rank)
+                others = [each for each in self._peers if each == rank or each not in self._ended_ranks]
+                wait_for([(self, each) for each in others], _PURPOSES[purpose], unit=unit, writable_rank=rank)
             except ConnectionError as error:
                 # A rank that has ended needs no confirmation that its message was read.
                 if kind == _POST:
@@ -303,8 +303,8 @@ class SharedMemoryTransport:
         """Expect a message from ``source``, the next after those expected before."""
         self._check()
         message = Message(self, source, nbytes, purpose, unit)
-        expected = _Expected(weakref.ref(message), nbytes, _number(purpose), unit)
-        early = self._early[source]
+        expected = _Expected(weakref.ref(message), nbytes, _purpose_id(purpose), unit)
+        early = self._unexpected[source]
         if early:
             self._deliver(expected, source, *early.popleft())
         else:
@@ -349,13 +349,13 @@ class SharedMemoryTransport:
         """Process all headers that have arrived from ``source``, without waiting."""
         while True:
             try:
-                note, fds, flags, _ = socket.recv_fds(self._peers[source], _HEADER.size, 1)
+                header, fds, flags, _ = socket.recv_fds(self._peers[source], _HEADER.size, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it has ended with unread headers; the ones that it sent before follow now
-            if not note:
-                self._gone.add(source)
+            if not header:
+                self._ended_ranks.add(source)
                 return
             if flags & socket.MSG_CTRUNC:
                 raise OSError(
@@ -363,7 +363,7 @@ class SharedMemoryTransport:
                     f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(note)
+            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(header)
             if kind == _READ:
                 self._segments[segment].num_unread -= 1
                 self._unread[purpose][source] -= nbytes
@@ -374,7 +374,7 @@ class SharedMemoryTransport:
             if self._expected[source]:
                 self._deliver(self._expected[source].popleft(), source, segment, start, nbytes, purpose, unit)
             else:
-                self._early[source].append((segment, start, nbytes, purpose, unit))
+                self._unexpected[source].append((segment, start, nbytes, purpose, unit))
 
     def unexpected(self) -> tuple[int, str] | None:
         """Return a rank that has sent an unexpected message, and its collective; None if there is none."""
@@ -383,7 +383,7 @@ class SharedMemoryTransport:
         return next(
             (
                 (rank, self.describe_collective(early[0][3], early[0][4]))
-                for rank, early in self._early.items()
+                for rank, early in self._unexpected.items()
                 if early
             ),
             None,
@@ -401,7 +401,7 @@ class SharedMemoryTransport:
             RankMismatchError: if ranks have issued different collectives.
         """
         self._check()
-        if rank in self._gone:
+        if rank in self._ended_ranks:
             raise self.ended_error(rank)
         return self._peers[rank]
 
@@ -413,22 +413,26 @@ class SharedMemoryTransport:
             f"ended well, it made fewer steps than rank {self._rank}."
         )
 
-    def log_wait(self, ranks: Sequence[int], doing: str) -> None:
+    def log_wait(self, ranks: Sequence[int], collective: str) -> None:
         """Log the ranks that this rank waits for, and the collective."""
         text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
-        _logger.warning(text, self._rank, PATIENCE_S, sorted(ranks), doing)
+        _logger.warning(text, self._rank, WARN_AFTER_S, sorted(ranks), collective)
 
-    def timeout_error(self, ranks: Sequence[int], doing: str) -> PeerFailureError:
+    def timeout_error(self, ranks: Sequence[int], collective: str) -> PeerFailureError:
         """Create the error for ranks that send nothing within the group's timeout."""
         return PeerFailureError(
             f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in "
-            f"{doing}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come to "
-            "this collective: every rank must run the same units in the same order."
+            f"{collective}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come "
+            "to this collective: every rank must run the same units in the same order."
         )
 
 
 def wait_for(
-    sources: Collection[tuple[SharedMemoryTransport, int]], purpose: str, *, unit: int = 0, room_at: int | None = None
+    sources: Collection[tuple[SharedMemoryTransport, int]],
+    purpose: str,
+    *,
+    unit: int = 0,
+    writable_rank: int | None = None,
 ) -> None:
     """Wait until a header arrives from one of several ranks, and process all that have arrived.
 
@@ -436,7 +440,7 @@ def wait_for(
         sources: pairs of a transport and a rank that sends to it.
         purpose: purpose of the message, one of ``_PURPOSES``.
         unit: id of its unit, 0 for none.
-        room_at: one of the ranks; the wait also ends once a header can be sent to it.
+        writable_rank: one of the ranks; the wait also ends once a header can be sent to it.
 
     Raises:
         PeerFailureError: if a rank has ended, or all are silent for the group's timeout.
@@ -444,17 +448,17 @@ def wait_for(
     """
     poll = select.poll()
     for transport, rank in sources:
-        poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == room_at else 0))
+        poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     timeout_s = min(transport.timeout_s for transport, _ in sources)
-    patience_s = min(PATIENCE_S, timeout_s)
+    patience_s = min(WARN_AFTER_S, timeout_s)
     if not poll.poll(patience_s * 1000):
         first, _ = next(iter(sources))
         ranks = [rank for transport, rank in sources if transport is first]
-        doing = first.describe_collective(_number(purpose), unit)
+        collective = first.describe_collective(_purpose_id(purpose), unit)
         if patience_s < timeout_s:
-            first.log_wait(ranks, doing)
+            first.log_wait(ranks, collective)
         if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
-            raise first.timeout_error(ranks, doing)
+            raise first.timeout_error(ranks, collective)
     for transport, rank in sources:
         transport.receive_ready(rank)
 
@@ -473,7 +477,7 @@ _PURPOSES = ("gather", "reduction", "transfer")
 _OPERATIONS = ("all-gather", "reduce-scatter", "transfer")
 
 
-def _number(purpose: str) -> int:
+def _purpose_id(purpose: str) -> int:
     return _PURPOSES.index(purpose)
 
 

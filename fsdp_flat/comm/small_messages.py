@@ -10,12 +10,12 @@ import hashlib
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.rank_groups import is_simulated
+from fsdp_flat.comm.rank_groups import is_fake
 
 __all__ = [
     "control_device",
     "digest_of",
-    "dtype_named",
+    "dtype_from_name",
     "exchange_bytes",
     "exchange_ints",
     "gather_bytes",
@@ -37,7 +37,7 @@ def digest_of(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big", signed=True)
 
 
-def dtype_named(name: str) -> torch.dtype:
+def dtype_from_name(name: str) -> torch.dtype:
     """Return the dtype whose ``str(dtype)`` is ``name``, the form in which ranks exchange dtypes."""
     dtype = getattr(torch, name.removeprefix("torch."))
     assert isinstance(dtype, torch.dtype)
@@ -47,7 +47,7 @@ def dtype_named(name: str) -> torch.dtype:
 def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
     """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
     size = dist.get_world_size(group)
-    if size == 1 or is_simulated(group):
+    if size == 1 or is_fake(group):
         return [values] * size
     where = control_device(group, device)
     own = torch.tensor(values, dtype=torch.int64, device=where)
@@ -60,7 +60,7 @@ def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.devic
     """All-gather byte strings of any length, in rank order."""
     lengths = [row[0] for row in exchange_ints([len(payload)], group, device)]
     size = dist.get_world_size(group)
-    if size == 1 or is_simulated(group):
+    if size == 1 or is_fake(group):
         return [payload] * size
     own = _padded(payload, max(1, *lengths), control_device(group, device))
     everyone = [torch.empty_like(own) for _ in range(size)]
@@ -72,7 +72,7 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
     """Gather byte strings of any length on rank 0 of the group, in rank order; empty on other ranks."""
     lengths = [row[0] for row in exchange_ints([len(payload)], group, device)]
     size, rank = dist.get_world_size(group), dist.get_rank(group)
-    if size == 1 or is_simulated(group):
+    if size == 1 or is_fake(group):
         return [payload] * size
     own = _padded(payload, max(1, *lengths), control_device(group, device))
     rows = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
@@ -82,7 +82,7 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
 
 def scatter_bytes(payloads: list[bytes], group: dist.ProcessGroup, device: torch.device) -> bytes:
     """Scatter ``payloads``, by rank, from rank 0 of the group, and return this rank's; other ranks pass none."""
-    if dist.get_world_size(group) == 1 or is_simulated(group):
+    if dist.get_world_size(group) == 1 or is_fake(group):
         return payloads[0]
     longest = exchange_ints([max((len(each) for each in payloads), default=0)], group, device)[0][0]
     where = control_device(group, device)

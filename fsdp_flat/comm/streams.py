@@ -100,8 +100,8 @@ class AcceleratorStreams(Streams):
         self._shards_ready: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
-        self.all_gathers = _On(self._enter_all_gathers)
-        self.reduce_scatters = _On(self._enter_reduce_scatters)
+        self.all_gathers = _StreamContext(self._enter_all_gathers)
+        self.reduce_scatters = _StreamContext(self._enter_reduce_scatters)
 
     def _current(self) -> Any:
         current = self._current_stream or torch.accelerator.current_stream
@@ -155,7 +155,7 @@ class AcceleratorStreams(Streams):
                 event.synchronize()
 
 
-class _On:
+class _StreamContext:
     """Makes a stream current inside a reusable and reentrant context.
 
     Args:

@@ -24,9 +24,9 @@ __all__ = ["P2PChannels", "Transfers"]
 # The best threshold depends on the network; sender and receiver only have to use the same one.
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so the bytes in flight are limited.
-_MOST_UNDER_WAY_NBYTES = 1 << 26
+_MAX_IN_FLIGHT_NBYTES = 1 << 26
 # Shared memory: long runs are sent in parts, several of them unread, so that neither side waits for each part.
-_PIECE_NBYTES = 1 << 22
+_PART_NBYTES = 1 << 22
 _MOST_UNREAD_NBYTES = 1 << 24
 
 
@@ -42,13 +42,13 @@ class Transfers:
         room: the queue shared with transfers in other groups at the same time; None if there are none.
     """
 
-    def __init__(self, rank_group: RankGroup, device: torch.device, room: TransportQueue | None = None) -> None:
-        self._channel = _channel_for(rank_group, device, TransportQueue() if room is None else room)
+    def __init__(self, rank_group: RankGroup, device: torch.device, queue: TransportQueue | None = None) -> None:
+        self._channel = _channel_for(rank_group, device, TransportQueue() if queue is None else queue)
         self._after: list[Callable[[], object]] = []
         self._short_sends: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._short_receives: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
-    def add(self, moves: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
+    def add(self, transfer_plan: TransferPlan, source: torch.Tensor | None, target: torch.Tensor | None) -> None:
         """Begin to transfer one tensor.
 
         Args:
@@ -56,14 +56,14 @@ class Transfers:
             source: 1-D, the elements that this rank holds; None if it sends and keeps nothing.
             target: 1-D, receives this rank's elements, of the sources' dtype; None if it receives and keeps nothing.
         """
-        if moves.kept is not None and source is not None and target is not None:
-            target[moves.kept[1]].copy_(source[moves.kept[0]])
-        for rank, run in moves.receives:
+        if transfer_plan.kept is not None and source is not None and target is not None:
+            target[transfer_plan.kept[1]].copy_(source[transfer_plan.kept[0]])
+        for rank, run in transfer_plan.receives:
             assert target is not None
             if not _is_packed(target[run], (rank,), self._short_receives):
                 self._receive(target[run], rank)
         by_run: dict[tuple[int, int], list[int]] = {}
-        for rank, run in moves.sends:
+        for rank, run in transfer_plan.sends:
             by_run.setdefault((run.start, run.stop), []).append(rank)
         for (start, stop), ranks in by_run.items():
             assert source is not None
@@ -141,7 +141,7 @@ class _GroupChannel:
         self.device = device
         self._group = group
         self._at_once = at_once
-        self._begun: list[Any] = []
+        self._begin_load: list[Any] = []
         self._batch: list[dist.P2POp] = []
         self._alive: list[torch.Tensor] = []
 
@@ -157,16 +157,16 @@ class _GroupChannel:
         assert self._group is not None
         peer = dist.get_global_rank(self._group, rank)
         if self._at_once:
-            self._begun.append(operation(run, peer, group=self._group))
+            self._begin_load.append(operation(run, peer, group=self._group))
         else:
             self._batch.append(dist.P2POp(operation, run, peer, self._group))
 
     def wait(self) -> None:
         if self._batch:
-            self._begun.extend(dist.batch_isend_irecv(self._batch))
-        for work in self._begun:
+            self._begin_load.extend(dist.batch_isend_irecv(self._batch))
+        for work in self._begin_load:
             work.wait()
-        self._begun, self._batch, self._alive = [], [], []
+        self._begin_load, self._batch, self._alive = [], [], []
 
 
 class TransportQueue:
@@ -178,12 +178,12 @@ class TransportQueue:
     def __init__(self) -> None:
         # By transport and source rank, in the order in which they are sent.
         self._letters: dict[tuple[SharedMemoryTransport, int], deque[tuple[Message, torch.Tensor]]] = {}
-        self._mailboxes: set[SharedMemoryTransport] = set()
+        self._transports: set[SharedMemoryTransport] = set()
 
     def send(self, transport: SharedMemoryTransport, piece: torch.Tensor, to: Sequence[int]) -> None:
         """Send ``piece`` once enough of the earlier messages are read to bound the memory in use."""
         # Otherwise a rank that only sends would fill its memory with unread messages.
-        self._mailboxes.add(transport)
+        self._transports.add(transport)
         most = max(0, _MOST_UNREAD_NBYTES - piece.nbytes)
         if self._unread_nbytes() > most:
             self._read_until(lambda: self._unread_nbytes() <= most)
@@ -191,8 +191,8 @@ class TransportQueue:
 
     def expect(self, transport: SharedMemoryTransport, piece: torch.Tensor, source: int) -> None:
         """Expect a message from ``source``, for ``piece``."""
-        letters = self._letters.setdefault((transport, source), deque())
-        letters.append((transport.expect("transfer", source, piece.nbytes), piece))
+        messages = self._letters.setdefault((transport, source), deque())
+        messages.append((transport.expect("transfer", source, piece.nbytes), piece))
 
     def finish(self) -> None:
         """Block until all expected messages have arrived and all sent messages are read."""
@@ -201,21 +201,21 @@ class TransportQueue:
     def _read_until(self, is_over: Callable[[], bool]) -> None:
         self._read()
         while not is_over():
-            readers = {(transport, rank) for transport in self._mailboxes for rank in transport.unread("transfer")}
+            readers = {(transport, rank) for transport in self._transports for rank in transport.unread("transfer")}
             wait_for(readers.union(self._letters), "transfer")
             self._read()
 
     def _unread_nbytes(self) -> int:
-        return sum(sum(transport.unread("transfer").values()) for transport in self._mailboxes)
+        return sum(sum(transport.unread("transfer").values()) for transport in self._transports)
 
     def _read(self) -> None:
         """Read all messages that have arrived."""
-        for place, letters in list(self._letters.items()):
-            while letters and letters[0][0].is_completed():
-                message, target = letters.popleft()
+        for place, messages in list(self._letters.items()):
+            while messages and messages[0][0].is_completed():
+                message, target = messages.popleft()
                 target.copy_(message.content(target.dtype))
                 message.close()
-            if not letters:
+            if not messages:
                 del self._letters[place]
 
 
@@ -224,28 +224,28 @@ class _SharedMemoryChannel:
 
     device = torch.device("cpu")
 
-    def __init__(self, transport: SharedMemoryTransport, room: TransportQueue) -> None:
-        self._mailbox = transport
-        self._room = room
+    def __init__(self, transport: SharedMemoryTransport, queue: TransportQueue) -> None:
+        self._transport = transport
+        self._room = queue
 
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
-        for piece in _pieces(run):
-            self._room.send(self._mailbox, piece, to)
+        for piece in _split_parts(run):
+            self._room.send(self._transport, piece, to)
 
     def receive(self, run: torch.Tensor, source: int) -> None:
-        for piece in _pieces(run):
-            self._room.expect(self._mailbox, piece, source)
+        for piece in _split_parts(run):
+            self._room.expect(self._transport, piece, source)
 
     def wait(self) -> None:
         self._room.finish()
 
 
-def _pieces(run: torch.Tensor) -> Sequence[torch.Tensor]:
+def _split_parts(run: torch.Tensor) -> Sequence[torch.Tensor]:
     # Sender and receiver have the same length and dtype, so they split alike.
-    return run.split(_PIECE_NBYTES // run.itemsize) if run.nbytes > _PIECE_NBYTES else (run,)
+    return run.split(_PART_NBYTES // run.itemsize) if run.nbytes > _PART_NBYTES else (run,)
 
 
-def _channel_for(rank_group: RankGroup, device: torch.device, room: TransportQueue) -> _P2PChannel:
+def _channel_for(rank_group: RankGroup, device: torch.device, queue: TransportQueue) -> _P2PChannel:
     group = rank_group.group
     if group is None or not moves_by_gloo(group, device):
         return _GroupChannel(group, device, at_once=False)
@@ -254,7 +254,7 @@ def _channel_for(rank_group: RankGroup, device: torch.device, room: TransportQue
     return (
         _GroupChannel(group, torch.device("cpu"), at_once=True)
         if transport is None
-        else _SharedMemoryChannel(transport, room)
+        else _SharedMemoryChannel(transport, queue)
     )
 
 
@@ -273,7 +273,7 @@ class P2PChannels:
         self,
         rank_group: RankGroup,
         device: torch.device,
-        moves: TransferPlan,
+        transfer_plan: TransferPlan,
         source: torch.Tensor | None,
         target: torch.Tensor | None,
         *,
@@ -287,12 +287,12 @@ class P2PChannels:
             moves, source, target: see :meth:`Transfers.add`.
             nbytes: bytes of the full tensor, equal on every rank.
         """
-        if self._nbytes_under_way + nbytes > _MOST_UNDER_WAY_NBYTES:
+        if self._nbytes_under_way + nbytes > _MAX_IN_FLIGHT_NBYTES:
             self.wait()
         self._nbytes_under_way += nbytes
         if rank_group not in self._by_rank_group:
             self._by_rank_group[rank_group] = Transfers(rank_group, device, self._room)
-        self._by_rank_group[rank_group].add(moves, source, target)
+        self._by_rank_group[rank_group].add(transfer_plan, source, target)
 
     def wait(self) -> None:
         """Block until all added tensors have been transferred."""

@@ -74,7 +74,7 @@ class _State:
 
 _state = _State()
 # Key in the dict that multiprocessing pickles with every child process.
-_HANDED_ON = "fsdp_flat"
+_CONFIG_KEY = "fsdp_flat"
 
 
 def install() -> Installation:
@@ -118,7 +118,7 @@ def install() -> Installation:
         tuple(Replaced(str(binding.namespace.get("__name__")), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
     )
-    process.current_process()._config[_HANDED_ON] = done  # type: ignore[attr-defined]
+    process.current_process()._config[_CONFIG_KEY] = done  # type: ignore[attr-defined]
     return done
 
 
@@ -143,7 +143,7 @@ def uninstall() -> None:
     wrapper = next(entry.theirs for entry in entries() if entry.name == "FullyShardedDataParallel")
     wrapper.__init__ = _state.init
     _state.bindings, _state.back, _state.init = [], {}, None
-    process.current_process()._config.pop(_HANDED_ON, None)  # type: ignore[attr-defined]
+    process.current_process()._config.pop(_CONFIG_KEY, None)  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from fsdp_flat.flat.walk import (
     ManagedParam,
     Site,
     collect_params,
-    held_locally,
     inside_wrappers,
     modules_of,
     named_sites,
+    to_local_param,
     unsharded_shape,
 )
 
@@ -49,13 +49,13 @@ __all__ = [
     "dynamo_disabled",
     "dynamo_disabled_here",
     "enable_torch_function",
-    "held_locally",
     "in_backward",
     "inside_wrappers",
     "modules_of",
     "named_sites",
     "node_will_run",
     "set_grad",
+    "to_local_param",
     "unguarded",
     "unsharded_shape",
 ]

@@ -13,13 +13,13 @@ from torch.utils import _foreach_utils
 __all__ = [
     "check_before_first_step",
     "enable_torch_function",
+    "forbid_steps_on",
     "in_backward",
     "is_in_a_graph",
     "node_will_run",
-    "refuse_steps_on",
+    "register_as_plain_tensor",
     "set_versions",
     "swap_memory",
-    "take_as_plain",
 ]
 
 # The ``__torch_function__`` of each registered class. Registration with torch is process-wide.
@@ -57,7 +57,7 @@ def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def take_as_plain(kind: type[torch.Tensor]) -> bool:
+def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
     """Have optimizers treat ``kind`` as plain tensors, and disable its ``__torch_function__`` inside their steps.
 
     Optimizers use their foreach and fused implementations only for classes on one list, clipping and averaging only
@@ -111,7 +111,7 @@ def _loaded(optimizer: torch.optim.Optimizer) -> None:
     _looked_at.pop(id(optimizer), None)
 
 
-def refuse_steps_on(kind: type[torch.Tensor]) -> None:
+def forbid_steps_on(kind: type[torch.Tensor]) -> None:
     """Make every optimizer's step raise before it writes anything if a gradient is of class ``kind``.
 
     torch's hook for this covers all optimizers of the process; it is registered with the first gradient of the class.
@@ -136,7 +136,7 @@ def _torch_function_disabled() -> None:
 
 
 def enable_torch_function() -> None:
-    """Enable ``__torch_function__`` again for the classes of :func:`take_as_plain`.
+    """Enable ``__torch_function__`` again for the classes of :func:`register_as_plain_tensor`.
 
     A step that raises skips its post hook, so every forward calls this too.
     """

@@ -27,15 +27,15 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
         raise TypeError("FlatParameter is a type to test against; units make their flat parameters themselves.")
 
 
-def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_part: bool) -> nn.Parameter:
+def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_sharded: bool) -> nn.Parameter:
     """Create a flat parameter whose data is ``shard``.
 
     Args:
         shard: the data, 1-D, the rank's elements and their padding.
         requires_grad: whether it gets a gradient.
-        is_part: whether optimizers hold it and other ranks hold other elements.
+        is_sharded: whether optimizers hold it and other ranks hold other elements.
     """
-    if is_part:
+    if is_sharded:
         return _marked(ShardedFlatParameter.of(shard, requires_grad=requires_grad))
     return _marked(nn.Parameter(shard, requires_grad=requires_grad))
 
@@ -47,8 +47,8 @@ def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = 
     shard = flat_param.data.clone()
     # Offloaded shards are in pinned memory.
     shard = shard.pin_memory() if flat_param.data.is_pinned() else shard
-    is_part = isinstance(flat_param, ShardedFlatParameter)
-    return new_flat_parameter(shard, requires_grad=flat_param.requires_grad, is_part=is_part)
+    is_sharded = isinstance(flat_param, ShardedFlatParameter)
+    return new_flat_parameter(shard, requires_grad=flat_param.requires_grad, is_sharded=is_sharded)
 
 
 def _marked(flat_param: nn.Parameter) -> nn.Parameter:

@@ -51,20 +51,20 @@ class FlatViews(Views):
 
     def use_unsharded_params(self, unsharded_params: Sequence[nn.Parameter]) -> None:
         super().use_unsharded_params(unsharded_params)
-        self._stand_ins: list[torch.Tensor] = list(unsharded_params)
+        self._placeholders: list[torch.Tensor] = list(unsharded_params)
         if self.layout.world_size > 1:
-            self._stand_ins = [
+            self._placeholders = [
                 ShardedPlaceholder.of(unsharded_param, param_info.fqn, lambda: self.unit_name)
                 for unsharded_param, param_info in zip(unsharded_params, self.layout.param_infos, strict=True)
             ]
         self._bindings = [
-            (site.module.__dict__, site.name, unsharded_param, stand_in)
-            for entry, unsharded_param, stand_in in zip(
-                self.params, self.unsharded_params, self._stand_ins, strict=True
+            (site.module.__dict__, site.name, unsharded_param, placeholder)
+            for entry, unsharded_param, placeholder in zip(
+                self.params, self.unsharded_params, self._placeholders, strict=True
             )
             for site in entry.sites
         ]
-        self._shows_whole = True
+        self._shows_full_params = True
         self.use_sharded_views()
 
     def use_unsharded_views(self) -> None:
@@ -74,20 +74,20 @@ class FlatViews(Views):
             attributes[name] = unsharded_param
 
     def use_sharded_views(self) -> None:
-        if self._shows_whole:
-            self._shows_whole = False
+        if self._shows_full_params:
+            self._shows_full_params = False
             for entry in self.params:
                 for site in entry.sites:
                     site.module._parameters.pop(site.name, None)
-        for attributes, name, _, stand_in in self._bindings:
-            attributes[name] = stand_in
+        for attributes, name, _, placeholder in self._bindings:
+            attributes[name] = placeholder
         for hooks, key, guard in self._guard_hooks:
             hooks[key] = guard
         self.module._parameters[FLAT_PARAM] = self.flat_param
 
-    def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self.unguard()
-        self._shows_whole = True
+        self._shows_full_params = True
         self.module._parameters.pop(FLAT_PARAM, None)
         for entry, tensor in zip(self.params, tensors, strict=True):
             fresh = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=self.flat_param.requires_grad)
@@ -96,9 +96,9 @@ class FlatViews(Views):
                 site.module._parameters[site.name] = fresh
 
     def show_names(self) -> None:
-        self.use_full_views(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
+        self.register_full_params(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
 
-    def remove_full_views(self) -> None:
+    def unregister_full_params(self) -> None:
         self.use_sharded_views()
 
     def shard_grad(self) -> torch.Tensor:
@@ -109,12 +109,12 @@ class FlatViews(Views):
     def has_grads(self) -> list[bool]:
         return [self.flat_param.grad is not None] * len(self.unsharded_params)
 
-    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+    def register_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
         if any(there):
             for index, param_info in enumerate(self.layout.param_infos):
                 self.set_shown_grad(index, whole[param_info.interval.to_slice()].view(param_info.shape))
 
-    def take_full_grads(self, own: torch.Tensor) -> None:
+    def restore_sharded_grads(self, own: torch.Tensor) -> None:
         if self.flat_param.grad is not None:
             self.flat_param.grad.copy_(own)
 
@@ -151,7 +151,7 @@ class FlatViews(Views):
         with unguarded():
             return [self.flat_param.requires_grad] * len(self.unsharded_params)
 
-    def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
+    def set_sharded_grad(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         if not any(used):
             return
         # The flat parameter is not in the autograd graph, so its hooks run here, on this rank's reduced gradient.
@@ -165,7 +165,7 @@ class FlatViews(Views):
         if is_hooked:
             run_grad_hooks(self.flat_param)
 
-    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
+    def expose_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
         if not any(grads_ready):
             return []
 
@@ -184,7 +184,7 @@ class FlatViews(Views):
         for index, entry in enumerate(self.params):
             for site in entry.sites:
                 current = site.module.__dict__.get(site.name)
-                if current is not self._stand_ins[index] and not self._is_shown(index, current):
+                if current is not self._placeholders[index] and not self._is_shown(index, current):
                     self._raise_assigned(index)
 
     def version(self) -> int:

@@ -16,7 +16,7 @@ from fsdp_flat.flat.sharded_grad import ShardedGrad
 
 __all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedPlaceholder", "unguarded"]
 
-_WAYS_OUT = (
+_HINTS = (
     "Call the wrapped model (its forward gathers the parameters); for another method use "
     "fsdp_flat.register_forward_method(model, name); for a block of code use fsdp_flat.unshard_for(model), which works "
     "under autograd, or summon_full_params."
@@ -47,7 +47,7 @@ class ModuleGuard:
     def __call__(self, module: nn.Module, _args: Any) -> NoReturn:
         raise UsageError(
             f"{type(module).__name__} was called while its parameter {self._param_fqn!r} {self._shape} of unit "
-            f"{self._unit_name()!r} is sharded: this rank holds a slice of it. {_WAYS_OUT}"
+            f"{self._unit_name()!r} is sharded: this rank holds a local shard of it. {_HINTS}"
         )
 
     def put(self, module: nn.Module) -> None:
@@ -74,12 +74,12 @@ class ShardedPlaceholder(torch.Tensor):
     @classmethod
     def of(cls, unsharded_param: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedPlaceholder:
         """Create the placeholder for ``unsharded_param``."""
-        stand_in = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
-        stand_in._explain = lambda: (
+        placeholder = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
+        placeholder._explain = lambda: (
             f"Parameter {fqn!r} {tuple(unsharded_param.shape)} of unit {unit_name()!r} was used while it is sharded: "
-            f"this rank holds a slice of the unit's flat parameter. {_WAYS_OUT}"
+            f"this rank holds a local shard of the unit's flat parameter. {_HINTS}"
         )
-        return stand_in
+        return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,7 +92,7 @@ class ShardedPlaceholder(torch.Tensor):
                     result._explain = args[0]._explain
                 return result
         found = _first(ShardedPlaceholder, args, kwargs)
-        raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_WAYS_OUT}")
+        raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_HINTS}")
 
     def __deepcopy__(self, _memo: Any) -> ShardedPlaceholder:
         return self
@@ -120,7 +120,7 @@ class ShardedParameter(nn.Parameter):
     @staticmethod
     def guard(param: nn.Parameter) -> None:
         """Give ``param``, which now holds a local shard, this class; a caller's own subclass stays."""
-        if type(param) is nn.Parameter and _torch.take_as_plain(ShardedParameter):
+        if type(param) is nn.Parameter and _torch.register_as_plain_tensor(ShardedParameter):
             param.__class__ = ShardedParameter
 
     @staticmethod
@@ -181,7 +181,7 @@ class ShardedFlatParameter(nn.Parameter):
     def guard(cls, param: nn.Parameter) -> nn.Parameter:
         """Mark ``param`` as a part of a flat parameter."""
         # Optimizers are slow for classes that are not on torch's list.
-        if type(param) is nn.Parameter and _torch.take_as_plain(cls):
+        if type(param) is nn.Parameter and _torch.register_as_plain_tensor(cls):
             param.__class__ = cls
         return param
 
@@ -264,10 +264,10 @@ def _broadcast(tensors: Sequence[torch.Tensor]) -> bool:
 def _explain(param: nn.Parameter | None, used_by: str) -> str:
     owner = getattr(param, "_fsdp_flattened", None)
     if param is None or not owner:
-        return f"A parameter was used by {used_by} while it is sharded. {_WAYS_OUT}"
+        return f"A parameter was used by {used_by} while it is sharded. {_HINTS}"
     with unguarded():
         held = f"this rank holds {param.numel()} of its elements"
-    return f"Parameter {owner.describe()} was used by {used_by} while it is sharded: {held}. {_WAYS_OUT}"
+    return f"Parameter {owner.describe()} was used by {used_by} while it is sharded: {held}. {_HINTS}"
 
 
 def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:

@@ -120,7 +120,7 @@ class FlatParamHandle:
         check_before_first_step(check_optimizer)
         is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
         self.flat_param = new_flat_parameter(
-            self._shard_of(params), requires_grad=first.requires_grad, is_part=is_split and not spec.use_orig_params
+            self._shard_of(params), requires_grad=first.requires_grad, is_sharded=is_split and not spec.use_orig_params
         )
         self.storage_epoch = 0
         self.pool = MemoryPool()
@@ -199,7 +199,7 @@ class FlatParamHandle:
         self._sync_requires_grad()
 
     @property
-    def computes_low(self) -> bool:
+    def uses_low_precision(self) -> bool:
         """Return whether compute has a different dtype than the shard."""
         return self._low_dtype != self.orig_dtype
 
@@ -346,10 +346,10 @@ class FlatParamHandle:
         self.on_grad_ready()
 
     def _new_grad_buffer(self, device: torch.device) -> FlatGradBuffer:
-        window, self._spare_grad_buffer = self._spare_grad_buffer, None
-        if window is None or not window.fits(self.grad_buffer_dtype, device):
+        grad_buffer, self._spare_grad_buffer = self._spare_grad_buffer, None
+        if grad_buffer is None or not grad_buffer.fits(self.grad_buffer_dtype, device):
             return FlatGradBuffer(self.layout, self.grad_buffer_dtype, device)
-        return window
+        return grad_buffer
 
     @property
     def num_grads_ready(self) -> int:
@@ -379,21 +379,21 @@ class FlatParamHandle:
             :meth:`recycle` once the gradient is no longer used, or None.
         """
         self._hide_unreduced_grads()
-        window, self._grad_buffer = self._grad_buffer, None
-        if window is None:
+        grad_buffer, self._grad_buffer = self._grad_buffer, None
+        if grad_buffer is None:
             return torch.zeros(self.layout.numel, dtype=self.reduce_dtype, device=self.spec.device), None
-        closed = window.close(self.pool)
+        closed = grad_buffer.close(self.pool)
         flat = closed.to(self.reduce_dtype)
         if flat is not closed:
-            self.recycle(window)
+            self.recycle(grad_buffer)
             return flat, None
-        return flat, window
+        return flat, grad_buffer
 
-    def recycle(self, window: FlatGradBuffer) -> None:
+    def recycle(self, grad_buffer: FlatGradBuffer) -> None:
         """Keep a used buffer object for the next gradient, and return its memory to the pool."""
-        if not window.is_shown:
-            window.release(self.pool)
-            self._spare_grad_buffer = window
+        if not grad_buffer.is_exposed:
+            grad_buffer.release(self.pool)
+            self._spare_grad_buffer = grad_buffer
 
     @property
     def grad_buffer_dtype(self) -> torch.dtype:
@@ -409,7 +409,9 @@ class FlatParamHandle:
         for unsharded_param in self.views.unsharded_params:
             unsharded_param.grad = None
 
-    def show_unreduced_grads(self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]) -> None:
+    def expose_unreduced_grads(
+        self, copy_to: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor]
+    ) -> None:
         """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
         It costs no memory unless shards are offloaded. A later missing ``.grad`` means that the caller has cleared
@@ -419,9 +421,9 @@ class FlatParamHandle:
             copy_to: copies a tensor to a device and dtype, unless it has them already.
         """
         if self._grad_buffer is not None and not self._unreduced:
-            self._grad_buffer.is_shown = True
+            self._grad_buffer.is_exposed = True
             own = self._grad_buffer.close(self.pool)[self.layout.shard(self.spec.rank).to_slice()]
-            self._unreduced = self.views.show_unreduced_grads(
+            self._unreduced = self.views.expose_unreduced_grads(
                 copy_to(own, self.spec.shard_device, self.orig_dtype), self.grads_ready
             )
 
@@ -433,8 +435,8 @@ class FlatParamHandle:
         if any(shown.is_changed for shown in kept):
             raise UsageError(
                 f"Gradients of unit {self.spec.unit_name!r} were changed in place between backwards inside no_sync. "
-                "There they are this rank's own, not yet reduced, and it holds a slice of them only: scale or clip "
-                "after the first backward outside of no_sync."
+                "There they are this rank's own, not yet reduced, and it holds a local shard of them only: scale or "
+                "clip after the first backward outside of no_sync."
             )
         hidden = set(self._params_with_grad()).difference(*(shown.param_infos for shown in partial))
         if hidden and kept and len(kept) < len(partial):
@@ -469,7 +471,7 @@ class FlatParamHandle:
         with unguarded():
             self._convert(fn)
         if was_partial:
-            self.show_unreduced_grads(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
+            self.expose_unreduced_grads(lambda tensor, device, dtype: tensor.to(device=device, dtype=dtype))
 
     def _convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         converted = fn(self.flat_param.data)

@@ -53,8 +53,8 @@ class OrigViews(Views):
         self.sharded = tuple(entry.param for entry in params)
         self.use_unsharded_params(unsharded_params)
         self._pointers: tuple[int, ...] = ()
-        self._stash: list[torch.Tensor | None] | None = None
-        self._is_whole = layout.world_size == 1
+        self._saved_grads: list[torch.Tensor | None] | None = None
+        self._is_unsharded = layout.world_size == 1
         self.bind_shard()
         self.guard()
 
@@ -84,8 +84,8 @@ class OrigViews(Views):
             parameters[name] = sharded
 
     @_unguarded
-    def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._stash = [sharded.grad for sharded in self.sharded]
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._saved_grads = [sharded.grad for sharded in self.sharded]
         for sharded, tensor in zip(self.sharded, tensors, strict=True):
             sharded.grad = None
             sharded.data = tensor
@@ -103,10 +103,10 @@ class OrigViews(Views):
                     site.module._parameters[site.name] = shown
 
     @_unguarded
-    def remove_full_views(self) -> None:
-        if self._stash is None:
+    def unregister_full_params(self) -> None:
+        if self._saved_grads is None:
             return
-        stash, self._stash = self._stash, None
+        stash, self._saved_grads = self._saved_grads, None
         for sharded in self.sharded:
             sharded.grad = None
         self.use_sharded_views()
@@ -115,7 +115,7 @@ class OrigViews(Views):
             set_grad(sharded, grad)
 
     def _grads(self) -> list[torch.Tensor | None]:
-        return [sharded.grad for sharded in self.sharded] if self._stash is None else self._stash
+        return [sharded.grad for sharded in self.sharded] if self._saved_grads is None else self._saved_grads
 
     @_unguarded
     def shard_grad(self) -> torch.Tensor:
@@ -130,13 +130,13 @@ class OrigViews(Views):
         return [grad is not None for grad in self._grads()]
 
     @_unguarded
-    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+    def register_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
         for index, (is_there, param_info) in enumerate(zip(there, self.layout.param_infos, strict=True)):
             if is_there:
                 self.set_shown_grad(index, whole[param_info.interval.to_slice()].view(param_info.shape))
 
     @_unguarded
-    def take_full_grads(self, own: torch.Tensor) -> None:
+    def restore_sharded_grads(self, own: torch.Tensor) -> None:
         for sharded, grad, local_shard in zip(self.sharded, self._grads(), self.local_shards, strict=True):
             sharded.grad = None
             if grad is not None:
@@ -166,13 +166,13 @@ class OrigViews(Views):
             self.sharded, self.local_shards, self.layout.param_infos, strict=True
         ):
             local = shard[local_shard.in_shard.to_slice()]
-            data = local.view(param_info.shape) if self._is_whole else local
+            data = local.view(param_info.shape) if self._is_unsharded else local
             grad, sharded.grad = sharded.grad, None
             sharded.data = data
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(sharded, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
-            if not self._is_whole:
+            if not self._is_unsharded:
                 ShardedParameter.guard(sharded)
         self._pointers = tuple(sharded.data_ptr() for sharded in self.sharded)
 
@@ -196,7 +196,7 @@ class OrigViews(Views):
             if now != was:
                 sharded.requires_grad_(now)
 
-    def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
+    def set_sharded_grad(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         hooked = []
         with unguarded():
             for sharded, local_shard, param_info, was_used in zip(
@@ -206,7 +206,7 @@ class OrigViews(Views):
                 if not was_used or (local_shard.is_empty and param_info.numel > 0):
                     continue
                 local = shard_grad[local_shard.in_shard.to_slice()]
-                if self._is_whole:
+                if self._is_unsharded:
                     local = local.view(param_info.shape)
                 if accumulate_grad(sharded, local):
                     hooked.append(sharded)
@@ -214,7 +214,7 @@ class OrigViews(Views):
             run_grad_hooks(sharded)
 
     @_unguarded
-    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
+    def expose_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
         there = [index for index, has_landed in enumerate(grads_ready) if has_landed]
         # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
         shown = [
@@ -264,7 +264,7 @@ class OrigViews(Views):
                 self._raise_assigned(index)
 
     def _write_back(self, index: int, data: torch.Tensor) -> None:
-        self.rewritten()
+        self.bump_version()
         param_info, local_shard = self.layout.param_infos[index], self.local_shards[index]
         target = self.flat_param.data[local_shard.in_shard.to_slice()]
         if data.shape == target.shape:

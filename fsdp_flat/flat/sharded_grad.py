@@ -102,7 +102,7 @@ class LocalNorm(torch.Tensor):
         """Raise for a norm over sharded gradients."""
         raise UsageError(
             f"The norm over several gradients was taken on one rank, as torch.nn.utils.clip_grad_norm_ and "
-            f"get_total_norm do. {self._part()}, so the result would be another one on every rank. Call "
+            f"get_total_norm do. {self._part()}, so the result would differ between ranks. Call "
             "model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel on every rank; it returns the "
             "norm over all ranks, and with max_norm=inf it changes nothing. For sums of your own, take norms of "
             "grad.detach() and all-reduce them."

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import refuse_steps_on, swap_memory
+from fsdp_flat.flat._torch import forbid_steps_on, swap_memory
 from fsdp_flat.flat.sharded_grad import LocalNorm
 from fsdp_flat.layout import FlatLayout
 
@@ -143,10 +143,10 @@ class FlatGradBuffer:
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
         num_grads_ready: number of parameters with a gradient.
-        is_shown: a caller has views of the buffer, so its memory must not be reused.
+        is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "grads_ready", "is_shown", "num_grads_ready")
+    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "grads_ready", "is_exposed", "num_grads_ready")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
@@ -158,7 +158,7 @@ class FlatGradBuffer:
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
         self.num_grads_ready = 0
-        self.is_shown = False
+        self.is_exposed = False
         self._buffer.free(MemoryPool())
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
@@ -237,7 +237,7 @@ class UnreducedGrad(torch.Tensor):
     @classmethod
     def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
         """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
-        refuse_steps_on(cls)
+        forbid_steps_on(cls)
         unreduced = grad.as_subclass(cls)
         unreduced._describe = describe
         return unreduced

@@ -39,7 +39,7 @@ class TensorAdapter:
         """Return the full plain tensor of a module's tensor. Every rank of the adapter's mesh must call this."""
         return shown
 
-    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_slice(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the local part of a full tensor or of a module's tensor; plain ones need no communication."""
         return whole
 
@@ -100,7 +100,7 @@ class DTensorAdapter(TensorAdapter):
     def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
         return shown.full_tensor() if isinstance(shown, DTensor) else shown
 
-    def local_part(self, whole: torch.Tensor) -> torch.Tensor:
+    def local_slice(self, whole: torch.Tensor) -> torch.Tensor:
         if isinstance(whole, DTensor):
             return self.to_local(whole)
         for dim, run in enumerate(self._own()):

@@ -119,21 +119,21 @@ class Views:
         """Point the modules at the sharded parameters or their placeholders."""
         raise NotImplementedError
 
-    def use_full_views(self, whole: torch.Tensor) -> None:
+    def register_full_params(self, whole: torch.Tensor) -> None:
         """Point the modules at full Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
-        self.show_tensors(
+        self.use_full_tensors(
             [whole[param_info.interval.to_slice()].view(param_info.shape) for param_info in self.layout.param_infos]
         )
 
-    def show_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Point the modules at full Parameters made from ``tensors``, until :meth:`remove_full_views`."""
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Point the modules at full Parameters made from ``tensors``, until :meth:`unregister_full_params`."""
         raise NotImplementedError
 
     def show_names(self) -> None:
-        """Register a parameter under every original name, until :meth:`remove_full_views`."""
+        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
 
-    def remove_full_views(self) -> None:
-        """Undo :meth:`use_full_views`; does nothing if no full parameters are shown."""
+    def unregister_full_params(self) -> None:
+        """Undo :meth:`register_full_params`; does nothing if no full parameters are shown."""
         raise NotImplementedError
 
     def shown(self, index: int) -> torch.Tensor:
@@ -158,12 +158,12 @@ class Views:
         """Return for each original parameter whether this rank's local shard has a gradient."""
         raise NotImplementedError
 
-    def show_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+    def register_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
         """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
         raise NotImplementedError
 
-    def take_full_grads(self, own: torch.Tensor) -> None:
-        """Undo :meth:`show_full_grads` and copy ``own`` (1-D, ``shard_numel``) into this rank's gradient."""
+    def restore_sharded_grads(self, own: torch.Tensor) -> None:
+        """Undo :meth:`register_full_grads` and copy ``own`` (1-D, ``shard_numel``) into this rank's gradient."""
         raise NotImplementedError
 
     def remove(self) -> None:
@@ -222,7 +222,7 @@ class Views:
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
 
-    def publish(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
+    def set_sharded_grad(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
         """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters."""
         raise NotImplementedError
 
@@ -263,7 +263,7 @@ class Views:
             "summon_full_params."
         )
 
-    def show_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
+    def expose_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
         """Set ``.grad`` to this rank's shard of a waiting gradient (1-D, ``shard_numel``) where one is ready."""
         raise NotImplementedError
 
@@ -273,7 +273,7 @@ class Views:
         self._originals = {}
         return [self.layout.param_infos[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
 
-    def rewritten(self) -> None:
+    def bump_version(self) -> None:
         """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
         self._num_rewrites += 1
 

@@ -17,10 +17,10 @@ __all__ = [
     "ManagedParam",
     "Site",
     "collect_params",
-    "held_locally",
     "inside_wrappers",
     "modules_of",
     "named_sites",
+    "to_local_param",
     "unsharded_shape",
 ]
 
@@ -136,7 +136,7 @@ def collect_params(
     return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
 
 
-def held_locally(entry: ManagedParam) -> ManagedParam:
+def to_local_param(entry: ManagedParam) -> ManagedParam:
     """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged."""
     shown = entry.param
     adapter = adapter_of(shown, entry.fqn)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, digest_of, dtype_named, exchange_bytes, exchange_ints
+from fsdp_flat.comm import RankGroup, digest_of, dtype_from_name, exchange_bytes, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.optim_state.handlers import refuse_split
@@ -265,7 +265,7 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
             local_shard = own[index]
             if dtype_name is not None and local_shard is None:
                 numel = handle.views.local_shards[index].numel
-                own[index] = torch.zeros(numel, dtype=dtype_named(dtype_name), device=handle.flat_param.device)
+                own[index] = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=handle.flat_param.device)
             elif dtype_name is not None and local_shard is not None and str(local_shard.dtype) != dtype_name:
                 raise OptionError(
                     f"State {name!r} of {handle.layout.param_infos[index].fqn!r} (unit {handle.spec.unit_name!r}) is "
@@ -275,7 +275,7 @@ def _complete(states: HandleStates, described: dict[str, Any], handle: FlatParam
         for name in others:
             mine.setdefault(name, None)
     for index, name, shape, dtype_name in described["owned"]:
-        states.owned[index].setdefault(name, OwnedState(None, tuple(shape), dtype_named(dtype_name)))
+        states.owned[index].setdefault(name, OwnedState(None, tuple(shape), dtype_from_name(dtype_name)))
     for own_row, other in zip(states.plain, described["plain"], strict=True):
         for name, text in other.items():
             if name not in own_row:

@@ -29,7 +29,7 @@ from fsdp_flat.runtime import Unit, agree
 from fsdp_flat.state_dict import (
     LOADING,
     BoxedTensor,
-    SpecTensor,
+    ShardWithSpec,
     boxes_to_shard,
     check_boxes,
     chunk_spec,
@@ -132,7 +132,7 @@ class _Plan:
         self.lines: list[str] = []
         self._device = device
         self.copies: list[Callable[[], object]] = []
-        self._chunks: list[tuple[SpecTensor, torch.Tensor]] = []
+        self._chunks: list[tuple[ShardWithSpec, torch.Tensor]] = []
         self._scattered: list[tuple[FromRankZero, Partition, torch.Tensor]] = []
         self._afterwards: list[Callable[[], object]] = []
 
@@ -140,7 +140,7 @@ class _Plan:
         """Plan the copy of this rank's local shard out of a tensor on this rank."""
         self.copies.append(lambda: target.copy_(source))
 
-    def write_chunk(self, name: str, row: SpecTensor, chunk: torch.Tensor) -> None:
+    def write_chunk(self, name: str, row: ShardWithSpec, chunk: torch.Tensor) -> None:
         """Plan the exchange of chunks for local shards."""
         self.lines.append(f"{name}: {row.spec.shape} {row.local_shard.dtype} in chunks")
         self._chunks.append((row, chunk))
@@ -165,8 +165,8 @@ class _Plan:
             shard, numel = value.groups.shard, value.shape.numel()
             if value.groups.replicate.rank == 0:
                 source = None if value.tensor is None else value.tensor.detach().reshape(-1)
-                moves = plan_transfer(ReplicatedPartition(numel, 0, shard.size), wanted, shard.rank)
-                channels.add(shard, self._device, moves, source, target, nbytes=numel * value.dtype.itemsize)
+                transfer_plan = plan_transfer(ReplicatedPartition(numel, 0, shard.size), wanted, shard.rank)
+                channels.add(shard, self._device, transfer_plan, source, target, nbytes=numel * value.dtype.itemsize)
         channels.wait()
         # Each rank of the first shard group has its local shards now; send them to the other replicas.
         for value, _, target in self._scattered:
@@ -177,8 +177,8 @@ class _Plan:
                     ReplicatedPartition(numel, None, replicate.size),
                 )
                 ends = (None, target) if replicate.rank else (target, None)
-                moves = plan_transfer(held, wanted, replicate.rank)
-                channels.add(replicate, self._device, moves, *ends, nbytes=target.nbytes)
+                transfer_plan = plan_transfer(held, wanted, replicate.rank)
+                channels.add(replicate, self._device, transfer_plan, *ends, nbytes=target.nbytes)
         channels.wait()
         for then in self._afterwards:
             then()
@@ -226,7 +226,7 @@ def _planned(
     for param, name in names.others.items():
         seen.add(name)
         if name in by_name and name in ids:
-            row = {key: _whole(value, param, plan) for key, value in by_name[name].items()}
+            row = {key: _unmanaged_state(value, param, plan) for key, value in by_name[name].items()}
             state[keys[ids[name]]] = row
     _warn_left_out(names, ids, by_name)
     unknown = [name for name in by_name if name not in seen]
@@ -369,7 +369,7 @@ def _fill_owned(
         chunk, problem = fitting_chunk(spec, value)
         if chunk is None or shape != spec.shape:
             raise LoadError(f"{what}: {problem or f'a tensor of shape {shape} in chunks; expected {spec.shape}.'}")
-        plan.write_chunk(what, SpecTensor(replace(spec, local_shards=wanted), target), chunk)
+        plan.write_chunk(what, ShardWithSpec(replace(spec, local_shards=wanted), target), chunk)
     elif isinstance(value, BoxedTensor):
         if is_owner and value.boxes != boxes(shape, Interval(0, target.numel())):
             raise LoadError(
@@ -458,7 +458,7 @@ def _fill(
     if isinstance(value, FromRankZero):
         if adapter is not PLAIN:
             plan.receive(
-                value, local_shard.device, lambda whole: local_shard.copy_(adapter.local_part(whole).reshape(-1)[run])
+                value, local_shard.device, lambda whole: local_shard.copy_(adapter.local_slice(whole).reshape(-1)[run])
             )
         else:
             plan.scatter(value, handle.layout.partition(index), local_shard)
@@ -471,12 +471,12 @@ def _fill(
         chunk, problem = fitting_chunk(spec, value)
         if chunk is None:
             raise LoadError(f"{what}: {problem}")
-        plan.write_chunk(what, SpecTensor(spec, local_shard), chunk)
+        plan.write_chunk(what, ShardWithSpec(spec, local_shard), chunk)
     else:
-        plan.copy(local_shard, adapter.local_part(value.detach()).reshape(-1)[run])
+        plan.copy(local_shard, adapter.local_slice(value.detach()).reshape(-1)[run])
 
 
-def _whole(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
+def _unmanaged_state(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
     """Return a state of a parameter that no unit manages."""
     if isinstance(value, FromRankZero):
         target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fsdp_flat.comm import RankGroup, Transfers, dtype_named, exchange_bytes
+from fsdp_flat.comm import RankGroup, Transfers, dtype_from_name, exchange_bytes
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import ReplicatedPartition, plan_transfer
 from fsdp_flat.optim_state.handle_states import HandleStates
@@ -16,7 +16,7 @@ from fsdp_flat.optim_state.optim_params import ParamNames
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
 from fsdp_flat.state_dict import rank_groups_of
 
-__all__ = ["Place", "everywhere", "in_turn", "merged_states", "on_first"]
+__all__ = ["Place", "dst_all", "dst_rank_zero", "dst_round_robin", "merged_states"]
 
 # A handle, a parameter of it and the name of a state.
 Place = tuple[FlatParamHandle, int, str]
@@ -26,17 +26,17 @@ _WORDS = ErrorTexts(
 )
 
 
-def everywhere(_position: int, _size: int) -> int | None:
+def dst_all(_position: int, _size: int) -> int | None:
     """Select every rank to receive a merged state."""
     return None
 
 
-def on_first(_position: int, _size: int) -> int | None:
+def dst_rank_zero(_position: int, _size: int) -> int | None:
     """Select rank 0 of the shard group to receive a merged state."""
     return 0
 
 
-def in_turn(position: int, size: int) -> int | None:
+def dst_round_robin(position: int, size: int) -> int | None:
     """Select the ranks of the shard group in turn to receive a merged state."""
     return position % size
 
@@ -55,8 +55,8 @@ def merged_states(
     Args:
         names: the model's names.
         states: this rank's states.
-        dst_of: :func:`everywhere`, :func:`on_first` or :func:`in_turn`: given the position of a state among all and the
-            size of its shard group, returns the destination rank in that group; None for every rank.
+        dst_of: :func:`dst_all`, :func:`dst_rank_zero` or :func:`dst_round_robin`: given the position of a state among
+            all and the size of its shard group, returns the destination rank in that group; None for every rank.
         offload: return merged states on the CPU.
 
     Raises:
@@ -100,11 +100,11 @@ def _own_part(handle: FlatParamHandle, index: int, tensor: torch.Tensor | None) 
 
 def _described(units: list[Unit], own: list[torch.Tensor | None]) -> list[list[tuple[str, list[int]] | None]]:
     """Exchange dtype and shape of every rank's part of each state (by rank of its shard group), once per group."""
-    by_axis: dict[RankGroup, list[int]] = {}
+    by_rank_group: dict[RankGroup, list[int]] = {}
     for position, unit in enumerate(units):
-        by_axis.setdefault(unit.options.groups.shard, []).append(position)
+        by_rank_group.setdefault(unit.options.groups.shard, []).append(position)
     found: list[list[tuple[str, list[int]] | None]] = [[] for _ in own]
-    for rank_group, positions in by_axis.items():
+    for rank_group, positions in by_rank_group.items():
         mine = [own[position] for position in positions]
         text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine])
         device = units[positions[0]].options.device
@@ -125,23 +125,27 @@ def _gathered(
 ) -> list[StatePart]:
     """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
     rank_group, local_shards, device = unit.options.groups.shard, handle.layout.partition(index), unit.options.device
-    lane = Transfers(rank_group, device)
+    channels = Transfers(rank_group, device)
     found = []
     for rank, kind in enumerate(kinds):
         if kind is None:
             continue
         is_own, is_wanted = rank == rank_group.rank, dst in (None, rank_group.rank)
-        part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype_named(kind[0]), device=device)
+        part = (
+            own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype_from_name(kind[0]), device=device)
+        )
         assert part is not None
         numel = torch.Size(kind[1]).numel()
-        moves = plan_transfer(
+        transfer_plan = plan_transfer(
             ReplicatedPartition(numel, rank, rank_group.size),
             ReplicatedPartition(numel, dst, rank_group.size),
             rank_group.rank,
         )
         # This rank's own part is not copied to itself.
-        lane.add(moves, part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None)
+        channels.add(
+            transfer_plan, part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
+        )
         if is_wanted:
             found.append(StatePart(part, local_shards[rank].start, local_shards[rank].stop))
-    lane.wait()
+    channels.wait()
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import dtype_named
+from fsdp_flat.comm import dtype_from_name
 
 __all__ = ["value_from_text", "value_to_text"]
 
@@ -27,4 +27,4 @@ def value_from_text(text: list[Any]) -> Any:
     kind, value = text
     if kind == "pickle":
         return pickle.loads(base64.b64decode(value))
-    return torch.tensor(value, dtype=dtype_named(kind)) if kind else value
+    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value

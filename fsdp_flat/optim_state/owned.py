@@ -21,7 +21,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import Interval, ReplicatedPartition, boxes, plan_transfer
 from fsdp_flat.optim_state.optim_params import ParamNames, is_scalar
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import BoxedTensor, SpecTensor, chunk_spec, chunks_of
+from fsdp_flat.state_dict import BoxedTensor, ShardWithSpec, chunk_spec, chunks_of
 
 __all__ = [
     "OwnedEntry",
@@ -146,8 +146,8 @@ def whole_owned(entries: Iterable[OwnedEntry], *, to_zero: bool, offload: bool) 
         dst = 0 if to_zero else None
         numel = math.prod(entry.state.shape)
         target = torch.empty(numel if dst in (None, rank_group.rank) else 0, dtype=entry.state.dtype, device=device)
-        moves = plan_transfer(entry.held, ReplicatedPartition(numel, dst, rank_group.size), rank_group.rank)
-        channels.add(rank_group, device, moves, entry.source, target, nbytes=numel * target.itemsize)
+        transfer_plan = plan_transfer(entry.held, ReplicatedPartition(numel, dst, rank_group.size), rank_group.rank)
+        channels.add(rank_group, device, transfer_plan, entry.source, target, nbytes=numel * target.itemsize)
         if dst in (None, rank_group.rank):
             found[entry.place] = target.view(entry.state.shape)
     channels.wait()
@@ -163,7 +163,7 @@ def chunked_owned(entries: Iterable[OwnedEntry], *, offload: bool) -> dict[_Plac
     rows = []
     for entry in alike:
         form = chunk_spec(entry.unit, entry.handle, entry.index)
-        rows.append(SpecTensor(replace(form, local_shards=entry.held), entry.source))
+        rows.append(ShardWithSpec(replace(form, local_shards=entry.held), entry.source))
     places = [entry.place for entry in alike]
     found = dict(zip(places, chunks_of(rows, offload=offload), strict=True))
     return {**found, **whole_owned(others, to_zero=False, offload=offload)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.comm import ShardingGroups, dtype_named, exchange_bytes
+from fsdp_flat.comm import ShardingGroups, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.optim_state.optim_params import ParamNames
 
@@ -119,7 +119,7 @@ def _decoded(encoded: list[Any], own: torch.Tensor | None, groups: ShardingGroup
     if kind in ("list", "tuple"):
         values = [_decoded(entry, None, groups) for entry in rest[0]]
         return values if kind == "list" else tuple(values)
-    dtype = dtype_named(rest[0])
+    dtype = dtype_from_name(rest[0])
     if kind == "scalar":
         return torch.tensor(rest[1], dtype=dtype)
     return FromRankZero(own, tuple(rest[1]), dtype, groups)

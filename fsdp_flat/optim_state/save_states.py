@@ -14,12 +14,12 @@ from torch import nn
 from fsdp_flat.comm import P2PChannels, barrier, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.optim_state.handle_states import HandleStates, agree_on_states, read_states
-from fsdp_flat.optim_state.merge import everywhere, in_turn, merged_states, on_first
+from fsdp_flat.optim_state.merge import dst_all, dst_rank_zero, dst_round_robin, merged_states
 from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, names_of
 from fsdp_flat.optim_state.owned import boxed_owned, chunked_owned, entries_of, owners_by_slot, whole_owned
 from fsdp_flat.optim_state.param_groups import complete_groups
 from fsdp_flat.runtime import ErrorTexts, agree
-from fsdp_flat.state_dict import SpecTensor, boxed_value, chunk_spec, chunks_of, plan_full_transfer, rank_groups_of
+from fsdp_flat.state_dict import ShardWithSpec, boxed_value, chunk_spec, chunks_of, plan_full_transfer, rank_groups_of
 
 __all__ = ["save_optim_state"]
 
@@ -39,7 +39,7 @@ def save_optim_state(
     rank0_only: bool,
     offload_to_cpu: bool,
     boxes: bool = False,
-    handled_once: bool = False,
+    merge_on_one_rank: bool = False,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer, keyed by names.
 
@@ -52,8 +52,8 @@ def save_optim_state(
         rank0_only: with ``whole``, ranks other than the first of all send their shards and return an empty dict.
         offload_to_cpu: return values on the CPU.
         boxes: without ``whole``, return boxes of this rank's states in place of chunks; then nothing is communicated,
-            except with registered handlers, owned parameters or ``handled_once``.
-        handled_once: return each state that has a handler on one rank only, as a full tensor, ranks in turn. Ranks
+            except with registered handlers, owned parameters or ``merge_on_one_rank``.
+        merge_on_one_rank: return each state that has a handler on one rank only, as a full tensor, ranks in turn. Ranks
             compare the names of their states.
 
     Raises:
@@ -67,7 +67,7 @@ def save_optim_state(
     boxes = boxes and not whole
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit, _, _ in names.handles)
-    alone = boxes and not handled_once and not shared
+    alone = boxes and not merge_on_one_rank and not shared
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
@@ -79,15 +79,15 @@ def save_optim_state(
         if boxes:
             values = _boxed_values(names, states, offload=offload_to_cpu)
         elif whole:
-            values = _whole_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
+            values = _full_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
         else:
             values = _chunked_values(names, states, offload=offload_to_cpu)
-        dst_of = on_first if to_zero else in_turn if handled_once else everywhere
+        dst_of = dst_rank_zero if to_zero else dst_round_robin if merge_on_one_rank else dst_all
         merged = merged_states(names, states, dst_of, offload=offload_to_cpu)
         owners = owners_by_slot(names, contents.owners)
         owned = list(entries_of(names, {handle: states[handle].owned for handle in states}, owners))
         if boxes:
-            rows = boxed_owned(owned, once=handled_once, offload=offload_to_cpu)
+            rows = boxed_owned(owned, once=merge_on_one_rank, offload=offload_to_cpu)
         elif whole:
             rows = whole_owned(owned, to_zero=to_zero, offload=offload_to_cpu)
         else:
@@ -214,7 +214,7 @@ def _empty_values(names: ParamNames) -> _Values:
     return {handle: [{} for _ in handle.layout.param_infos] for _, handle, _ in names.handles}
 
 
-def _whole_values(
+def _full_values(
     names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, to_zero: bool, offload: bool
 ) -> _Values:
     """Send every local shard directly to its place in the full tensors, for all units and states at once."""
@@ -223,7 +223,7 @@ def _whole_values(
     for unit, handle, _ in names.handles:
         rank_group, device = unit.options.groups.shard, unit.options.device
         for index, param_info in enumerate(handle.layout.param_infos):
-            moves = plan_full_transfer(handle, index, rank_group.rank, 0 if to_zero else None)
+            transfer_plan = plan_full_transfer(handle, index, rank_group.rank, 0 if to_zero else None)
             for name, row in states[handle].local_shards.items():
                 local_shard = row[index]
                 if local_shard is not None:
@@ -231,7 +231,12 @@ def _whole_values(
                         None if to_zero and rank_group.rank else local_shard.new_empty(param_info.numel, device=device)
                     )
                     channels.add(
-                        rank_group, device, moves, local_shard, target, nbytes=param_info.numel * local_shard.itemsize
+                        rank_group,
+                        device,
+                        transfer_plan,
+                        local_shard,
+                        target,
+                        nbytes=param_info.numel * local_shard.itemsize,
                     )
                     values[handle][index][name] = target
     channels.wait()
@@ -276,7 +281,7 @@ def _chunked_values(names: ParamNames, states: dict[FlatParamHandle, HandleState
             for name, local_shard in local_shards.items():
                 if spec is not None and local_shard is not None:
                     places.append((handle, index, name))
-                    rows.append(SpecTensor(spec, local_shard))
+                    rows.append(ShardWithSpec(spec, local_shard))
     for (handle, index, name), value in zip(places, chunks_of(rows, offload=offload), strict=True):
         values[handle][index][name] = value
     return values

@@ -1,7 +1,7 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
 from fsdp_flat.runtime.agreement import ErrorTexts, agree, agree_on_structure, agree_on_weights, true_on_any_rank
-from fsdp_flat.runtime.build import build_unit, handles_of, own_buffers, owners_of_ties, structure_lines
+from fsdp_flat.runtime.build import build_unit, describe_structure, handles_of, own_buffers, owners_of_ties
 from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
@@ -18,7 +18,7 @@ from fsdp_flat.runtime.options import (
 )
 from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
-from fsdp_flat.runtime.summon import check_idle, summon_full_params, whole_params
+from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
 from fsdp_flat.runtime.unwrap import unwrap
@@ -39,7 +39,9 @@ __all__ = [
     "check_idle",
     "compute_device_from",
     "copy_unit",
+    "describe_structure",
     "forward",
+    "full_params",
     "handles_of",
     "hide_compiled_name",
     "keep_full_precision",
@@ -54,7 +56,6 @@ __all__ = [
     "reset_schedule",
     "resolve_ignored",
     "schedule_of",
-    "structure_lines",
     "summon_full_params",
     "sync_states_from",
     "true_on_any_rank",
@@ -62,5 +63,4 @@ __all__ = [
     "units_of",
     "unshard_for",
     "unwrap",
-    "whole_params",
 ]

@@ -102,18 +102,23 @@ class Backward:
         while events and events[-1].position > position:
             event = events.pop()
             if not event.is_begin:
-                if event.weights is not None and self._comes_back(event):
+                if event.weights is not None and self._needs_unshard(event):
                     self._join(event.unit, event.weights)
             elif self._turns.get(event.unit) == event.position:
                 self._take_turn(event.unit)
 
-    def _comes_back(self, event: Event) -> bool:
+    def _needs_unshard(self, event: Event) -> bool:
         return event.in_grad or event.unit not in self._returning
 
-    def next_to_gather(self, after: Unit) -> Unit | None:
+    def next_all_gather(self, after: Unit) -> Unit | None:
         """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
         for event in reversed(self._events):
-            if event.weights is not None and event.unit is not after and event.unit.gathers and self._comes_back(event):
+            if (
+                event.weights is not None
+                and event.unit is not after
+                and event.unit.needs_all_gather
+                and self._needs_unshard(event)
+            ):
                 return event.unit
         return None
 

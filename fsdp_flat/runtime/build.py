@@ -19,9 +19,9 @@ from fsdp_flat.flat import (
     adapter_of,
     check_adapter,
     collect_params,
-    held_locally,
     inside_wrappers,
     named_sites,
+    to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
 from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights, true_on_any_rank
@@ -33,7 +33,7 @@ from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
-__all__ = ["build_unit", "handles_of", "own_buffers", "owners_of_ties", "structure_lines"]
+__all__ = ["build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
 
 Owners = Mapping[nn.Parameter, nn.Module]
 
@@ -250,7 +250,7 @@ def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owne
         skip=lambda param: param in ignored.params or owners.get(param, module) is not module,
         is_managed_below=lambda child, key: (id(child), key) in below,
     )
-    return [held_locally(entry) for entry in params]
+    return [to_local_param(entry) for entry in params]
 
 
 def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) -> list[tuple[list[ManagedParam], bool]]:
@@ -322,7 +322,7 @@ def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def structure_lines(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
+def describe_structure(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
     """Describe the model that this rank is about to build, one fact a line, for comparison between ranks.
 
     Raises:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm import CollectiveLog, RankGroup, ShardingGroups, begin_all_reduce, host_group, is_simulated
+from fsdp_flat.comm import CollectiveLog, RankGroup, ShardingGroups, begin_all_reduce, host_group, is_fake
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 
@@ -80,7 +80,7 @@ class BackwardExchange:
         tensor = torch.tensor(flags, dtype=torch.uint8)
         for groups in self._handles if over is None else [over]:
             for rank_group in self._rank_groups_of(groups):
-                begin_all_reduce(tensor, rank_group, largest=True, doing=_DOING).wait()
+                begin_all_reduce(tensor, rank_group, largest=True, collective=_DOING).wait()
         return [bool(flag) for flag in tensor.tolist()]
 
     def begin(
@@ -115,7 +115,7 @@ class BackwardExchange:
         for rank_group in self._rank_groups_of(groups):
             if pending is not None:
                 pending.wait()
-            pending = begin_all_reduce(tensor, rank_group, largest=True, doing=_DOING)
+            pending = begin_all_reduce(tensor, rank_group, largest=True, collective=_DOING)
         return (lambda: tensor) if pending is None else pending.wait
 
     def _rank_groups_of(self, groups: ShardingGroups) -> list[RankGroup]:
@@ -123,7 +123,7 @@ class BackwardExchange:
             self._axes[groups] = [
                 RankGroup.of(host_group(rank_group.group))
                 for rank_group in groups.rank_groups
-                if rank_group.group is not None and rank_group.size > 1 and not is_simulated(rank_group.group)
+                if rank_group.group is not None and rank_group.size > 1 and not is_fake(rank_group.group)
             ]
         return self._axes[groups]
 

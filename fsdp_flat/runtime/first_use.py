@@ -146,7 +146,7 @@ class RankChecks:
         Raises:
             RankMismatchError: a parameter is frozen on some ranks only.
         """
-        if not unit.gathers or not torch.is_grad_enabled():
+        if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
         groups = unit.options.groups
         if groups not in self._compared:

@@ -164,7 +164,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 class _Forward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = ("_entered", "_gated", "_outermost", "_record", "_schedule", "_unit")
+    __slots__ = ("_entered", "_hooked_inputs", "_outermost", "_record", "_schedule", "_unit")
 
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
@@ -175,7 +175,7 @@ class _Forward:
             assert wrapped is not None
             schedule.check_compiles(unit, wrapped, compiler)
         self._entered = False
-        self._gated: list[_Gated] = []
+        self._hooked_inputs: list[_HookedInput] = []
         self._outermost = False
         if schedule.recomputes:
             self._record = ForwardRecord(unit, None, Weights(unit.wants_full_precision))
@@ -195,14 +195,14 @@ class _Forward:
                 schedule.rank_checks.before_forward(unit, record.iteration)
             unit.enter_forward()
             self._entered = True
-            schedule.arrived(unit)
+            schedule.mark_in_use(unit)
             record.weights = unit.weights(record.weights.full_precision)
             if record.iteration is not None:
                 schedule.prefetch_forward(unit)
             if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):
                 args, kwargs = unit.cast_inputs(args, kwargs)
             if unit.handles and torch.is_grad_enabled():
-                args, kwargs = _gate(record, args, kwargs, self._gated)
+                args, kwargs = _hook_inputs(record, args, kwargs, self._hooked_inputs)
         return args, kwargs
 
     @dynamo_disabled
@@ -229,8 +229,8 @@ class _Forward:
         a
         generator, or stored outside of the model.
         """
-        for gated in self._gated:
-            gated.follow_changes()
+        for hooked in self._hooked_inputs:
+            hooked.follow_changes()
         if _hook_outputs(self._record, output, always=self._outermost):
             self._close(True)
         else:
@@ -255,10 +255,12 @@ class _Forward:
             # A re-entrant checkpoint runs its units without gradients, so only the iteration shows whether a backward
             # may follow.
             trains = iteration is not None and iteration.trains
-            keep_memory = not keep and not open_ended and unit is not schedule.root and unit.gathers and trains
+            keep_buffers = (
+                not keep and not open_ended and unit is not schedule.root and unit.needs_all_gather and trains
+            )
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
-            unit.exit_forward(keep=keep, keep_memory=keep_memory)
-            if keep_memory:
+            unit.exit_forward(keep=keep, keep_buffers=keep_buffers)
+            if keep_buffers:
                 schedule.keep_until_next_unit(unit)
             if self._outermost:
                 schedule.end_iteration()
@@ -306,10 +308,10 @@ def _outputs_reached(record: ForwardRecord, _grad: torch.Tensor) -> None:
     _schedule_now(record.unit).outputs_reached(record)
 
 
-class _InputGate(torch.autograd.Function):
+class _PostBackwardNode(torch.autograd.Function):
     """Passes the inputs of a forward through, and runs a callback once the gradients of all of them exist.
 
-    The outputs are new aliases, not views created here: a module may change its input in place (see :class:`_Gated`).
+    The outputs are new aliases, not views created here: a module may change its input in place (:class:`_HookedInput`).
     """
 
     @staticmethod
@@ -317,7 +319,7 @@ class _InputGate(torch.autograd.Function):
         ctx.record = record
         ctx.set_materialize_grads(False)
         if record.iteration is not None:
-            record.iteration.gates.append(weakref.ref(ctx))
+            record.iteration.post_backward_nodes.append(weakref.ref(ctx))
         return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
@@ -345,7 +347,7 @@ class _TakeHistory(torch.autograd.Function):
         return None, grads[0]
 
 
-class _Gated:
+class _HookedInput:
     """Holds an input of the caller and the alias of it that the module gets.
 
     If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
@@ -368,8 +370,8 @@ class _Gated:
                 _TakeHistory.apply(self._given, self._alias)
 
 
-def _gate(
-    record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], gated: list[_Gated]
+def _hook_inputs(
+    record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: list[_HookedInput]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Put an autograd node on the inputs that require gradients.
 
@@ -384,8 +386,8 @@ def _gate(
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:
             return args, kwargs
-        aliases = _InputGate.apply(record, args[0])
-        gated.append(_Gated(args[0], aliases[0]))
+        aliases = _PostBackwardNode.apply(record, args[0])
+        hooked.append(_HookedInput(args[0], aliases[0]))
         return aliases, kwargs
     found: dict[int, torch.Tensor] = {}
 
@@ -398,8 +400,8 @@ def _gate(
     unique = list(found.values())
     if not unique:
         return args, kwargs
-    aliases = dict(zip(map(id, unique), _InputGate.apply(record, *unique), strict=True))
-    gated.extend(_Gated(tensor, aliases[id(tensor)]) for tensor in unique)
+    aliases = dict(zip(map(id, unique), _PostBackwardNode.apply(record, *unique), strict=True))
+    hooked.extend(_HookedInput(tensor, aliases[id(tensor)]) for tensor in unique)
     args, kwargs = map_tensors((args, kwargs), lambda tensor: aliases.get(id(tensor), tensor))
     return args, kwargs
 

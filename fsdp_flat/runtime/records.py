@@ -46,28 +46,28 @@ class Iteration:
         expects_backward: a backward may reach the outputs of a unit.
     """
 
-    __slots__ = ("__weakref__", "events", "expects_backward", "gates", "order", "outputs", "trains")
+    __slots__ = ("__weakref__", "events", "expects_backward", "order", "outputs", "post_backward_nodes", "trains")
 
     def __init__(self) -> None:
         self.order: list[Unit] = []
         self.events: list[Event] = []
         self.trains = torch.is_grad_enabled()
         self.expects_backward = False
-        self.gates: list[weakref.ref[Any]] = []
+        self.post_backward_nodes: list[weakref.ref[Any]] = []
         self.outputs: list[weakref.ref[Any]] = []
 
     @property
     def is_alive(self) -> bool:
         """True if a backward may still reach this iteration: some of its nodes or hooks are alive."""
-        return any(ref() is not None for ref in (*self.gates, *self.outputs))
+        return any(ref() is not None for ref in (*self.post_backward_nodes, *self.outputs))
 
     @property
     def is_in_backward(self) -> bool:
         """True if the running backward reaches this iteration; without gates, if it may."""
-        if not self.gates:
+        if not self.post_backward_nodes:
             return self.is_alive
         # Check the last ones first: a loss nearly always reaches those.
-        return any(node_will_run(node) for gate in reversed(self.gates) if (node := gate()) is not None)
+        return any(node_will_run(node) for gate in reversed(self.post_backward_nodes) if (node := gate()) is not None)
 
 
 @dataclass(slots=True, eq=False)

@@ -130,7 +130,7 @@ class Reduction:
             self._pending = begin_all_reduce(
                 self._pending.wait(),
                 self._groups.replicate,
-                doing=f"the all-reduce of unit {self.handle.spec.unit_name!r}",
+                collective=f"the all-reduce of unit {self.handle.spec.unit_name!r}",
             )
 
     @property

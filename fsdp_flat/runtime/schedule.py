@@ -45,9 +45,9 @@ __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
 _logger = logging.getLogger("fsdp_flat")
 # A program that evaluates with gradients enabled never runs backward through its iterations.
-_MOST_AWAITED = 32
+_MAX_PENDING_ITERATIONS = 32
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
-_LANDINGS_A_LOOK = 4
+_GRADS_PER_POLL = 4
 _ORDER = ErrorTexts(
     "the comparison of their collectives",
     "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
@@ -78,11 +78,11 @@ class Schedule(CommContext):
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
         self._used: dict[FlatParamHandle, bytes] = {}
-        self._num_landed = 0
+        self._num_grads_ready = 0
         self._position = 0
         self._iteration: Iteration | None = None
         # Iterations that no backward has reached yet, the same on every rank.
-        self._awaited: list[Iteration] = []
+        self._pending_iterations: list[Iteration] = []
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
@@ -97,10 +97,10 @@ class Schedule(CommContext):
         check_units(self.units)
         names = {unit.unit_id: unit.name for unit in self.units}
         for unit in self.units:
-            self._take_over(unit)
+            self._adopt_unit(unit)
             unit.name_others(names)
         # Units whose parameters are unsharded on every rank at all times.
-        self._unsharded = [unit for unit in self.units if unit.handles and not unit.gathers]
+        self._unsharded = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
         self._drift = DriftCheck(root_module, self.units)
         self.rank_checks = RankChecks(self.units, self._exchange.handles, self._drift)
@@ -109,13 +109,15 @@ class Schedule(CommContext):
         self._cast_buffers()
         log_units(self.units)
 
-    def _take_over(self, unit: Unit) -> None:
+    def _adopt_unit(self, unit: Unit) -> None:
         before = unit.context
         if isinstance(before, Schedule):
             self.trace = self.trace if self.trace is not None else before.trace
             self._position = max(self._position, before._position)
             if before.root in self.units:
-                self._awaited.extend(it for it in before._awaited if it not in self._awaited)
+                self._pending_iterations.extend(
+                    it for it in before._pending_iterations if it not in self._pending_iterations
+                )
         unit.use_context(self)
         for handle in unit.handles:
             handle.on_grad_ready = partial(self.grads_ready, unit)
@@ -189,7 +191,7 @@ class Schedule(CommContext):
                 self._checked_first_forward = True
             self._iteration = Iteration()
             if self._iteration.trains:
-                self._awaited = [*self._awaited[-_MOST_AWAITED:], self._iteration]
+                self._pending_iterations = [*self._pending_iterations[-_MAX_PENDING_ITERATIONS:], self._iteration]
             self.streams.shards_written()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
@@ -201,7 +203,7 @@ class Schedule(CommContext):
         self._position += 1
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
         if unit.handles:
-            self._drop_kept()
+            self._free_kept_buffers()
         return ForwardRecord(unit, iteration, Weights(unit.wants_full_precision), self._position)
 
     def end_forward(self, record: ForwardRecord, *, expects_backward: bool) -> None:
@@ -227,21 +229,23 @@ class Schedule(CommContext):
 
         The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
-        self._drop_kept()
+        self._free_kept_buffers()
         self._last_run = unit
 
-    def _drop_kept(self) -> None:
+    def _free_kept_buffers(self) -> None:
         unit, self._last_run = self._last_run, None
         if unit is not None:
-            unit.drop_kept()
+            unit.free_kept_buffers()
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
         assert self._iteration is not None
         self._last_order[self._iteration.order[0]] = self._iteration.order
         if not self._iteration.expects_backward:
-            self._drop_kept()
-            self._awaited = [iteration for iteration in self._awaited if iteration is not self._iteration]
+            self._free_kept_buffers()
+            self._pending_iterations = [
+                iteration for iteration in self._pending_iterations if iteration is not self._iteration
+            ]
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.reshard()
@@ -266,7 +270,7 @@ class Schedule(CommContext):
     def abort(self) -> None:
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
         self._iteration = None
-        self._awaited = []
+        self._pending_iterations = []
         self.backward = None
         self._callback = None
         self._used.clear()
@@ -280,11 +284,11 @@ class Schedule(CommContext):
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit) -> None:
-        if self._prefetched is None and unit.gathers and unit.is_sharded:
+        if self._prefetched is None and unit.needs_all_gather and unit.is_sharded:
             self._prefetched = unit
             unit.begin_unshard()
 
-    def arrived(self, unit: Unit) -> None:
+    def mark_in_use(self, unit: Unit) -> None:
         """Record that a unit's parameters are in use, so that it no longer counts as prefetched."""
         if self._prefetched is unit:
             self._prefetched = None
@@ -304,13 +308,13 @@ class Schedule(CommContext):
         here = len(self._iteration.order) - 1
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
-                if following.gathers:
+                if following.needs_all_gather:
                     self._begin_early(following)
                     return
 
     def _prefetch_backward(self, unit: Unit, mode: BackwardPrefetch) -> None:
-        if unit.gathers and unit.options.backward_prefetch is mode and self.backward is not None:
-            following = self.backward.next_to_gather(unit)
+        if unit.needs_all_gather and unit.options.backward_prefetch is mode and self.backward is not None:
+            following = self.backward.next_all_gather(unit)
             if following is not None:
                 self._begin_early(following)
 
@@ -341,14 +345,20 @@ class Schedule(CommContext):
         If several await one, ranks exchange flags, because a unit's post-backward runs at the first of its forwards. An
         iteration that is missing here, because of an earlier backward, is included when it is reached.
         """
-        included = [iteration.is_in_backward for iteration in self._awaited]
-        if len(self._awaited) > 1:
-            flags = self._exchange.any_rank([*included, *[iteration.is_alive for iteration in self._awaited]])
+        included = [iteration.is_in_backward for iteration in self._pending_iterations]
+        if len(self._pending_iterations) > 1:
+            flags = self._exchange.any_rank(
+                [*included, *[iteration.is_alive for iteration in self._pending_iterations]]
+            )
             included, alive = flags[: len(included)], flags[len(included) :]
         else:
             alive = [True] * len(included)
-        found = [iteration for iteration, is_included in zip(self._awaited, included, strict=True) if is_included]
-        self._awaited = [iteration for iteration, is_alive in zip(self._awaited, alive, strict=True) if is_alive]
+        found = [
+            iteration for iteration, is_included in zip(self._pending_iterations, included, strict=True) if is_included
+        ]
+        self._pending_iterations = [
+            iteration for iteration, is_alive in zip(self._pending_iterations, alive, strict=True) if is_alive
+        ]
         return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
@@ -364,8 +374,8 @@ class Schedule(CommContext):
         unit = record.unit
         self._make_room_for(unit)
         with profiled("pre_backward", unit.name):
-            unit.activate(record.weights)
-        self.arrived(unit)
+            unit.pre_backward(record.weights)
+        self.mark_in_use(unit)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def inputs_complete(self, record: ForwardRecord) -> None:
@@ -388,22 +398,22 @@ class Schedule(CommContext):
                 )
             self._in_backward()
             unit.phase = Phase.BACKWARD
-        self._num_landed += 1
-        if self._num_landed % _LANDINGS_A_LOOK == 0 and not self.streams.is_accelerator:
+        self._num_grads_ready += 1
+        if self._num_grads_ready % _GRADS_PER_POLL == 0 and not self.streams.is_accelerator:
             self.reductions.finish_done()
 
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._last_run:
             self._last_run = None
-        elif unit.gathers and unit.is_sharded:
-            self._drop_kept()
+        elif unit.needs_all_gather and unit.is_sharded:
+            self._free_kept_buffers()
 
     def _join(self, unit: Unit, weights: Weights) -> None:
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
-        if unit.gathers and unit.context is self:
+        if unit.needs_all_gather and unit.context is self:
             self._make_room_for(unit)
-            unit.join_backward(weights)
-            self.arrived(unit)
+            unit.prefetch_for_backward(weights)
+            self.mark_in_use(unit)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
     def _take_turn(self, unit: Unit) -> None:
@@ -432,7 +442,7 @@ class Schedule(CommContext):
         with profiled("root_post_backward", self.root.name):
             backward.finish()
             self._drop_prefetched()
-            self._drop_kept()
+            self._free_kept_buffers()
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
@@ -441,10 +451,10 @@ class Schedule(CommContext):
                 check_gradients(self.units)
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
-                    handle.show_unreduced_grads(self.streams.copy_to)
+                    handle.expose_unreduced_grads(self.streams.copy_to)
                 self.streams.wait_for_host_copies()
             elif self.root.averages_ignored or any(unit.is_trainable for unit in self.units):
-                outcome = self._publish()
+                outcome = self._set_sharded_grads()
                 if outcome.to_compare:
                     self._drift.compare(outcome.to_compare)
                 if outcome.average:
@@ -452,11 +462,13 @@ class Schedule(CommContext):
         self.backward = None
         self._callback = None
         if not backward.keeps_graph:
-            self._awaited = [iteration for iteration in self._awaited if iteration not in backward.iterations]
+            self._pending_iterations = [
+                iteration for iteration in self._pending_iterations if iteration not in backward.iterations
+            ]
         self.pool.clear()
         self.log_event("end_of_backward", self.root)
 
-    def _publish(self) -> Outcome:
+    def _set_sharded_grads(self) -> Outcome:
         used, self._used = self._used, {}
         unreduced = set()
         for unit in self.units:
@@ -477,7 +489,7 @@ class Schedule(CommContext):
                     unit.begin_reduction(handle)
         shards = self.reductions.finish(self.streams)
         for handle, shard in shards.items():
-            handle.views.publish(shard, used[handle])
+            handle.views.set_sharded_grad(shard, used[handle])
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:

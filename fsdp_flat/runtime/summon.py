@@ -17,12 +17,12 @@ from fsdp_flat.runtime.agreement import true_on_any_rank
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of
 
-__all__ = ["WholeParams", "check_idle", "summon_full_params", "whole_params"]
+__all__ = ["FullParams", "check_idle", "full_params", "summon_full_params"]
 
 
 @dataclass(frozen=True, slots=True)
-class WholeParams:
-    """Holds the full parameters of one unit inside :func:`whole_params`.
+class FullParams:
+    """Holds the full parameters of one unit inside :func:`full_params`.
 
     Attributes:
         by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
@@ -49,7 +49,7 @@ def check_idle(unit: Unit, what: str) -> None:
 
 
 @contextmanager
-def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool = True) -> Iterator[WholeParams]:
+def full_params(unit: Unit, *, device: torch.device | None = None, show: bool = True) -> Iterator[FullParams]:
     """All-gather a unit in its original dtype into separate memory, and set views of it as Parameters.
 
     Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
@@ -61,17 +61,17 @@ def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool =
         show: point the modules at them.
     """
     outer = unit.whole
-    if isinstance(outer, WholeParams):
-        with _shown(unit, WholeParams(outer.by_handle, show), already=outer.is_shown):
+    if isinstance(outer, FullParams):
+        with _shown(unit, FullParams(outer.by_handle, show), already=outer.is_shown):
             yield outer
         return
     if unit.is_sharded:
         for handle in unit.handles:
             handle.adopt_changes()
-    wholes = unit.gather_whole(lambda handle: handle.flat_param.data)
+    wholes = unit.all_gather_full(lambda handle: handle.flat_param.data)
     if device is not None:
         wholes = [whole.to(device) for whole in wholes]
-    gathered = WholeParams(dict(zip(unit.handles, wholes, strict=True)), show)
+    gathered = FullParams(dict(zip(unit.handles, wholes, strict=True)), show)
     was_unsharded = not unit.is_sharded
     unit.whole = gathered
     try:
@@ -84,18 +84,18 @@ def whole_params(unit: Unit, *, device: torch.device | None = None, show: bool =
 
 
 @contextmanager
-def _shown(unit: Unit, whole: WholeParams, *, already: bool) -> Iterator[None]:
+def _shown(unit: Unit, whole: FullParams, *, already: bool) -> Iterator[None]:
     if already:
         yield
         return
     try:
         if whole.is_shown:
             for handle, tensor in whole.by_handle.items():
-                handle.views.use_full_views(tensor)
+                handle.views.register_full_params(tensor)
         yield
     finally:
         for handle in unit.handles:
-            handle.views.remove_full_views()
+            handle.views.unregister_full_params()
 
 
 @contextmanager
@@ -142,11 +142,11 @@ def summon_full_params(
     with ExitStack() as stack:
         for unit in units:
             shown = not rank0_only or unit.options.groups.primary.rank == 0
-            whole = stack.enter_context(whole_params(unit, device=device, show=shown))
+            whole = stack.enter_context(full_params(unit, device=device, show=shown))
             if shown and with_grads:
-                stack.enter_context(_whole_grads(unit, writeback=writeback))
+                stack.enter_context(_full_grads(unit, writeback=writeback))
             elif with_grads:
-                unit.gather_whole(_shard_grad)
+                unit.all_gather_full(_shard_grad)
                 _has_grads(unit)
             if writeback:
                 stack.enter_context(_written_back(unit, whole))
@@ -155,7 +155,7 @@ def summon_full_params(
 
 
 @contextmanager
-def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
+def _written_back(unit: Unit, whole: FullParams) -> Iterator[None]:
     versions = {handle: tensor._version for handle, tensor in whole.by_handle.items()}
     try:
         yield
@@ -167,7 +167,7 @@ def _written_back(unit: Unit, whole: WholeParams) -> Iterator[None]:
             for handle, tensor in whole.by_handle.items():
                 if tensor._version != versions[handle]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
-                    handle.views.rewritten()
+                    handle.views.bump_version()
                 for local_shard in handle.layout.local_shards(unit.options.groups.shard.rank):
                     target = handle.flat_param.data[local_shard.in_shard.to_slice()]
                     source = handle.views.shown(local_shard.index).detach().reshape(-1)[local_shard.in_param.to_slice()]
@@ -190,7 +190,9 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 
     Every rank must call this. Ranks may have used different units, so all of them raise if one has such gradients.
     """
-    for groups, device in dict.fromkeys((unit.options.groups, unit.options.device) for unit in units if unit.gathers):
+    for groups, device in dict.fromkeys(
+        (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
+    ):
         own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
         if any(true_on_any_rank([bool(own)], groups, device)):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
@@ -221,16 +223,16 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
 
 
 @contextmanager
-def _whole_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
+def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     shards = {handle: _shard_grad(handle) for handle in unit.handles}
-    wholes = unit.gather_whole(shards.__getitem__)
+    wholes = unit.all_gather_full(shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.views.show_full_grads(whole, there[handle])
+        handle.views.register_full_grads(whole, there[handle])
     try:
         yield
     finally:
         rank = unit.options.groups.shard.rank
         for handle, whole in zip(unit.handles, wholes, strict=True):
             own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
-            handle.views.take_full_grads(own)
+            handle.views.restore_sharded_grads(own)

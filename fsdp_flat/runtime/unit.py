@@ -72,10 +72,10 @@ class Unit:
         context: streams, memory and records shared with the other units of the tree.
         policy: settings for combining gradients over ranks.
         is_nested: an outer wrapper was built around this one.
-        gathered_version: version of the weights that are unsharded, or were last.
+        unsharded_version: version of the weights that are unsharded, or were last.
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
             an earlier forward still needs the old values, a forward does not.
-        whole: the full tensors of an open ``whole_params``, else None.
+        whole: the full tensors of an open ``full_params``, else None.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         saver: saves checkpoints of this unit's tree in the background; None before the first.
         optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
@@ -113,13 +113,13 @@ class Unit:
         self._collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
         # Used in steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
         self._step_collectives = self._collectives
-        self._gathers: list[Pending] = []
+        self._pending_all_gathers: list[Pending] = []
         # Storage epoch of the parameters that the buffers still hold although the unit is sharded.
-        self._kept: int | None = None
+        self._kept_epoch: int | None = None
         self._depth = 0
         # A graph of a backward (create_graph=True) may need the unsharded parameters; the next backward frees them.
         self._held_for_graph = False
-        self.gathered_version = 0
+        self.unsharded_version = 0
         self.is_outdated = False
         self.whole: object | None = None
         self.forward_methods: set[str] = set()
@@ -154,7 +154,7 @@ class Unit:
         """
         if self._collectives is None:
             return
-        if self._gathers or self.phase is not Phase.IDLE:
+        if self._pending_all_gathers or self.phase is not Phase.IDLE:
             raise PhaseError(
                 f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
                 "or a reduce-scatter under way. Replace them between steps."
@@ -176,7 +176,7 @@ class Unit:
         return not self.handles or self.handles[0].state is ShardState.UNSHARDED
 
     @property
-    def gathers(self) -> bool:
+    def needs_all_gather(self) -> bool:
         """True if an unshard communicates, so that beginning it early helps."""
         return bool(self.handles) and self._collectives is not None
 
@@ -219,41 +219,41 @@ class Unit:
                 full = handle.begin_unshard()
                 if collectives is not None:
                     self._issued.append(("all-gather", self))
-                    self._gathers.append(collectives.begin_all_gather(full))
+                    self._pending_all_gathers.append(collectives.begin_all_gather(full))
             if self.options.offload_params and context.streams.is_accelerator:
                 context.streams.shards_read()
 
     def _reuse_kept(self) -> bool:
         """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
-        if self._kept is None:
+        if self._kept_epoch is None:
             return False
         for handle in self.handles:
             handle.adopt_changes()
-        if in_backward() == -1 or self._kept != self.storage_epoch:
-            self.drop_kept()
+        if in_backward() == -1 or self._kept_epoch != self.storage_epoch:
+            self.free_kept_buffers()
             return False
-        self._kept = None
+        self._kept_epoch = None
         for handle in self.handles:
             handle.undo_reshard()
         # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
         # they changed must not all-gather, because the others do not.
-        self.gathered_version = self._version()
+        self.unsharded_version = self._version()
         return True
 
     def finish_unshard(self) -> None:
         """Wait for all all-gathers in flight."""
         if self.is_unsharded:
             return
-        gathers, self._gathers = self._gathers, []
+        pendings, self._pending_all_gathers = self._pending_all_gathers, []
         streams = self.context.streams
         with profiled("all_gather_wait", self.name):
             with streams.all_gathers:
-                for pending in gathers:
+                for pending in pendings:
                     pending.wait()
             streams.wait_for_all_gathers()
             for handle in self.handles:
                 handle.finish_unshard()
-        self.gathered_version = self._version()
+        self.unsharded_version = self._version()
         self._trace("finish_unshard")
 
     def _version(self) -> int:
@@ -264,9 +264,9 @@ class Unit:
         if self.is_unsharded:
             for handle in self.handles:
                 handle.views.check_shown()
-            if not self.gathers:
-                self.gathered_version = self._version()
-            elif self.phase is not Phase.BACKWARD and (self.is_outdated or self.gathered_version != self._version()):
+            if not self.needs_all_gather:
+                self.unsharded_version = self._version()
+            elif self.phase is not Phase.BACKWARD and (self.is_outdated or self.unsharded_version != self._version()):
                 # Unsharded since an earlier forward, and the shards have changed since.
                 self.reshard()
         if self.is_sharded:
@@ -281,14 +281,14 @@ class Unit:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
-        if any(h.computes_low and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
+        if any(h.uses_low_precision and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
             self.reshard()
             for handle in self.handles:
                 handle.use_full_precision(full)
 
     def weights(self, full_precision: bool) -> Weights:
         """Return the weights for a forward that begins now."""
-        return Weights(full_precision, self.storage_epoch, self.gathered_version)
+        return Weights(full_precision, self.storage_epoch, self.unsharded_version)
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
@@ -306,35 +306,35 @@ class Unit:
         for handle in self.handles:
             handle.views.use_sharded_views()
 
-    def reshard(self, *, keep_memory: bool = False) -> None:
+    def reshard(self, *, keep_buffers: bool = False) -> None:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
 
-        With ``keep_memory`` the unit counts as sharded, but the next backward reuses the buffers, unless
-        :meth:`drop_kept`
+        With ``keep_buffers`` the unit counts as sharded, but the next backward reuses the buffers, unless
+        :meth:`free_kept_buffers`
         frees them before.
         """
         if self.is_sharded:
-            self.drop_kept()
+            self.free_kept_buffers()
             return
         self.finish_unshard()
         for handle in self.handles:
             handle.views.use_sharded_views()
             handle.reshard()
-        self._kept = self.storage_epoch
-        if not keep_memory:
-            self.drop_kept()
+        self._kept_epoch = self.storage_epoch
+        if not keep_buffers:
+            self.free_kept_buffers()
 
-    def drop_kept(self) -> None:
+    def free_kept_buffers(self) -> None:
         """Free the buffers that :meth:`reshard` has kept."""
-        if self._kept is None:
+        if self._kept_epoch is None:
             return
-        self._kept = None
+        self._kept_epoch = None
         self._trace("reshard")
         for handle in self.handles:
             handle.free()
         self.context.streams.buffers_freed()
 
-    def gather_whole(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
+    def all_gather_full(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
         """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
 
         The result is separate memory, except if nothing is sharded: then it is the given tensor.
@@ -374,20 +374,20 @@ class Unit:
             self.use_full_precision(self.wants_full_precision)
         self.unshard()
 
-    def exit_forward(self, *, keep: bool, keep_memory: bool = False) -> None:
+    def exit_forward(self, *, keep: bool, keep_buffers: bool = False) -> None:
         """End the module's forward; ``keep`` leaves the parameters unsharded for backward.
 
-        For ``keep_memory`` see :meth:`reshard`.
+        For ``keep_buffers`` see :meth:`reshard`.
         """
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
         if self._depth == 0 and not keep and self.phase is not Phase.BACKWARD and not self._held_for_graph:
-            self.reshard(keep_memory=keep_memory)
+            self.reshard(keep_buffers=keep_buffers)
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def activate(self, weights: Weights) -> None:
+    def pre_backward(self, weights: Weights) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``.
 
         Raises:
@@ -407,7 +407,7 @@ class Unit:
         self.use_full_precision(weights.full_precision)
         self.unshard()
         # The unsharded parameters are still those of the forward, but a write-back has changed the shards since.
-        current = self._version() if self.is_outdated else self.gathered_version
+        current = self._version() if self.is_outdated else self.unsharded_version
         if weights.version != current:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
@@ -415,8 +415,8 @@ class Unit:
                 "weights. Run backward before changing weights, or forward again after it."
             )
 
-    def join_backward(self, weights: Weights) -> None:
-        """Begin the all-gather as :meth:`activate` does, whether or not this rank needs the parameters."""
+    def prefetch_for_backward(self, weights: Weights) -> None:
+        """Begin the all-gather as :meth:`pre_backward` does, whether or not this rank needs the parameters."""
         self.use_full_precision(weights.full_precision)
         self.begin_unshard()
 
@@ -456,9 +456,9 @@ class Unit:
             return
         self._depth = 0
         self._held_for_graph = False
-        self._kept = None
-        gathers, self._gathers = self._gathers, []
-        for pending in gathers:
+        self._kept_epoch = None
+        pendings, self._pending_all_gathers = self._pending_all_gathers, []
+        for pending in pendings:
             # A failure here adds nothing to the reason for the abort.
             with suppress(RuntimeError):
                 pending.wait()

@@ -24,7 +24,7 @@ from fsdp_flat.comm import (
     digest_of,
     exchange_bytes,
     exchange_ints,
-    is_simulated,
+    is_fake,
 )
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import modules_of
@@ -76,7 +76,7 @@ def _real_axes(groups: ShardingGroups) -> list[RankGroup]:
     return [
         rank_group
         for rank_group in groups.rank_groups
-        if rank_group.group is not None and rank_group.size > 1 and not is_simulated(rank_group.group)
+        if rank_group.group is not None and rank_group.size > 1 and not is_fake(rank_group.group)
     ]
 
 
@@ -272,7 +272,7 @@ def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[Ran
     parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     flat = torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1).to(dtype) for part in parts])
     for rank_group in rank_groups:
-        flat = begin_all_reduce(flat, rank_group, doing="the average of gradients that no unit manages").wait()
+        flat = begin_all_reduce(flat, rank_group, collective="the average of gradients that no unit manages").wait()
     flat /= num_ranks
     for param, mean in zip(params, flat.split([param.numel() for param in params]), strict=True):
         if param.grad is None or param.grad.is_sparse:
@@ -306,6 +306,6 @@ def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
             total = buffer.to(dtype, copy=True)
             for rank_group in rank_groups:
                 total = begin_all_reduce(
-                    total, rank_group, largest=not averages, doing=f"the average of {name!r}"
+                    total, rank_group, largest=not averages, collective=f"the average of {name!r}"
                 ).wait()
             buffer.copy_(total / groups.num_ranks if averages else total)

@@ -45,7 +45,7 @@ def unwrap(model: nn.Module) -> nn.Module:
                 "wrapper, or the module that holds it."
             )
     for unit in units:
-        _make_whole(unit)
+        _restore_full(unit)
     modules = list(model.modules())
     wrapped = {child: child._modules[FSDP_WRAPPED_MODULE] for child in modules if unit_of(child) is not None}
     for child in modules:
@@ -60,11 +60,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     return _inner(model, wrapped)
 
 
-def _make_whole(unit: Unit) -> None:
+def _restore_full(unit: Unit) -> None:
     unit.reshard()
     for handle in unit.handles:
         handle.adopt_changes()
-    wholes = unit.gather_whole(lambda handle: handle.flat_param.data)
+    wholes = unit.all_gather_full(lambda handle: handle.flat_param.data)
     for handle, whole in zip(unit.handles, wholes, strict=True):
         handle.views.unflatten(whole)
     unit.buffers.cast(full=True)

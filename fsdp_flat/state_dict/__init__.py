@@ -3,7 +3,7 @@
 from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_of, boxes_to_shard, check_boxes
 from fsdp_flat.state_dict.chunk_specs import (
     ChunkSpec,
-    SpecTensor,
+    ShardWithSpec,
     chunk_spec,
     chunks_of,
     fitting_chunk,
@@ -22,7 +22,7 @@ __all__ = [
     "BoxedTensor",
     "ChunkSpec",
     "LoadReport",
-    "SpecTensor",
+    "ShardWithSpec",
     "StateDictCodec",
     "boxed_value",
     "boxes_of",

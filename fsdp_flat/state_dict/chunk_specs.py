@@ -35,7 +35,15 @@ from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict._torch import root_mesh
 from fsdp_flat.state_dict.torch_types import ShardedTensors, describe, dtensor, local_chunk
 
-__all__ = ["ChunkSpec", "SpecTensor", "chunk_spec", "chunks_of", "fitting_chunk", "plan_full_transfer", "write_chunks"]
+__all__ = [
+    "ChunkSpec",
+    "ShardWithSpec",
+    "chunk_spec",
+    "chunks_of",
+    "fitting_chunk",
+    "plan_full_transfer",
+    "write_chunks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +100,7 @@ class ChunkSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecTensor:
+class ShardWithSpec:
     """Holds one tensor to save or load: a parameter, or an optimizer state of it.
 
     Attributes:
@@ -154,18 +162,18 @@ def _placements(mesh: DeviceMesh, by_dim: dict[int, Placement]) -> tuple[Placeme
 
 
 def _split_spec(
-    unit: Unit, name: str, part_shape: tuple[int, ...], adapter: DTensorAdapter, local_shards: Partition
+    unit: Unit, name: str, local_shape: tuple[int, ...], adapter: DTensorAdapter, local_shards: Partition
 ) -> ChunkSpec:
     rank_group, whole = unit.options.groups.shard, tuple(adapter.shape)
     if rank_group.size == 1:
-        own = ReplicatedPartition(math.prod(part_shape), None, 1)
+        own = ReplicatedPartition(math.prod(local_shape), None, 1)
         return ChunkSpec(
             unit.options.device,
             rank_group,
             local_shards,
             own,
             whole,
-            part_shape,
+            local_shape,
             adapter.mesh,
             adapter.placements,
             None,
@@ -175,28 +183,28 @@ def _split_spec(
     placements = _placements(root, {shard_dim: Shard(0), split_dim: placement})
     if not (isinstance(placement, Shard) and placement.dim == 0 and split_dim > shard_dim):
         chunks, own_shape = (
-            chunk_partition(part_shape, rank_group.size),
-            chunk_shape(part_shape, rank_group.size, rank_group.rank),
+            chunk_partition(local_shape, rank_group.size),
+            chunk_shape(local_shape, rank_group.size, rank_group.rank),
         )
         return ChunkSpec(
             unit.options.device, rank_group, local_shards, chunks, whole, own_shape, root, placements, None
         )
     # DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first: rows
     # change ranks in both groups.
-    tensor_axis = RankGroup.of(adapter.mesh.get_group(0))
+    tp_group = RankGroup.of(adapter.mesh.get_group(0))
     width = math.prod(whole[1:])
-    part = chunk_rows(whole[0], tensor_axis.size, tensor_axis.rank)
+    part = chunk_rows(whole[0], tp_group.size, tp_group.rank)
     blocks = [chunk_rows(whole[0], rank_group.size, rank) for rank in range(rank_group.size)]
     in_blocks = IrregularPartition(tuple(_times(part.intersect(block).shift(-part.start), width) for block in blocks))
     block = blocks[rank_group.rank]
-    parts = [chunk_rows(whole[0], tensor_axis.size, rank) for rank in range(tensor_axis.size)]
-    wanted = [chunk_rows(block.numel, tensor_axis.size, rank).shift(block.start) for rank in range(tensor_axis.size)]
+    parts = [chunk_rows(whole[0], tp_group.size, rank) for rank in range(tp_group.size)]
+    wanted = [chunk_rows(block.numel, tp_group.size, rank).shift(block.start) for rank in range(tp_group.size)]
     second = _SecondExchange(
-        tensor_axis,
+        tp_group,
         IrregularPartition(tuple(_times(other.intersect(block), width) for other in parts)),
         IrregularPartition(tuple(_times(rows, width) for rows in wanted)),
     )
-    own_shape = (wanted[tensor_axis.rank].numel, *whole[1:])
+    own_shape = (wanted[tp_group.rank].numel, *whole[1:])
     return ChunkSpec(
         unit.options.device, rank_group, local_shards, in_blocks, whole, own_shape, root, placements, second
     )
@@ -246,7 +254,7 @@ def _joined_mesh(unit: Unit, name: str, adapter: DTensorAdapter) -> tuple[Any, i
     )
 
 
-def chunks_of(rows: Sequence[SpecTensor], *, offload: bool) -> list[torch.Tensor]:
+def chunks_of(rows: Sequence[ShardWithSpec], *, offload: bool) -> list[torch.Tensor]:
     """Exchange local shards for this rank's chunks, returned as DTensors or ShardedTensors.
 
     Every rank of the shard groups must call this with the same rows. Each rank sends at most the size of its shard.
@@ -256,27 +264,27 @@ def chunks_of(rows: Sequence[SpecTensor], *, offload: bool) -> list[torch.Tensor
         offload: return the chunks on the CPU.
     """
     found = []
-    on_their_way = _ChunkExchange()
+    transfers = _ChunkExchange()
     for row in rows:
         spec = row.spec
         target = row.local_shard.new_empty(spec.chunks[spec.rank_group.rank].numel)
-        on_their_way.add(spec, spec.rank_group, spec.local_shards, spec.chunks, row.local_shard, target)
+        transfers.add(spec, spec.rank_group, spec.local_shards, spec.chunks, row.local_shard, target)
         found.append(target)
-    on_their_way.wait()
+    transfers.wait()
     for index, row in enumerate(rows):
         second = row.spec.second
         if second is not None:
             target = row.local_shard.new_empty(math.prod(row.spec.chunk_shape))
-            on_their_way.add(row.spec, second.rank_group, second.held, second.wanted, found[index], target)
+            transfers.add(row.spec, second.rank_group, second.held, second.wanted, found[index], target)
             found[index] = target
-    on_their_way.wait()
+    transfers.wait()
     tensors = ShardedTensors()
     chunks = (chunk.view(row.spec.chunk_shape) for row, chunk in zip(rows, found, strict=True))
-    dressed = zip(rows, chunks, strict=True)
-    return [row.spec.to_torch_type(chunk.cpu() if offload else chunk, tensors) for row, chunk in dressed]
+    typed = zip(rows, chunks, strict=True)
+    return [row.spec.to_torch_type(chunk.cpu() if offload else chunk, tensors) for row, chunk in typed]
 
 
-def write_chunks(rows: Sequence[tuple[SpecTensor, torch.Tensor]]) -> None:
+def write_chunks(rows: Sequence[tuple[ShardWithSpec, torch.Tensor]]) -> None:
     """Write this rank's chunks into every rank's local shards; the inverse of :func:`chunks_of`.
 
     Every rank of the shard groups must call this with the same rows.
@@ -284,23 +292,23 @@ def write_chunks(rows: Sequence[tuple[SpecTensor, torch.Tensor]]) -> None:
     Args:
         rows: the tensors, each with this rank's chunk.
     """
-    on_their_way = _ChunkExchange()
+    transfers = _ChunkExchange()
     found = []
     for row, chunk in rows:
         source = chunk.detach().reshape(-1).to(dtype=row.local_shard.dtype, device=row.local_shard.device)
         second = row.spec.second
         if second is not None:
             middle = row.local_shard.new_empty(row.spec.chunks[row.spec.rank_group.rank].numel)
-            on_their_way.add(row.spec, second.rank_group, second.wanted, second.held, source, middle)
+            transfers.add(row.spec, second.rank_group, second.wanted, second.held, source, middle)
             source = middle
         found.append(source)
-    on_their_way.wait()
+    transfers.wait()
     with torch.no_grad():
         for (row, _), source in zip(rows, found, strict=True):
-            on_their_way.add(
+            transfers.add(
                 row.spec, row.spec.rank_group, row.spec.chunks, row.spec.local_shards, source, row.local_shard
             )
-        on_their_way.wait()
+        transfers.wait()
 
 
 class _ChunkExchange:
@@ -318,9 +326,9 @@ class _ChunkExchange:
         source: torch.Tensor,
         target: torch.Tensor,
     ) -> None:
-        moves = plan_transfer(held, wanted, rank_group.rank)
+        transfer_plan = plan_transfer(held, wanted, rank_group.rank)
         nbytes = math.prod(spec.shape) * target.itemsize
-        self._channels.add(rank_group, spec.device, moves, source, target, nbytes=nbytes)
+        self._channels.add(rank_group, spec.device, transfer_plan, source, target, nbytes=nbytes)
 
     def wait(self) -> None:
         self._channels.wait()

@@ -20,9 +20,9 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict.common import LoadReport
-from fsdp_flat.state_dict.full import gather_full, load_full, save_full
+from fsdp_flat.state_dict.full import load_full, prefetch_full, save_full
 from fsdp_flat.state_dict.local import load_local, save_local
-from fsdp_flat.state_dict.sharded import gather_sharded, load_sharded, save_sharded
+from fsdp_flat.state_dict.sharded import load_sharded, prefetch_sharded, save_sharded
 
 __all__ = ["CODECS", "StateDictCodec"]
 
@@ -50,13 +50,13 @@ class StateDictCodec:
 CODECS = MappingProxyType(
     {
         StateDictType.FULL_STATE_DICT: StateDictCodec(
-            gather_full, save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig
+            prefetch_full, save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig
         ),
         StateDictType.LOCAL_STATE_DICT: StateDictCodec(
             None, save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig
         ),
         StateDictType.SHARDED_STATE_DICT: StateDictCodec(
-            gather_sharded, save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
+            prefetch_sharded, save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
         ),
     }
 )

@@ -17,13 +17,13 @@ from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMis
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
-from fsdp_flat.state_dict.chunk_specs import SpecTensor, write_chunks
+from fsdp_flat.state_dict.chunk_specs import ShardWithSpec, write_chunks
 from fsdp_flat.state_dict.torch_types import shape_of
 
 __all__ = [
     "LOADING",
     "LoadReport",
-    "copy_whole",
+    "copy_full",
     "failed_anywhere",
     "finish_load",
     "local_shard_of",
@@ -60,7 +60,7 @@ class LoadReport:
     missing: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     writes: list[Callable[[], object]] = field(default_factory=list)
-    chunks: list[tuple[str, SpecTensor, torch.Tensor]] = field(default_factory=list)
+    chunks: list[tuple[str, ShardWithSpec, torch.Tensor]] = field(default_factory=list)
     units: list[Unit] = field(default_factory=list)
     has_chunks: bool = False
     has_own: bool = False
@@ -186,7 +186,7 @@ def prepare_load(
     for handle in unit.handles:
         # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
         handle.adopt_changes()
-        report.writes.append(handle.views.rewritten)
+        report.writes.append(handle.views.bump_version)
     unit.use_sharded_views()
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
@@ -220,7 +220,7 @@ def prepare_load(
     return taken
 
 
-def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, report: LoadReport) -> None:
+def copy_full(unit: Unit, handle: FlatParamHandle, index: int, value: Any, prefix: str, report: LoadReport) -> None:
     """Add to ``report`` the copy of this rank's local shard out of a full tensor, or an error if it does not fit."""
     param_info = handle.layout.param_infos[index]
     name = prefix + param_info.fqn
@@ -243,7 +243,7 @@ def copy_whole(unit: Unit, handle: FlatParamHandle, index: int, value: Any, pref
         # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
         is_read = isinstance(value, torch.Tensor)
         whole = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
-        source = adapter.local_part(whole.detach().reshape(shape)).reshape(-1)[local_shard.in_param.to_slice()]
+        source = adapter.local_slice(whole.detach().reshape(shape)).reshape(-1)[local_shard.in_param.to_slice()]
         # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only the local shard is kept.
         source = source if is_read else source.clone()
         report.writes.append(lambda: handle.flat_param.data[local_shard.in_shard.to_slice()].copy_(source))

@@ -16,31 +16,31 @@ import torch
 from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import P2PChannels
 from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
-from fsdp_flat.runtime import Unit, check_idle, whole_params
+from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state_dict.chunk_specs import plan_full_transfer
 from fsdp_flat.state_dict.common import (
     LoadReport,
-    copy_whole,
+    copy_full,
     finish_load,
     local_shards_of,
     prepare_load,
     restore_buffers,
 )
 
-__all__ = ["gather_full", "load_full", "save_full"]
+__all__ = ["load_full", "prefetch_full", "save_full"]
 
 # Full tensors, by handle and parameter.
 Wholes = list[list[torch.Tensor]]
 
 
-def gather_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wholes]:
+def prefetch_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wholes]:
     """Exchange the full tensors of every unit at once; return an empty dict if device memory might not hold them.
 
     Every rank of the shard groups must call this.
     """
     if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
-    return whole_tensors([unit for unit in units if unit.whole is None], to_zero=_to_zero(config))
+    return full_tensors([unit for unit in units if unit.whole is None], to_zero=_to_zero(config))
 
 
 def _to_zero(config: StateDictConfig) -> bool:
@@ -64,11 +64,11 @@ def save_full(
         prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it; hooks of the wrapped modules see full parameters.
-        gathered: the result of :func:`gather_full` for the unit.
+        gathered: the result of :func:`prefetch_full` for the unit.
     """
     to_zero = _to_zero(config)
     keep = not to_zero or unit.options.groups.primary.rank == 0
-    with _whole_shown(unit, gathered, keep=keep, to_zero=to_zero) as fresh:
+    with _full_params_registered(unit, gathered, keep=keep, to_zero=to_zero) as fresh:
         destination = inner()
         for handle in unit.handles:
             for index, entry in enumerate(handle.views.params):
@@ -98,29 +98,29 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _whole_shown(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bool) -> Iterator[bool]:
+def _full_params_registered(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bool) -> Iterator[bool]:
     """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
     if unit.whole is not None:
-        with whole_params(unit):
+        with full_params(unit):
             yield False
         return
     was_unsharded = not unit.is_sharded
-    wholes = whole_tensors([unit], to_zero=to_zero)[unit] if gathered is None else gathered
+    wholes = full_tensors([unit], to_zero=to_zero)[unit] if gathered is None else gathered
     try:
         for handle, tensors in zip(unit.handles, wholes, strict=True):
             if keep:
-                handle.views.show_tensors(tensors)
+                handle.views.use_full_tensors(tensors)
             else:
                 handle.views.show_names()
         yield True
     finally:
         for handle in unit.handles:
-            handle.views.remove_full_views()
+            handle.views.unregister_full_params()
         if was_unsharded:
             unit.use_unsharded_views()
 
 
-def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
+def full_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
     """Unshard parameters into new tensors; with ``to_zero`` they are empty except on rank 0 of the shard groups.
 
     Every rank of the shard groups must call this.
@@ -139,11 +139,11 @@ def whole_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]
                 ):
                     shape = param_info.shape if dst in (None, rank_group.rank) else (0,)
                     target = torch.empty(shape, dtype=local_shard.dtype, device=device)
-                    moves = plan_full_transfer(handle, index, rank_group.rank, dst)
+                    transfer_plan = plan_full_transfer(handle, index, rank_group.rank, dst)
                     channels.add(
                         rank_group,
                         device,
-                        moves,
+                        transfer_plan,
                         local_shard,
                         target.view(-1),
                         nbytes=param_info.numel * local_shard.itemsize,
@@ -160,5 +160,5 @@ def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadR
     for handle, values in prepare_load(unit, state_dict, prefix, report).items():
         for index, value in enumerate(values):
             if value is not None:
-                copy_whole(unit, handle, index, value, prefix, report)
+                copy_full(unit, handle, index, value, prefix, report)
     finish_load(unit, state_dict, prefix + FSDP_PREFIX)

@@ -14,7 +14,7 @@ from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
-from fsdp_flat.state_dict.common import LoadReport, copy_whole, finish_load, prepare_load, put, restore_buffers
+from fsdp_flat.state_dict.common import LoadReport, copy_full, finish_load, prepare_load, put, restore_buffers
 from fsdp_flat.state_dict.full import save_full
 from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk, shape_of
 
@@ -87,7 +87,7 @@ def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Load
         if value is None:
             if unit.options.groups.shard.size == 1 and all(entry is not None for entry in given[handle]):
                 for index, entry in enumerate(given[handle]):
-                    copy_whole(unit, handle, index, entry, prefix, report)
+                    copy_full(unit, handle, index, entry, prefix, report)
             elif any(entry is not None for entry in given[handle]):
                 report.errors.append(
                     f"{name}: this load is of a LOCAL_STATE_DICT, and the state dict has entries by parameter names "

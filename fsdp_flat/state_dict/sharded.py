@@ -15,10 +15,10 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
 from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
-from fsdp_flat.state_dict.chunk_specs import ChunkSpec, SpecTensor, chunk_spec, chunks_of, fitting_chunk
+from fsdp_flat.state_dict.chunk_specs import ChunkSpec, ShardWithSpec, chunk_spec, chunks_of, fitting_chunk
 from fsdp_flat.state_dict.common import (
     LoadReport,
-    copy_whole,
+    copy_full,
     finish_load,
     local_shards_of,
     prepare_load,
@@ -27,10 +27,10 @@ from fsdp_flat.state_dict.common import (
 )
 from fsdp_flat.state_dict.torch_types import is_chunked, shape_of
 
-__all__ = ["gather_sharded", "load_sharded", "save_sharded"]
+__all__ = ["load_sharded", "prefetch_sharded", "save_sharded"]
 
 
-def gather_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
+def prefetch_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
     """Exchange the chunks of every unit at once; return an empty dict if device memory might not hold them.
 
     Not for ``boxes=True``, which communicates nothing. Every rank of the shard groups must call this.
@@ -47,7 +47,7 @@ def _chunks(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[A
         for handle in unit.handles:
             for index, local_shard in enumerate(local_shards_of(unit, handle)):
                 places.append(unit)
-                rows.append(SpecTensor(chunk_spec(unit, handle, index), local_shard))
+                rows.append(ShardWithSpec(chunk_spec(unit, handle, index), local_shard))
     found: dict[Unit, list[Any]] = {unit: [] for unit in units}
     with torch.no_grad():
         for unit, value in zip(places, chunks_of(rows, offload=config.offload_to_cpu), strict=True):
@@ -73,7 +73,7 @@ def save_sharded(
 
     Args:
         unit, config, prefix, inner: as for :func:`save_full`.
-        gathered: the result of :func:`gather_sharded` for the unit.
+        gathered: the result of :func:`prefetch_sharded` for the unit.
     """
     check_idle(unit, "state_dict")
     with _names_shown(unit):
@@ -103,7 +103,7 @@ def _names_shown(unit: Unit) -> Iterator[None]:
         yield
     finally:
         for handle in unit.handles:
-            handle.views.remove_full_views()
+            handle.views.unregister_full_params()
 
 
 def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: dict[str, Any]) -> None:
@@ -136,12 +136,12 @@ def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: Lo
             if isinstance(value, BoxedTensor):
                 _load_boxes(handle, index, value, prefix, local_shards[index], report)
             elif is_chunked(value):
-                row = SpecTensor(chunk_spec(unit, handle, index).as_given(value), local_shards[index])
+                row = ShardWithSpec(chunk_spec(unit, handle, index).as_given(value), local_shards[index])
                 chunk = _checked(row.spec, value, name, report)
                 if chunk is not None:
                     report.chunks.append((name, row, chunk))
             else:
-                copy_whole(unit, handle, index, value, prefix, report)
+                copy_full(unit, handle, index, value, prefix, report)
     finish_load(unit, state_dict, prefix + FSDP_PREFIX)
 
 

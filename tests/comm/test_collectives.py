@@ -85,10 +85,10 @@ def test_several_begun_collectives_may_be_waited_for_in_any_order() -> None:
     collectives = collectives_for(rank_group, torch.device("cpu"))
     assert isinstance(collectives, CpuCollectives)
     fulls = [torch.full((4 * n,), float(rank_group.rank + n)) for n in (1, 2, 3)]
-    gathers = [collectives.begin_all_gather(full) for full in fulls[:2]]
+    needs_all_gather = [collectives.begin_all_gather(full) for full in fulls[:2]]
     reduction = collectives.begin_reduce_scatter(fulls[2])
     assert_equal(reduction.wait(), torch.full((3,), float(sum(rank + 3 for rank in range(4)))))
-    for n, pending in reversed(list(zip((1, 2), gathers, strict=True))):
+    for n, pending in reversed(list(zip((1, 2), needs_all_gather, strict=True))):
         expected = torch.cat([torch.full((n,), float(rank + n)) for rank in range(4)])
         assert_equal(pending.wait(), expected)
 

@@ -56,30 +56,30 @@ def other(rank: int) -> int:
 def test_messages_arrive_in_order_whether_or_not_they_are_expected_yet(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
     for first in (True, False):
-        letters = [box.expect("transfer", peer, 12) for _ in range(3)] if first else []
+        messages = [box.expect("transfer", peer, 12) for _ in range(3)] if first else []
         for index in range(3):
             box.send("transfer", [(torch.full((3,), 10.0 * index + rank), (peer,))])
         if not first:
             dist.barrier()
             box.receive_ready(peer)
-            letters = [box.expect("transfer", peer, 12) for _ in range(3)]
-            assert all(message.is_completed() for message in letters)
-        for index, message in enumerate(letters):
+            messages = [box.expect("transfer", peer, 12) for _ in range(3)]
+            assert all(message.is_completed() for message in messages)
+        for index, message in enumerate(messages):
             assert_equal(read(message), torch.full((3,), 10.0 * index + peer))
-        assert all(not message.is_completed() for message in letters)
+        assert all(not message.is_completed() for message in messages)
 
 
 @on_ranks(2)
 @EXACT
 def test_memory_that_nobody_has_read_is_not_used_again_and_memory_that_was_read_is(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
-    letters = [box.expect("transfer", peer, 4 * PAGE) for _ in range(5)]
+    messages = [box.expect("transfer", peer, 4 * PAGE) for _ in range(5)]
     for index in range(5):
         box.send("transfer", [(torch.full((PAGE,), float(index)), (peer,))])
     assert box.nbytes == 5 * 4 * PAGE
     assert box.unread("transfer") == {peer: 5 * 4 * PAGE}
     dist.barrier()
-    for index, message in enumerate(letters):
+    for index, message in enumerate(messages):
         assert_equal(read(message), torch.full((PAGE,), float(index)))
     while box.unread("transfer"):
         wait_for([(box, peer)], "transfer")
@@ -110,11 +110,11 @@ def test_memory_that_was_idle_for_long_goes_back_to_the_system_and_serves_again(
     box, peer = shared_memory(), other(rank)
 
     def swap(numel: int, how_many: int) -> None:
-        letters = [box.expect("transfer", peer, 4 * numel) for _ in range(how_many)]
+        messages = [box.expect("transfer", peer, 4 * numel) for _ in range(how_many)]
         for index in range(how_many):
             box.send("transfer", [(torch.full((numel,), float(index + 1)), (peer,))])
         dist.barrier()
-        for index, message in enumerate(letters):
+        for index, message in enumerate(messages):
             assert_equal(read(message), torch.full((numel,), float(index + 1)))
         while box.unread("transfer"):
             wait_for([(box, peer)], "transfer")
@@ -239,11 +239,11 @@ def test_a_dropped_letter_does_not_swallow_another_message(rank: int) -> None:
 def test_short_messages_share_memory_and_files(rank: int) -> None:
     box, peer = shared_memory(), other(rank)
     before = len(os.listdir("/proc/self/fd"))
-    letters = [box.expect("transfer", peer, 4000) for _ in range(100)]
+    messages = [box.expect("transfer", peer, 4000) for _ in range(100)]
     for index in range(100):
         box.send("transfer", [(torch.full((1000,), float(index)), (peer,))])
     dist.barrier()
-    for index, message in enumerate(letters):
+    for index, message in enumerate(messages):
         assert_equal(read(message), torch.full((1000,), float(index)))
     assert len(os.listdir("/proc/self/fd")) <= before + 3
     dist.barrier()
@@ -296,13 +296,13 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logger = logging.getLogger("fsdp_flat")
-        patience, module.PATIENCE_S = module.PATIENCE_S, 0.25
+        patience, module.WARN_AFTER_S = module.WARN_AFTER_S, 0.25
         logger.addHandler(handler)
         try:
             box.expect("reduction", 1, 4, unit=7).wait()
         finally:
             logger.removeHandler(handler)
-            module.PATIENCE_S = patience
+            module.WARN_AFTER_S = patience
         assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
     dist.barrier()
 
@@ -320,11 +320,11 @@ def end_in_the_middle(seen: Path, child_s: float) -> None:
         os._exit(7)
     box.send("gather", [(torch.ones(2), (1,))])
     (seen.parent / "sent").touch()
-    letters = [box.expect("gather", 1, 8) for _ in range(2)]
+    messages = [box.expect("gather", 1, 8) for _ in range(2)]
     time.sleep(0.5)
-    assert_equal(read(letters[0]), torch.ones(2))
+    assert_equal(read(messages[0]), torch.ones(2))
     with pytest.raises(PeerFailureError, match="Rank 1 of the group has ended or closed its connections while rank 0"):
-        letters[1].wait()
+        messages[1].wait()
     with pytest.raises(PeerFailureError, match="Rank 1 of the group has ended"):
         box.send("gather", [(torch.ones(2), (1,))])
     seen.touch()

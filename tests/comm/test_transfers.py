@@ -34,8 +34,10 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
         whole = torch.arange(numel).to(dtype)
         held = even(numel, num_ranks)
         target = torch.empty(numel, dtype=dtype)
-        moves = plan_transfer(IrregularPartition(tuple(held)), ReplicatedPartition(numel, None, num_ranks), rank)
-        transfers.add(moves, whole[held[rank].to_slice()].clone(), target)
+        transfer_plan = plan_transfer(
+            IrregularPartition(tuple(held)), ReplicatedPartition(numel, None, num_ranks), rank
+        )
+        transfers.add(transfer_plan, whole[held[rank].to_slice()].clone(), target)
         found.append((target, whole))
     transfers.wait()
     for target, whole in found:
@@ -52,8 +54,8 @@ def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) ->
     with recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):
-            moves = plan_transfer(IrregularPartition(tuple(even(8, 2))), ReplicatedPartition(8, None, 2), rank)
-            transfers.add(moves, torch.full((4,), 10.0 * index + rank), target)
+            transfer_plan = plan_transfer(IrregularPartition(tuple(even(8, 2))), ReplicatedPartition(8, None, 2), rank)
+            transfers.add(transfer_plan, torch.full((4,), 10.0 * index + rank), target)
         transfers.wait()
     assert record.counts() == ({"transfer": 1} if shared else {"irecv": 1, "isend": 1})
     for index, target in enumerate(targets):

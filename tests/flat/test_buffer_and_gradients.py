@@ -84,56 +84,56 @@ LAYOUT = FlatLayout.build([("a", (2, 2)), ("b", (3,)), ("c", ())], world_size=2,
 
 
 def test_a_gradient_is_copied_where_its_parameter_lies_and_later_ones_are_added() -> None:
-    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    window.add_grad(0, torch.ones(2, 2))
-    assert (window.num_grads_ready, bytes(window.grads_ready)) == (1, b"\x01\x00\x00")
-    window.add_grad(0, torch.full((2, 2), 2.0))
-    window.add_grad(2, torch.tensor(5.0))
-    assert (window.num_grads_ready, bytes(window.grads_ready)) == (2, b"\x01\x00\x01")
+    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    grad_buffer.add_grad(0, torch.ones(2, 2))
+    assert (grad_buffer.num_grads_ready, bytes(grad_buffer.grads_ready)) == (1, b"\x01\x00\x00")
+    grad_buffer.add_grad(0, torch.full((2, 2), 2.0))
+    grad_buffer.add_grad(2, torch.tensor(5.0))
+    assert (grad_buffer.num_grads_ready, bytes(grad_buffer.grads_ready)) == (2, b"\x01\x00\x01")
     expected = torch.zeros(LAYOUT.numel)
     expected[:4] = 3.0
     expected[LAYOUT.param_infos[2].offset] = 5.0
-    assert_equal(window.close(POOL), expected)
+    assert_equal(grad_buffer.close(POOL), expected)
 
 
 def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
-    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
     pool = MemoryPool()
     used = filled(torch.full((LAYOUT.numel,), float("nan")))
     used.free(pool)
-    window.add_grad(1, torch.tensor([1.0, 2.0, 3.0]))
-    flat = window.close(pool)
+    grad_buffer.add_grad(1, torch.tensor([1.0, 2.0, 3.0]))
+    flat = grad_buffer.close(pool)
     expected = torch.zeros(LAYOUT.numel)
     expected[LAYOUT.param_infos[1].interval.to_slice()] = torch.tensor([1.0, 2.0, 3.0])
     assert_equal(flat, expected)
 
 
 def test_a_window_goes_on_after_it_was_closed() -> None:
-    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    window.add_grad(1, torch.ones(3))
-    window.close(POOL)
-    window.add_grad(1, torch.ones(3))
-    window.add_grad(0, torch.ones(2, 2))
-    flat = window.close(POOL)
+    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    grad_buffer.add_grad(1, torch.ones(3))
+    grad_buffer.close(POOL)
+    grad_buffer.add_grad(1, torch.ones(3))
+    grad_buffer.add_grad(0, torch.ones(2, 2))
+    flat = grad_buffer.close(POOL)
     assert_equal(flat[LAYOUT.param_infos[1].interval.to_slice()], torch.full((3,), 2.0))
     assert_equal(flat[:4], torch.ones(4))
 
 
 def test_gradients_are_cast_to_the_windows_dtype_and_sparse_ones_spread_out() -> None:
-    window = FlatGradBuffer(LAYOUT, torch.float64, CPU)
-    window.add_grad(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
-    window.add_grad(0, torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True))
-    flat = window.close(POOL)
+    grad_buffer = FlatGradBuffer(LAYOUT, torch.float64, CPU)
+    grad_buffer.add_grad(0, torch.full((2, 2), 0.5, dtype=torch.bfloat16))
+    grad_buffer.add_grad(0, torch.sparse_coo_tensor([[1], [0]], [2.0], (2, 2), check_invariants=True))
+    flat = grad_buffer.close(POOL)
     assert flat.dtype is torch.float64
     assert_equal(flat[:4], torch.tensor([0.5, 0.5, 2.5, 0.5], dtype=torch.float64))
-    assert window.nbytes == 8 * LAYOUT.numel
+    assert grad_buffer.nbytes == 8 * LAYOUT.numel
 
 
 def test_a_gradient_that_is_a_transpose_or_expanded_lands_in_the_right_places() -> None:
-    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
-    window.add_grad(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
-    window.add_grad(1, torch.tensor(7.0).expand(3))
-    flat = window.close(POOL)
+    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    grad_buffer.add_grad(0, torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t())
+    grad_buffer.add_grad(1, torch.tensor(7.0).expand(3))
+    flat = grad_buffer.close(POOL)
     assert_equal(flat[:4], torch.tensor([1.0, 3.0, 2.0, 4.0]))
     assert_equal(flat[LAYOUT.param_infos[1].interval.to_slice()], torch.full((3,), 7.0))
 
@@ -192,14 +192,14 @@ def test_blocks_serve_buffers_of_their_own_size_in_bytes_whatever_the_dtype() ->
 
 def test_a_released_window_is_empty_when_it_is_opened_again() -> None:
     pool = MemoryPool()
-    window = FlatGradBuffer(LAYOUT, torch.float32, CPU)
+    grad_buffer = FlatGradBuffer(LAYOUT, torch.float32, CPU)
     for index, param_info in enumerate(LAYOUT.param_infos):
-        window.add_grad(index, torch.ones(param_info.shape))
-    window.close(POOL)
-    window.release(pool)
-    assert window.nbytes == 0
-    assert window.fits(torch.float32, CPU)
-    assert not window.fits(torch.float64, CPU)
+        grad_buffer.add_grad(index, torch.ones(param_info.shape))
+    grad_buffer.close(POOL)
+    grad_buffer.release(pool)
+    assert grad_buffer.nbytes == 0
+    assert grad_buffer.fits(torch.float32, CPU)
+    assert not grad_buffer.fits(torch.float64, CPU)
     pool.clear()
-    assert window.num_grads_ready == 0
-    assert_equal(window.close(POOL), torch.zeros(LAYOUT.numel))
+    assert grad_buffer.num_grads_ready == 0
+    assert_equal(grad_buffer.close(POOL), torch.zeros(LAYOUT.numel))

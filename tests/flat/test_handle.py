@@ -267,8 +267,8 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
     module = Small()
     handle = handle_of(module, rank=0)
     shard = torch.ones(handle.layout.shard_numel)
-    handle.views.publish(shard.clone(), [True, False])
-    handle.views.publish(shard.clone(), [True, False])
+    handle.views.set_sharded_grad(shard.clone(), [True, False])
+    handle.views.set_sharded_grad(shard.clone(), [True, False])
     assert module.weight.grad is not None
     assert_equal(module.weight.grad, torch.full_like(module.weight, 2.0).detach())
     assert module.bias.grad is None

@@ -106,9 +106,9 @@ def test_a_plan_for_thousands_of_ranks_looks_at_those_it_has_to_do_with() -> Non
             return super().__getitem__(rank)
 
     held, wanted = Counted(4096 * 10, 10, 0, 4096), Counted(4096 * 10, 15, 5, 4096)
-    moves = plan_transfer(held, wanted, 2000)
-    assert moves.sends
-    assert moves.receives
+    transfer_plan = plan_transfer(held, wanted, 2000)
+    assert transfer_plan.sends
+    assert transfer_plan.receives
     assert len(seen) < 10
 
 

@@ -216,12 +216,12 @@ def test_the_older_methods_agree_with_the_newer(use_orig_params: bool, rank: int
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* is an older form of", category=FutureWarning)
         full = FSDP.full_optim_state_dict(model, optimizer)
-        everywhere = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+        dst_all = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
         sharded = FSDP.sharded_optim_state_dict(model, optimizer)
         assert bool(full) == (rank == 0)
         loaded = [
             FSDP.scatter_full_optim_state_dict(full if rank == 0 else None, model, optim=optimizer),
-            FSDP.shard_full_optim_state_dict(everywhere, model, optim=optimizer),
+            FSDP.shard_full_optim_state_dict(dst_all, model, optim=optimizer),
             FSDP.flatten_sharded_optim_state_dict(sharded, model, optimizer),
         ]
     padding = 0 if use_orig_params else None
@@ -234,4 +234,4 @@ def test_the_older_methods_agree_with_the_newer(use_orig_params: bool, rank: int
     optimizer.load_state_dict(loaded[0])
     with pytest.warns(FutureWarning, match="full_optim_state_dict is an older form of optim_state_dict"):
         again = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
-    assert_equal(again, everywhere)
+    assert_equal(again, dst_all)

@@ -33,7 +33,7 @@ KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "
 WATCHDOG_S = 30.0
 
 
-def in_turn(rank: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def dst_round_robin(rank: int, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call on rank 0 and then on rank 1, while the other waits in a barrier; this rank's result."""
     result = None
     for turn in range(dist.get_world_size()):
@@ -87,12 +87,12 @@ def test_whole_optimizer_states_are_loaded_rank_by_rank(library: str, use_orig_p
             one = Trained(library, rank, use_orig_params, seed=1)
             with one.kind(kind):
                 load = one.fsdp.optim_state_dict_to_load
-                loaded = in_turn(rank, load, one.model, one.optimizer, copy.deepcopy(expected))
+                loaded = dst_round_robin(rank, load, one.model, one.optimizer, copy.deepcopy(expected))
             one.optimizer.load_state_dict(loaded)
             assert_equal(one.saved()[1], expected)
         directly = Trained(library, rank, use_orig_params, seed=1)
         load = directly.fsdp.optim_state_dict_to_load
-        in_turn(rank, load, directly.model, directly.optimizer, copy.deepcopy(expected), load_directly=True)
+        dst_round_robin(rank, load, directly.model, directly.optimizer, copy.deepcopy(expected), load_directly=True)
         assert_equal(directly.saved()[1], expected)
 
 
@@ -108,13 +108,13 @@ def test_older_forms_for_whole_optimizer_states_are_called_rank_by_rank(
         for form in ("shard_full_optim_state_dict", "flatten_sharded_optim_state_dict"):
             one = Trained(library, rank, use_orig_params, seed=1)
             load = getattr(one.fsdp, form)
-            loaded = in_turn(rank, load, copy.deepcopy(expected), one.model, optim=one.optimizer)
+            loaded = dst_round_robin(rank, load, copy.deepcopy(expected), one.model, optim=one.optimizer)
             one.optimizer.load_state_dict(loaded)
             assert_equal(one.saved()[1], expected)
         kinds = source.library.OptimStateKeyType
         if use_orig_params:
-            by_id = in_turn(rank, source.fsdp.rekey_optim_state_dict, expected, kinds.PARAM_ID, source.model)
-            again = in_turn(rank, source.fsdp.rekey_optim_state_dict, by_id, kinds.PARAM_NAME, source.model)
+            by_id = dst_round_robin(rank, source.fsdp.rekey_optim_state_dict, expected, kinds.PARAM_ID, source.model)
+            again = dst_round_robin(rank, source.fsdp.rekey_optim_state_dict, by_id, kinds.PARAM_NAME, source.model)
             assert_equal(again["state"], expected["state"])
 
 
@@ -126,10 +126,10 @@ def test_summoned_models_are_saved_and_loaded_rank_by_rank(library: str, use_ori
         one = Trained(library, rank, use_orig_params)
         expected = one.saved()[0]
         with one.fsdp.summon_full_params(one.model):
-            assert_equal(in_turn(rank, one.model.state_dict), expected)
+            assert_equal(dst_round_robin(rank, one.model.state_dict), expected)
         summoned = one.fsdp.summon_full_params(one.model)
         summoned.__enter__()
-        in_turn(rank, summoned.__exit__, None, None, None)
+        dst_round_robin(rank, summoned.__exit__, None, None, None)
         assert_equal(one.saved()[0], expected)
 
 
@@ -141,21 +141,23 @@ def test_without_sharding_everything_about_weights_is_called_rank_by_rank(
 ) -> None:
     with peer_quiet():
         one = Trained(library, rank, use_orig_params, "NO_SHARD")
-        expected = in_turn(rank, lambda: {name: value.clone() for name, value in one.model.state_dict().items()})
+        expected = dst_round_robin(
+            rank, lambda: {name: value.clone() for name, value in one.model.state_dict().items()}
+        )
         for kind in ("FULL", "SHARDED", "LOCAL"):
             other = Trained(library, rank, use_orig_params, "NO_SHARD", seed=1)
             with one.kind(kind), other.kind(kind):
-                state = in_turn(rank, one.model.state_dict)
+                state = dst_round_robin(rank, one.model.state_dict)
                 assert_equal(dict(state), expected)
-                in_turn(rank, other.model.load_state_dict, state)
+                dst_round_robin(rank, other.model.load_state_dict, state)
             assert_equal(other.saved()[0], expected)
 
         def summon() -> None:
             with one.fsdp.summon_full_params(one.model, with_grads=use_orig_params):
                 pass
 
-        in_turn(rank, summon)
-        norms = in_turn(rank, one.model.clip_grad_norm_, 1.0)
+        dst_round_robin(rank, summon)
+        norms = dst_round_robin(rank, one.model.clip_grad_norm_, 1.0)
         assert norms > 0
 
 
@@ -183,7 +185,7 @@ def test_settings_and_questions_are_called_rank_by_rank(library: str, use_orig_p
             model.zero_grad()
             model.train(False)
 
-        in_turn(rank, ask)
+        dst_round_robin(rank, ask)
 
 
 @BOTH
@@ -194,7 +196,7 @@ def test_flat_shards_are_loaded_rank_by_rank(library: str, rank: int) -> None:
         expected = one.saved()[0]
         with one.kind("LOCAL"), other.kind("LOCAL"):
             state = one.model.state_dict()
-            in_turn(rank, other.model.load_state_dict, state)
+            dst_round_robin(rank, other.model.load_state_dict, state)
         assert_equal(other.saved()[0], expected)
 
 
@@ -209,18 +211,18 @@ def test_whole_weights_are_loaded_and_flat_shards_saved_rank_by_rank(use_orig_pa
     for kind in ("FULL", "SHARDED"):
         one = Trained("ours", rank, use_orig_params, seed=1)
         with one.kind(kind):
-            in_turn(rank, one.model.load_state_dict, expected)
+            dst_round_robin(rank, one.model.load_state_dict, expected)
         assert_equal(one.saved()[0], expected)
     # Below a plain module, and a part of the names.
     plain = nn.Sequential(*(shard(seeded(seed=seed), use_orig_params=use_orig_params) for seed in (2, 3)))
     for wrapper in plain:
         FSDP.set_state_dict_type(wrapper, fsdp_flat.StateDictType.SHARDED_STATE_DICT)
     some = {f"{at}.{name}": value for at in range(2) for name, value in expected.items() if "blocks" in name}
-    keys = in_turn(rank, plain.load_state_dict, some, strict=False)
+    keys = dst_round_robin(rank, plain.load_state_dict, some, strict=False)
     assert keys.unexpected_keys == []
     assert not [name for name in keys.missing_keys if "blocks" in name]
     with source.kind("LOCAL"):
-        state = in_turn(rank, source.model.state_dict)
+        state = dst_round_robin(rank, source.model.state_dict)
         other = Trained("ours", rank, use_orig_params, seed=1)
         with other.kind("LOCAL"):
             other.model.load_state_dict(state)
@@ -233,7 +235,7 @@ def test_states_with_a_handler_are_loaded_rank_by_rank(rank: int) -> None:
     optimizer = factored(model)
     fsdp_flat.register_optim_state_handler(model, "row_sums", merge=merge_rows, split=split_rows)
     states = FSDP.optim_state_dict(model, optimizer)
-    in_turn(rank, FSDP.optim_state_dict_to_load, model, optimizer, states, load_directly=True)
+    dst_round_robin(rank, FSDP.optim_state_dict_to_load, model, optimizer, states, load_directly=True)
     assert_equal(FSDP.optim_state_dict(model, optimizer), states)
 
 
@@ -258,6 +260,6 @@ def test_a_whole_value_that_does_not_fit_is_an_error_of_its_rank_and_changes_not
             dist.barrier()
         assert_equal(one.saved()[0], before)
         assert_equal(one.saved()[1], states_before)
-    in_turn(rank, one.model.load_state_dict, weights)
-    in_turn(rank, FSDP.optim_state_dict_to_load, one.model, one.optimizer, states, load_directly=True)
+    dst_round_robin(rank, one.model.load_state_dict, weights)
+    dst_round_robin(rank, FSDP.optim_state_dict_to_load, one.model, one.optimizer, states, load_directly=True)
     assert_equal(one.saved(), (weights, states))

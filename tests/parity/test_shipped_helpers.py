@@ -36,9 +36,9 @@ def shipped() -> Iterator[Any]:
     """``torch.testing._internal.common_fsdp`` with our class under the name that its models and helpers use."""
     if "expecttest" not in sys.modules:
         # torch's test classes derive from this package's, of which nothing here is used.
-        stand_in = types.ModuleType("expecttest")
-        stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
-        sys.modules["expecttest"] = stand_in
+        placeholder = types.ModuleType("expecttest")
+        placeholder.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+        sys.modules["expecttest"] = placeholder
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal import common_fsdp

@@ -175,11 +175,11 @@ def assert_idle(model: nn.Module) -> None:
     for unit in units_of(model):
         assert unit.is_sharded, f"{unit.name} is not sharded"
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
-        assert not unit._gathers, f"{unit.name} has gathers on their way"
+        assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
         for handle in unit.handles:
             assert handle.num_grads_ready == 0, f"{unit.name} has a gradient waiting"
             assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
-            if unit.gathers:
+            if unit.needs_all_gather:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
         assert unit.context.reductions.is_empty
         if isinstance(unit.context, Schedule):
@@ -335,7 +335,7 @@ def acquaint(model: nn.Module) -> None:
     """Let ranks find out whether they share memory, and leave out what they compare once in a first step."""
     schedule_of(model, units_of(model)[0]).rank_checks.skip()
     for unit in units_of(model):
-        if unit.gathers:
+        if unit.needs_all_gather:
             flat_collectives.transport_of(unit.options.groups.shard)  # type: ignore[attr-defined]
 
 

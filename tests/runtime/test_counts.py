@@ -46,13 +46,13 @@ def check_step(record: Record, twin: Twin, *, reduces: bool = True, shared: bool
     units = units_of(twin.model)
     shard, replicate = units[0].options.groups.rank_groups
     layouts = [(unit, handle.layout) for unit in units for handle in unit.handles]
-    gathers = [(num_gathers(unit, units[0], units[-1]), layout) for unit, layout in layouts]
+    needs_all_gather = [(num_gathers(unit, units[0], units[-1]), layout) for unit, layout in layouts]
     # Over gloo, one broadcast a rank.
     gather, messages = ("gather", 1) if shared else ("broadcast", shard.size)
-    assert record.count(gather) == sum(number * messages for number, _ in gathers)
+    assert record.count(gather) == sum(number * messages for number, _ in needs_all_gather)
     # Each gather: this rank's slice to the others, so (W-1)/W of the unit over all ranks.
     assert record.sent(gather) == sum(
-        number * layout.shard_numel * ITEMSIZE * (shard.size - 1) for number, layout in gathers
+        number * layout.shard_numel * ITEMSIZE * (shard.size - 1) for number, layout in needs_all_gather
     )
     reduction = "reduction" if shared else "all_to_all_single"
     num_reductions = len(layouts) if reduces else 0

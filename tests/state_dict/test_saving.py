@@ -250,7 +250,7 @@ def test_a_nested_unit_with_a_form_of_its_own_saves_itself_in_it() -> None:
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier, "PATIENCE_S", seconds)
+        patch.setattr(barrier, "WARN_AFTER_S", seconds)
         yield
 
 

@@ -76,14 +76,14 @@ def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> 
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("fsdp_flat")
-    patience, failures.PATIENCE_S = failures.PATIENCE_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     logger.addHandler(handler)
     try:
         if rank == 1:
             time.sleep(2)
         square_loss(model, batch(rank)).backward()
     finally:
-        failures.PATIENCE_S = patience
+        failures.WARN_AFTER_S = patience
         logger.removeHandler(handler)
     waited = [text for text in said if "has waited" in text]
     if rank == 0:
@@ -96,7 +96,7 @@ def test_a_rank_that_waits_long_says_once_for_which_rank_and_unit(rank: int) -> 
 @on_ranks(2, timeout=50)
 def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(rank: int) -> None:
     model = ready(timeout_s=40)
-    patience, failures.PATIENCE_S = failures.PATIENCE_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     try:
         if rank == 1:
             model.module.bad = 0
@@ -106,7 +106,7 @@ def test_a_wait_for_a_rank_that_has_raised_ends_before_the_timeout_of_the_group(
             with pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
                 square_loss(model, batch(rank)).backward()
     finally:
-        failures.PATIENCE_S = patience
+        failures.WARN_AFTER_S = patience
     dist.barrier()
 
 
@@ -117,10 +117,10 @@ def test_an_error_that_every_rank_has_caught_ends_no_wait_of_another_model(rank:
     model.module.bad = 0
     with pytest.raises(ValueError, match="an odd batch"):
         model(batch(rank))
-    patience, failures.PATIENCE_S = failures.PATIENCE_S, 0.5
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
     try:
         for pause in (0, 2):
             time.sleep(pause * (1 - rank))
             square_loss(other, batch(rank)).backward()
     finally:
-        failures.PATIENCE_S = patience
+        failures.WARN_AFTER_S = patience

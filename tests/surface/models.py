@@ -88,7 +88,7 @@ def whole_grads(model: nn.Module) -> dict[str, torch.Tensor]:
         }
 
 
-def whole_params(model: nn.Module) -> dict[str, torch.Tensor]:
+def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
     """Whole parameters by name. Every rank must call this."""
     with FSDP.summon_full_params(model, writeback=False):
         return {name: param.detach().clone() for name, param in model.named_parameters()}

@@ -9,7 +9,7 @@ import torch
 
 from fsdp_flat import CPUOffload, MixedPrecision
 from tests.support import assert_equal, on_ranks
-from tests.surface.models import ALL_STRATEGIES, batches, mean_loss, sharded, small_model, whole_params
+from tests.surface.models import ALL_STRATEGIES, batches, full_params, mean_loss, sharded, small_model
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
 
@@ -33,7 +33,7 @@ def train(offload: Any, strategy: str, use_orig_params: bool, precision: Any, ra
         optimizer.step()
         optimizer.zero_grad()
     devices = {param.device.type for param in model.parameters()}
-    return {"losses": losses, "parameters": whole_params(model), "devices": sorted(devices)}
+    return {"losses": losses, "parameters": full_params(model), "devices": sorted(devices)}
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32", "bf16"])

@@ -21,6 +21,7 @@ from tests.surface.models import (
     assert_near,
     batches,
     count_events,
+    full_params,
     mean_loss,
     plain_grads,
     plain_mean_grads,
@@ -29,7 +30,6 @@ from tests.surface.models import (
     small_model,
     traced,
     whole_grads,
-    whole_params,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
@@ -304,7 +304,7 @@ def test_an_optimizer_in_backward_equals_a_normal_step(strategy: str, rank: int,
         mean_loss(normal, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert_near(whole_params(model), whole_params(normal), 1e-6, "parameters")
+    assert_near(full_params(model), full_params(normal), 1e-6, "parameters")
 
 
 @on_ranks(2)
@@ -470,5 +470,5 @@ def test_accumulation_clipping_and_adam_together_equal_the_replicated_model(
         reference.step()
         ours.zero_grad()
         reference.zero_grad()
-    got = whole_params(model)
+    got = full_params(model)
     assert_near(got, {name: param.detach() for name, param in plain.named_parameters()}, 1e-4, "parameters")

@@ -24,13 +24,13 @@ from tests.surface.models import (
     assert_near,
     batches,
     count_events,
+    full_params,
     mean_loss,
     plain_grads,
     sharded,
     small_model,
     traced,
     whole_grads,
-    whole_params,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
@@ -259,7 +259,7 @@ def test_optimizers_averages_and_norms_use_local_slices_freely(
     mean_loss(model, batches(num_ranks)[rank]).backward()
     params = list(model.parameters())
     average = [param.detach().clone() for param in params]
-    before = whole_params(model)
+    before = full_params(model)
     squares = sum(param.detach().pow(2).sum() for param in params)
     torch.distributed.all_reduce(squares)
     whole = sum(param.pow(2).sum() for param in before.values())
@@ -269,8 +269,8 @@ def test_optimizers_averages_and_norms_use_local_slices_freely(
     with torch.no_grad():
         for param, mean in zip(params, average):
             param.copy_(mean)
-    assert_near(whole_params(model)["1.up.weight"].mean(), before["1.up.weight"].mean(), 0.5, "moved a little")
-    assert not torch.equal(whole_params(model)["1.up.weight"], before["1.up.weight"])
+    assert_near(full_params(model)["1.up.weight"].mean(), before["1.up.weight"].mean(), 0.5, "moved a little")
+    assert not torch.equal(full_params(model)["1.up.weight"], before["1.up.weight"])
     mean_loss(model, batches(num_ranks)[rank]).backward()
 
 
@@ -433,7 +433,7 @@ def test_a_loss_may_use_weights_inside_unshard_for(
             assert model[3].weight.shape == (3, 7)
             loss = loss_of(model, batches(num_ranks)[rank])
         loss.backward()
-        assert all(unit.is_sharded or not unit.gathers for unit in model._unit.context.units)
+        assert all(unit.is_sharded or not unit.needs_all_gather for unit in model._unit.context.units)
         check_grads(model, small_model(), num_ranks, loss_of)
 
 

@@ -18,11 +18,11 @@ from tests.surface.models import (
     assert_near,
     batches,
     count_events,
+    full_params,
     sharded,
     small_model,
     traced,
     whole_grads,
-    whole_params,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -54,7 +54,7 @@ def test_small_steps_move_bf16_weights_that_have_fp32_masters(strategy: str, use
     assert output.dtype == BF16
     assert {param.dtype for param in model.parameters()} == {FP32}
     assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {FP32}
-    moved = (1 - whole_params(model)["weight"]).abs()
+    moved = (1 - full_params(model)["weight"]).abs()
     assert moved.min() > 0.015
     assert moved.max() < 0.025
     # What is gathered for compute is the master, rounded: it has moved as well.
@@ -78,7 +78,7 @@ def test_small_steps_are_lost_in_pure_bf16_and_a_warning_says_so_exactly_once(ra
     assert "torch.bfloat16" in texts[0]
     assert "'" in texts[0].split(" of unit ")[0], "the parameter is named"
     assert caught[[str(w.message) for w in caught].index(texts[0])].category is UserWarning
-    assert torch.equal(whole_params(model)["0.weight"], torch.ones(3, 8, dtype=BF16))
+    assert torch.equal(full_params(model)["0.weight"], torch.ones(3, 8, dtype=BF16))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -145,12 +145,12 @@ def test_norms_stay_in_fp32_and_are_gathered_with_their_unit(strategy: str, rank
     x = batches(num_ranks)[rank]
     with traced(model) as trace:
         output = model(x)
-        gathers = count_events(trace, "begin_unshard")
+        needs_all_gather = count_events(trace, "begin_unshard")
     output.float().pow(2).mean().backward()
     assert seen["norm weight"] == seen["norm output"] == {FP32}  # the hook ran before the outputs were cast back
     assert seen["norm input"] == {FP32}
     assert seen["up weight"] == seen["up output"] == {BF16}
-    assert set(gathers.values()) == {1}
+    assert set(needs_all_gather.values()) == {1}
 
     reference = small_model().to(BF16)
     for block, original in zip(reference[1:3], small_model()[1:3]):
