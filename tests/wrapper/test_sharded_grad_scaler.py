@@ -191,10 +191,10 @@ def test_scaled_training_equals_unscaled_training(rank: int) -> None:
 @pytest.mark.parametrize("optimizer_class", FUSED)
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_fused_optimizers_skip_with_all_others(rank: int, optimizer_class: Any, explicit: bool, dst_all: bool) -> None:
+def test_fused_optimizers_skip_with_all_others(rank: int, optimizer_class: Any, explicit: bool, everywhere: bool) -> None:
     scaler, param = started(), param_with(torch.full((2,), 1024.0))
     optimizer = optimizer_class([param], lr=1.0, fused=True)
-    if dst_all or rank == 0:
+    if everywhere or rank == 0:
         overflow([param])
     for expected in (1.0, 0.0):
         if explicit:
