@@ -37,14 +37,12 @@ class FlatViews(Views):
         module: nn.Module,
         unit_name: str,
     ) -> None:
-        # Only weak references to the originals are kept, so that other owners of one can be found.
-        originals = {index: entry.replaced or TensorWeakRef(entry.param) for index, entry in enumerate(params)}
+        # Only weak references to the originals are kept, so that their memory is freed.
         entries = [
-            replace(entry, param=unsharded_param)
+            replace(entry, param=unsharded_param, replaced=entry.replaced or TensorWeakRef(entry.param))
             for entry, unsharded_param in zip(params, unsharded_params, strict=True)
         ]
         super().__init__(entries, unsharded_params, layout, rank, flat_param, module, unit_name)
-        self._originals = originals
         _warn_of_lost_hooks(params, unit_name)
         self.hooks = [entry.param._backward_hooks for entry in params]
         self.use_unsharded_params(unsharded_params)

@@ -137,8 +137,7 @@ class FlatParamHandle:
         self.views: Views = kind(
             params, unsharded_params, self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name
         )
-        for entry, param_info in zip(params, self.layout.param_infos, strict=True):
-            entry.mark(FlattenedBy(entry.fqn, spec.unit_name, param_info.shape))
+        self._mark_params()
         self._sync_requires_grad()
 
     def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
@@ -223,8 +222,11 @@ class FlatParamHandle:
         """Rename the unit, once the tree that it belongs to is known."""
         self.spec = replace(self.spec, unit_name=unit_name)
         self.views.unit_name = unit_name
+        self._mark_params()
+
+    def _mark_params(self) -> None:
         for entry, param_info in zip(self.views.params, self.layout.param_infos, strict=True):
-            entry.mark(FlattenedBy(entry.fqn, unit_name, param_info.shape))
+            entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
 
     # -- shard state ---------------------------------------------------------------------------------------------
 

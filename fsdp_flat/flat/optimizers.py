@@ -25,7 +25,8 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     states of each parameter on one rank names these ranks in ``state_owners``.
 
     Raises:
-        UsageError: if it needs unsharded parameters, or has states of unsharded parameters.
+        UsageError: if it holds parameters from before wrapping that the model holds no more, needs unsharded
+            parameters, or has states of unsharded parameters.
     """
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     needs_whole = any(part in kind for kind in kinds for part in _WHOLE_PARAMETERS)
@@ -33,8 +34,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     owners = getattr(optimizer, "state_owners", {})
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if param in owners or not getattr(param, "_fsdp_flattened", False):
+            owner = getattr(param, "_fsdp_flattened", False)
+            if param in owners or not owner:
                 continue
+            if isinstance(owner, FlattenedBy) and owner.is_replaced:
+                raise UsageError(
+                    f"{type(optimizer).__name__} holds {owner.describe()}, which wrapping replaced by a flat parameter "
+                    "or by a local shard, so its steps change nothing. Build the optimizer after wrapping, from "
+                    "model.parameters(); parameters that are plain tensors stay the same objects with "
+                    "use_orig_params=True."
+                )
             if needs_whole and not works_on_slices:
                 _check_whole(optimizer, param)
             for name, state in optimizer.state.get(param, {}).items():

@@ -12,7 +12,6 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -68,8 +67,6 @@ class Views:
             layout.local_shard(i, rank) for i in range(len(layout.param_infos))
         )
         self.hooks = [entry.param._backward_hooks for entry in params]
-        # Only weak references to the replaced parameters are kept, so that other owners of one can be found.
-        self._originals = {index: entry.replaced for index, entry in enumerate(params) if entry.replaced is not None}
         self._num_rewrites = 0
         self._guards: dict[nn.Module, ModuleGuard] = {}
         if layout.world_size > 1:
@@ -267,12 +264,6 @@ class Views:
         """Set ``.grad`` to this rank's shard of a waiting gradient (1-D, ``shard_numel``) where one is ready."""
         raise NotImplementedError
 
-    def originals_in_optimizers(self) -> list[str]:
-        """Return the FQNs of original parameters that wrapping replaced but an optimizer still holds."""
-        alive = [(index, param) for index, ref in self._originals.items() if (param := ref()) is not None]
-        self._originals = {}
-        return [self.layout.param_infos[index].fqn for index, param in alive if _is_in_an_optimizer(param)]
-
     def bump_version(self) -> None:
         """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
         self._num_rewrites += 1
@@ -280,15 +271,6 @@ class Views:
     def version(self) -> int:
         """Return a number that changes when sharded values change."""
         raise NotImplementedError
-
-
-def _is_in_an_optimizer(param: nn.Parameter) -> bool:
-    lists = [referrer for referrer in gc.get_referrers(param) if isinstance(referrer, list)]
-    return any(
-        isinstance(owner, dict) and owner.get("params") is found and "lr" in owner
-        for found in lists
-        for owner in gc.get_referrers(found)
-    )
 
 
 def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:

@@ -56,11 +56,11 @@ class ManagedParam:
         return self.sites[0].fqn
 
     def mark(self, owner: FlattenedBy) -> None:
-        """Mark the parameter as flattened by a unit."""
+        """Mark the parameter as flattened by a unit, and the one that it replaces."""
         replaced = self.replaced() if self.replaced is not None else None
-        for param in (self.param, replaced):
-            if param is not None:
-                param._fsdp_flattened = owner  # type: ignore[attr-defined]
+        self.param._fsdp_flattened = owner  # type: ignore[attr-defined]
+        if replaced is not None:
+            replaced._fsdp_flattened = replace(owner, is_replaced=True)  # type: ignore[attr-defined]
 
     @property
     def shape(self) -> torch.Size:
@@ -154,11 +154,19 @@ def to_local_param(entry: ManagedParam) -> ManagedParam:
 
 @dataclass(frozen=True, slots=True)
 class FlattenedBy:
-    """Identifies the unit that flattened a parameter; the always true value of its ``_fsdp_flattened``."""
+    """Identifies the unit that flattened a parameter; the always true value of its ``_fsdp_flattened``.
+
+    Attributes:
+        fqn: FQN of the parameter relative to the unit's module.
+        unit_name: name of the unit.
+        shape: unsharded shape.
+        is_replaced: the model holds another tensor in its place, so updates of the marked one change nothing.
+    """
 
     fqn: str
     unit_name: str
     shape: tuple[int, ...]
+    is_replaced: bool = False
 
     def __bool__(self) -> bool:
         return True

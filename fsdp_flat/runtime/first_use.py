@@ -183,16 +183,6 @@ class RankChecks:
 
 def check_gradients(units: Sequence[Unit]) -> None:
     """Check once, when the first gradients exist, for mistakes that would otherwise stay silent."""
-    for unit in units:
-        for handle in unit.handles:
-            stale = handle.views.originals_in_optimizers()
-            if stale:
-                raise UsageError(
-                    f"An optimizer holds {stale[0]!r} of unit {unit.name!r}, which wrapping replaced by a flat "
-                    "parameter or by a part of its own, so its steps change nothing. Build the optimizer after "
-                    "wrapping, from model.parameters(); parameters that are plain tensors stay what they are with "
-                    "use_orig_params=True."
-                )
     short = next((h for u in units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
     if short is not None:
         warnings.warn(

@@ -191,7 +191,9 @@ def test_scaled_training_equals_unscaled_training(rank: int) -> None:
 @pytest.mark.parametrize("optimizer_class", FUSED)
 @pytest.mark.parametrize("explicit", [True, False])
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_fused_optimizers_skip_with_all_others(rank: int, optimizer_class: Any, explicit: bool, everywhere: bool) -> None:
+def test_fused_optimizers_skip_with_all_others(
+    rank: int, optimizer_class: Any, explicit: bool, everywhere: bool
+) -> None:
     scaler, param = started(), param_with(torch.full((2,), 1024.0))
     optimizer = optimizer_class([param], lr=1.0, fused=True)
     if everywhere or rank == 0:
