@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import UsageError
 from tests.step.pairs import CLOSE, KINDS, WIDTH, Block, Pair, Stack, batch, square_loss, whole_grads
-from tests.support import assert_close, on_ranks
+from tests.support import OWN_PARAMETERS, assert_close, on_ranks
 
 STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole:FutureWarning")
@@ -125,6 +125,7 @@ class PassesLeaf(nn.Module):
         return x * scale
 
 
+@OWN_PARAMETERS
 @on_ranks(2)
 def test_a_leaf_among_the_outputs_of_a_unit_does_not_bring_back_the_step_before() -> None:
     def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
