@@ -16,7 +16,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType
 from fsdp_flat.api import FullOptimStateDictConfig
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, peer_quiet
-from tests.support import assert_equal, on_ranks
+from tests.support import OWN_PARAMETERS, assert_equal, on_ranks
 from tests.wrapper.models import batch, seeded, shard, shard_by_peer, square_loss
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
@@ -116,6 +116,7 @@ class Extra(nn.Module):
 
 
 @KINDS
+@OWN_PARAMETERS
 @on_ranks(2)
 def test_ranks_may_ignore_different_modules(use_orig_params: bool, rank: int) -> None:
     torch.manual_seed(0)
