@@ -117,6 +117,9 @@ class RankChecks:
         units: those of the tree, the outermost first.
         handles: their handles by groups, in the same order on every rank.
         drift: compares what no unit manages.
+
+    Attributes:
+        in_forward: :meth:`before_forward` may have something to compare still.
     """
 
     def __init__(
@@ -125,16 +128,17 @@ class RankChecks:
         self._units = units
         self._handles = handles
         self._drift = drift
-        self._compared: set[ShardingGroups] = set()
+        # Groups in which a forward has yet to compare.
+        self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
         self._compared_in_backward = False
         self._last: Iteration | None = None
         self._num_forwards = 0
+        self.in_forward = bool(self._ahead)
 
     def skip(self) -> None:
         """Compares nothing from now on."""
-        self._compared.update(self._handles)
         self._compared_in_backward = True
-        self._num_forwards = _FORWARDS_COMPARED[-1]
+        self.in_forward = False
 
     def before_forward(self, unit: Unit, iteration: Iteration) -> None:
         """Compares which parameters ranks train, before the first forward with gradients over a unit's groups.
@@ -149,16 +153,19 @@ class RankChecks:
         if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
         groups = unit.options.groups
-        if groups not in self._compared:
+        if groups in self._ahead:
             check_requires_grad(self._handles[groups], [groups.shard], unit.options.device)
-            self._compared.add(groups)
-        if iteration is self._last or self._num_forwards >= _FORWARDS_COMPARED[-1]:
-            return
-        self._last = iteration
-        self._num_forwards += 1
-        if self._num_forwards in _FORWARDS_COMPARED and not any(each.is_trainable for each in self._units):
-            shard_group = replace(groups, replicate=ALONE)
-            self._drift.compare([shard_group], buffers=self._num_forwards == _FORWARDS_COMPARED[1])
+            self._ahead.remove(groups)
+        if iteration is not self._last and self._num_forwards < _FORWARDS_COMPARED[-1]:
+            self._last = iteration
+            if any(handle.is_trainable for handle in self._handles[groups]):
+                self._num_forwards = _FORWARDS_COMPARED[-1]
+            else:
+                self._num_forwards += 1
+                if self._num_forwards in _FORWARDS_COMPARED:
+                    shard_group = replace(groups, replicate=ALONE)
+                    self._drift.compare([shard_group], buffers=self._num_forwards == _FORWARDS_COMPARED[1])
+        self.in_forward = bool(self._ahead) or self._num_forwards < _FORWARDS_COMPARED[-1]
 
     def before_backward(self) -> None:
         """Compares which parameters ranks train, before the first backward that reduces gradients over replicas.

@@ -191,7 +191,7 @@ class _Forward:
             schedule.log_event("pre_forward", unit)
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
-            if record.iteration is not None:
+            if record.iteration is not None and schedule.rank_checks.in_forward:
                 schedule.rank_checks.before_forward(unit, record.iteration)
             unit.enter_forward()
             self._entered = True
