@@ -79,9 +79,9 @@ class Counter(TorchDispatchMode):
         if func.namespace == "c10d":
             self._count(func.__name__.split(".")[0], args)
         result = func(*args, **(kwargs or {}))
-        unsharded_params = tree_leaves(result)
-        if any(isinstance(leaf, torch.Tensor) for leaf in unsharded_params):
-            self._note(unsharded_params)
+        leaves = tree_leaves(result)
+        if any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+            self._note(leaves)
             self.peak = max(self.peak, self.alive())
         return result
 

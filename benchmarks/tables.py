@@ -53,7 +53,7 @@ def ratios(results: Mapping[str, Any], name: str, others: Sequence[str], key: st
     return statistics.median(row[name][key] / min(row[other][key] for other in others) for row in rows)
 
 
-def _purpose_id(value: float | None, form: str = ".2f") -> str:
+def _number(value: float | None, form: str = ".2f") -> str:
     return "" if value is None else format(value, form)
 
 
@@ -75,15 +75,15 @@ def step_table(results: Mapping[str, Any]) -> str:
         rows.append(
             [
                 title_of(name),
-                *(_purpose_id(1e3 * row[key], ".1f") for key in ("step", "forward", "backward", "optimizer", "cpu")),
-                _purpose_id(ratios(results, name, ["local"])),
-                _purpose_id(ratios(results, name, ["ddp"])),
-                _purpose_id(ratios(results, name, PEERS.get(name, ()))),
-                _purpose_id(counts["sent"] / 1e6, ".1f") if counts else "",
-                _purpose_id(counts["alive"] / 1e6, ".1f") if counts else "",
-                _purpose_id(counts["shared"] / 1e6, ".1f") if counts.get("shared") else "",
-                _purpose_id(row["rss"] / 1e6, ".0f"),
-                _purpose_id(1e3 * row["wrap"], ".0f"),
+                *(_number(1e3 * row[key], ".1f") for key in ("step", "forward", "backward", "optimizer", "cpu")),
+                _number(ratios(results, name, ["local"])),
+                _number(ratios(results, name, ["ddp"])),
+                _number(ratios(results, name, PEERS.get(name, ()))),
+                _number(counts["sent"] / 1e6, ".1f") if counts else "",
+                _number(counts["alive"] / 1e6, ".1f") if counts else "",
+                _number(counts["shared"] / 1e6, ".1f") if counts.get("shared") else "",
+                _number(row["rss"] / 1e6, ".0f"),
+                _number(1e3 * row["wrap"], ".0f"),
             ]
         )
     return markdown(header, rows)
@@ -102,12 +102,12 @@ def states_table(results: Mapping[str, Any]) -> str:
         times = [row[name].get(kind) for row in rows]
         if any(isinstance(time, str) for time in times):
             return "fails"
-        return "" if None in times else _purpose_id(1e3 * statistics.median(times), ".1f")
+        return "" if None in times else _number(1e3 * statistics.median(times), ".1f")
 
     return markdown(
         ["state dict, ms", *names, *(f"x {theirs}" for _, theirs in pairs)],
         [
-            [kind, *(cell(name, kind) for name in names), *(_purpose_id(_of_peer(rows, kind, *pair)) for pair in pairs)]
+            [kind, *(cell(name, kind) for name in names), *(_number(_of_peer(rows, kind, *pair)) for pair in pairs)]
             for kind in kinds
         ],
     )
@@ -168,8 +168,8 @@ def write_picture(results: Mapping[str, Any], path: Path) -> None:
     right.barh(names, counted, height=0.4, color="#4878a8", label="parameters, gradients, buffers")
     right.set_xlabel("MB a rank (peak)")
     right.legend(frameon=False, fontsize=8)
-    for rank_groups in (left, right):
-        rank_groups.spines[["top", "right"]].set_visible(False)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -136,26 +136,26 @@ def draw(parts: list[Part], path: Path) -> bool:
     figure = Figure(figsize=(11, 4.5), layout="constrained", dpi=130)
     FigureCanvasAgg(figure)
     loss_axes, memory_axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    for rank_groups in (loss_axes, memory_axes):
-        rank_groups.spines[["top", "right"]].set_visible(False)
-        rank_groups.grid(rank_group="y", alpha=0.25)
-        rank_groups.set_axisbelow(True)
+    for axes in (loss_axes, memory_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_axisbelow(True)
     _draw_losses(loss_axes, parts)
     _draw_memory(memory_axes, parts)
     figure.savefig(path)
     return True
 
 
-def _draw_losses(rank_groups: Any, parts: list[Part]) -> None:
+def _draw_losses(axes: Any, parts: list[Part]) -> None:
     for index, part in enumerate(parts):
         label = {"label": "training"} if index == 0 else {}
-        rank_groups.plot(*zip(*part.training, strict=True), color="tab:blue", alpha=0.5, linewidth=1.2, **label)
+        axes.plot(*zip(*part.training, strict=True), color="tab:blue", alpha=0.5, linewidth=1.2, **label)
         label = {"label": "validation"} if index == 0 else {}
-        rank_groups.plot(*zip(*part.validation, strict=True), color="tab:red", marker="o", markersize=3.5, **label)
+        axes.plot(*zip(*part.validation, strict=True), color="tab:red", marker="o", markersize=3.5, **label)
         start = part.validation[0][0]
         if index:
-            rank_groups.axvline(start, color="0.4", linestyle="--", linewidth=1)
-        rank_groups.annotate(
+            axes.axvline(start, color="0.4", linestyle="--", linewidth=1)
+        axes.annotate(
             f"{'resumed on ' if index else ''}{count_ranks(part.num_ranks)}",
             xy=(start, 1),
             xycoords=("data", "axes fraction"),
@@ -165,12 +165,12 @@ def _draw_losses(rank_groups: Any, parts: list[Part]) -> None:
             color="0.3",
             fontsize=9,
         )
-    rank_groups.set(title="Loss", xlabel="step", ylabel="nats per byte")
-    rank_groups.set_xlim(left=0)
-    rank_groups.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.95))
+    axes.set(title="Loss", xlabel="step", ylabel="nats per byte")
+    axes.set_xlim(left=0)
+    axes.legend(frameon=False, loc="upper right", bbox_to_anchor=(1, 0.95))
 
 
-def _draw_memory(rank_groups: Any, parts: list[Part]) -> None:
+def _draw_memory(axes: Any, parts: list[Part]) -> None:
     last = parts[-1]
     series = [("replicated", last.replicated, "0.75")]
     colors = ("tab:blue", "tab:green", "tab:orange", "tab:purple")
@@ -180,8 +180,8 @@ def _draw_memory(rank_groups: Any, parts: list[Part]) -> None:
     width = 0.8 / len(series)
     for index, (label, nbytes, color) in enumerate(series):
         places = [kind + (index - (len(series) - 1) / 2) * width for kind in range(len(KINDS))]
-        bars = rank_groups.bar(places, [nbytes[kind] / 1e6 for kind in KINDS], width * 0.94, label=label, color=color)
-        rank_groups.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
-    rank_groups.set_xticks(range(len(KINDS)), KINDS)
-    rank_groups.set(title="Bytes per rank", ylabel="MB")
-    rank_groups.legend(frameon=False, loc="upper left")
+        bars = axes.bar(places, [nbytes[kind] / 1e6 for kind in KINDS], width * 0.94, label=label, color=color)
+        axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
+    axes.set_xticks(range(len(KINDS)), KINDS)
+    axes.set(title="Bytes per rank", ylabel="MB")
+    axes.legend(frameon=False, loc="upper left")

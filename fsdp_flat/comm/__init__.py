@@ -1,6 +1,5 @@
 """Layer 1: provides process groups, streams and collectives on 1-D tensors."""
 
-from fsdp_flat.comm.barrier import barrier
 from fsdp_flat.comm.collective_log import CollectiveLog
 from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
 from fsdp_flat.comm.failures import report_failure
@@ -24,6 +23,7 @@ from fsdp_flat.comm.small_messages import (
     gather_bytes,
     scatter_bytes,
 )
+from fsdp_flat.comm.store_barrier import barrier
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, profiled, streams_for, unrecorded
 from fsdp_flat.comm.transfers import P2PChannels, Transfers

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.host_transports import transport_of
-from fsdp_flat.comm.rank_groups import RankGroup, global_ranks, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport
 
 __all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectives_for", "own_slice"]
@@ -291,7 +291,10 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _begin_broadcasts(group_collectives: _RankGroupCollectives, full: torch.Tensor) -> list[Any]:
-    ranks = global_ranks(group_collectives.group)
+    try:
+        ranks = dist.get_process_group_ranks(group_collectives.group)
+    except (KeyError, ValueError) as error:
+        raise destroyed_error(group_collectives.group) from error
     return [
         dist.broadcast(chunk, src=source, group=group_collectives.group, async_op=True)
         for chunk, source in zip(full.chunk(group_collectives.size), ranks, strict=True)

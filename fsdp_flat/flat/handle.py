@@ -18,13 +18,20 @@ from torch import nn
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat._torch import check_before_first_step, is_in_a_graph
 from fsdp_flat.flat.dynamo import dynamo_disabled
-from fsdp_flat.flat.expiry import Expiry
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.optimizers import check_optimizer
 from fsdp_flat.flat.orig_views import OrigViews
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool, UnreducedLocalGrad, set_grad
+from fsdp_flat.flat.storage import (
+    AliasBuffer,
+    Expiry,
+    FlatBuffer,
+    FlatGradBuffer,
+    MemoryPool,
+    UnreducedLocalGrad,
+    set_grad,
+)
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import forbid_steps_on, swap_memory
+from fsdp_flat.flat._torch import forbid_steps_on, set_versions, swap_memory
 from fsdp_flat.flat.sharded_grad import LocalNorm
 from fsdp_flat.layout import FlatLayout
 
 __all__ = [
+    "EXPIRED",
     "AliasBuffer",
+    "Expiry",
     "FlatBuffer",
     "FlatGradBuffer",
     "MemoryPool",
@@ -127,6 +129,41 @@ class AliasBuffer(FlatBuffer):
 
     def free(self, pool: MemoryPool) -> None:
         pass
+
+
+EXPIRED = 10**9
+"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
+
+
+class Expiry:
+    """Marks the unsharded parameters of one buffer as changed while the buffer does not hold their values.
+
+    A backward unshards a unit when it reaches one of the outputs that were found. Autograd may reach a tensor that a
+    module stored elsewhere earlier, and its graph uses the parameters too: it would read freed memory, or memory that
+    an all-gather still writes to. Autograd compares versions whenever it unpacks a saved tensor and raises if they
+    differ, so another version in between costs nothing where it is read.
+
+    Args:
+        unsharded_params: the parameters that modules see; each has a version counter of its own.
+    """
+
+    __slots__ = ("_params", "_versions")
+
+    def __init__(self, unsharded_params: Sequence[torch.Tensor]) -> None:
+        self._params = tuple(unsharded_params)
+        self._versions: tuple[int, ...] | None = None
+
+    def expire(self) -> None:
+        """Have autograd refuse what it saved of the parameters from now on."""
+        if self._versions is None and self._params:
+            self._versions = tuple([unsharded_param._version for unsharded_param in self._params])
+            set_versions(self._params, tuple([version + EXPIRED for version in self._versions]))
+
+    def renew(self) -> None:
+        """Have autograd accept it again: the parameters have their values."""
+        if self._versions is not None:
+            set_versions(self._params, self._versions)
+            self._versions = None
 
 
 class FlatGradBuffer:

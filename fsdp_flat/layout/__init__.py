@@ -1,6 +1,6 @@
 """Layer 0: maps parameter elements to flat-buffer offsets and to ranks.
 
-Uses integers and strings only and does not import torch. Sizes are in elements unless a name gives another unit.
+Uses integers and strings only, without torch. Sizes are in elements unless a name gives another unit.
 """
 
 from __future__ import annotations

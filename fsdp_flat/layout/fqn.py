@@ -46,7 +46,7 @@ def clean_fqn(name: str) -> str:
 
 
 def clean_text(text: str) -> str:
-    """Return ``text``, such as an error text from torch, with :func:`clean_fqn` applied to every dotted name in it.
+    """Return ``text``, of a torch error for instance, with :func:`clean_fqn` applied to every dotted name in it.
 
     >>> clean_text("size mismatch for _fsdp_wrapped_module.fc._checkpoint_wrapped_module.weight: copying ...")
     'size mismatch for fc.weight: copying ...'

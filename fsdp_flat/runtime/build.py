@@ -137,13 +137,13 @@ def handles_of(
 
 
 def own_buffers(root: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
-    """Names and buffers of ``root``'s subtree outside of nested units and ignored modules, without those on meta."""
+    """Return names and buffers of ``root``'s subtree outside of nested units and ignored modules."""
     return [
         (clean_fqn(join_fqn(path, name)), buffer)
         for path, module in own_modules(root, lambda m: unit_of(m) is not None)
         if module not in ignored.modules
         for name, buffer in module._buffers.items()
-        if buffer is not None and not buffer.is_meta and buffer.layout is torch.strided
+        if buffer is not None and buffer.layout is torch.strided
         if type(buffer.data) in (torch.Tensor, DTensor)
     ]
 

@@ -25,8 +25,8 @@ _logger = logging.getLogger("fsdp_flat")
 _FORWARDS_COMPARED = (1, 2, 4, 8)
 _TRAINED = ErrorTexts(
     "the comparison of which parameters are trained",
-    "Ranks train different parameters.",
-    "Freeze and unfreeze the same parameters on every rank.",
+    "Ranks run different units, or train different parameters of one.",
+    "Every rank must run the same units in the same order, and freeze the same parameters.",
 )
 
 

@@ -304,7 +304,7 @@ def test_a_defect_planted_into_the_library_is_found(defect: str, use_orig_params
     assert any("fsdp_flat/" in finding.text for finding in added), "the report says where in the library"
 
 
-@pytest.mark.parametrize("method", ["land", "close"])
+@pytest.mark.parametrize("method", ["add_grad", "close"])
 def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = getattr(seam.FlatGradBuffer, method)
 
@@ -324,13 +324,13 @@ def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: p
 
 
 def test_a_value_read_in_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    land = seam.FlatGradBuffer.land
+    land = seam.FlatGradBuffer.add_grad
 
     def land_and_look(window: Any, index: int, grad: torch.Tensor) -> None:
         assert grad.isfinite().all()
         land(window, index, grad)
 
-    monkeypatch.setattr(seam.FlatGradBuffer, "land", land_and_look)
+    monkeypatch.setattr(seam.FlatGradBuffer, "add_grad", land_and_look)
     with rehearsal() as run:
         train(run, run.wrap(), num_steps=1)
     assert "host wait: a value is read" in run.kinds()

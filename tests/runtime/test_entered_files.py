@@ -85,7 +85,7 @@ def test_forward_and_backward_of_a_unit_enter_few_files(shared: bool, use_orig_p
             model.zero_grad()
     files = model.module.record.files
     assert {"runtime/unit.py", "runtime/forward.py", "runtime/backward.py", "flat/handle.py"} <= files, WIDTH
-    assert len(files) <= MOST, sorted(files)
+    assert len(files) <= MOST, " ".join(sorted(files))
 
 
 def test_the_record_sees_files_of_the_package_only_while_it_is_on() -> None:

@@ -26,7 +26,7 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import barrier
+from fsdp_flat.comm import store_barrier
 from fsdp_flat.comm.host_transports import shared_nbytes
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import units_of
@@ -250,7 +250,7 @@ def test_a_nested_unit_with_a_form_of_its_own_saves_itself_in_it() -> None:
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier, "WARN_AFTER_S", seconds)
+        patch.setattr(store_barrier, "WARN_AFTER_S", seconds)
         yield
 
 
@@ -298,7 +298,7 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
 @on_ranks(2)
 def test_a_save_meets_once_however_many_units_there_are() -> None:
     met: list[str] = []
-    original = barrier._StoreBarrier.__init__
+    original = store_barrier._StoreBarrier.__init__
 
     def note(self: Any, *args: Any) -> None:
         met.append("met")
@@ -306,7 +306,7 @@ def test_a_save_meets_once_however_many_units_there_are() -> None:
 
     model = shard(seeded())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(barrier._StoreBarrier, "__init__", note)
+        patch.setattr(store_barrier._StoreBarrier, "__init__", note)
         model.state_dict()
         model.blocks[0].state_dict()
     assert met == ["met", "met"]

@@ -13,10 +13,12 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.support import assert_equal, on_ranks
+from tests.support import OWN_STATISTICS, assert_equal, on_ranks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
+
+pytestmark = OWN_STATISTICS
 
 
 class Net(nn.Module):
