@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ PACKAGE = "fsdp_flat"
 TOP = 6
 
 # Every folder or module below the package that is not named here is on layer 5.
-FLOORS = {
+LAYERS = {
     "errors": 0,
     "api": 0,
     "layout": 0,
@@ -29,10 +29,10 @@ FLOORS = {
     "tools": TOP,
     "": TOP,
 }
-DEFAULT_FLOOR = 5
-# Rooms of one layer may not know each other, but these are open: the errors to all, and the top two layers inside.
-SHARED_ROOMS = {"errors"}
-OPEN_FLOORS = {DEFAULT_FLOOR, TOP}
+DEFAULT_LAYER = 5
+# Packages of one layer may not know each other, but these are open: the errors to all, and the top two layers inside.
+SHARED_PACKAGES = {"errors"}
+OPEN_LAYERS = {DEFAULT_LAYER, TOP}
 # Integers and strings: these must be usable, and testable, without any process group.
 WITHOUT_DISTRIBUTED = {"errors", "api", "layout"}
 
@@ -46,9 +46,9 @@ def violations(sources: Mapping[str, str]) -> list[str]:
     modules = {module_of(path) for path in sources}
     found = []
     for path, source in sources.items():
-        room = room_of(module_of(path))
+        package = package_of(module_of(path))
         for line, imported in imports_of(source, path, modules):
-            problem = problem_of(room, imported)
+            problem = problem_of(package, imported)
             if problem:
                 found.append(f"{path}:{line}: {problem}")
     return found
@@ -59,31 +59,31 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """The folder or top-level module that a module belongs to; empty for the package's own ``__init__``."""
     return module.removeprefix(PACKAGE).removeprefix(".").partition(".")[0]
 
 
-def floor_of(room: str) -> int:
-    """The layer of a room."""
-    return FLOORS.get(room, DEFAULT_FLOOR)
+def layer_of(package: str) -> int:
+    """The layer of a package."""
+    return LAYERS.get(package, DEFAULT_LAYER)
 
 
-def problem_of(room: str, imported: str) -> str | None:
-    """Why files of ``room`` must not import the module ``imported``, or None if they may."""
-    if is_inside(imported, "torch.distributed") and room in WITHOUT_DISTRIBUTED:
-        return f"imports {imported}, but {room} has to work without torch.distributed"
-    if is_inside(imported, "torch.distributed.fsdp") and room != "compat":
+def problem_of(package: str, imported: str) -> str | None:
+    """Why files of ``package`` must not import the module ``imported``, or None if they may."""
+    if is_inside(imported, "torch.distributed") and package in WITHOUT_DISTRIBUTED:
+        return f"imports {imported}, but {package} has to work without torch.distributed"
+    if is_inside(imported, "torch.distributed.fsdp") and package != "compat":
         return f"imports {imported}, which only {PACKAGE}/compat/ may"
-    if room == "errors" and imported != "__future__":
+    if package == "errors" and imported != "__future__":
         return f"imports {imported}, but errors.py imports nothing"
     if not is_inside(imported, PACKAGE):
         return None
-    other = room_of(imported)
-    if other == room:
+    other = package_of(imported)
+    if other == package:
         return None
-    here, there = floor_of(room), floor_of(other)
-    if there < here or other in SHARED_ROOMS or (there == here and here in OPEN_FLOORS):
+    here, there = layer_of(package), layer_of(other)
+    if there < here or other in SHARED_PACKAGES or (there == here and here in OPEN_LAYERS):
         return None
     return f"imports {imported} of layer {there}, but is on layer {here}"
 
@@ -140,28 +140,28 @@ def package_sources() -> dict[str, str]:
     return {path.relative_to(root).as_posix(): path.read_text() for path in sorted((root / PACKAGE).rglob("*.py"))}
 
 
-def test_each_file_imports_its_own_folder_and_lower_floors_only() -> None:
+def test_each_file_imports_its_own_folder_and_lower_layers_only() -> None:
     sources = package_sources()
     assert f"{PACKAGE}/errors.py" in sources
     assert violations(sources) == []
 
 
-def circles(sources: Mapping[str, str], room: str) -> list[set[str]]:
+def circles(sources: Mapping[str, str], package: str) -> list[set[str]]:
     """Modules of a folder that import each other in a circle, for type checkers too.
 
     Args:
         sources: ``{path: source}`` of the package's files.
-        room: the folder.
+        package: the folder.
     """
     modules = {module_of(path) for path in sources}
     edges = {
         module_of(path): {
             imported
             for _, imported in imports_of(source, path, modules)
-            if imported in modules and room_of(imported) == room and not path.endswith("__init__.py")
+            if imported in modules and package_of(imported) == package and not path.endswith("__init__.py")
         }
         for path, source in sources.items()
-        if room_of(module_of(path)) == room
+        if package_of(module_of(path)) == package
     }
 
     def reached(start: str) -> set[str]:
@@ -177,21 +177,55 @@ def circles(sources: Mapping[str, str], room: str) -> list[set[str]]:
     return [set(circle) for circle in found if circle]
 
 
-def test_no_module_of_runtime_is_in_a_circle() -> None:
-    assert circles(package_sources(), "runtime") == []
+@pytest.mark.parametrize("package", sorted({package_of(module_of(path)) for path in package_sources()} - {""}))
+def test_no_module_is_in_a_circle(package: str) -> None:
+    assert circles(package_sources(), package) == []
+
+
+# One file for torch's private names in each package that needs them, and the module behind ``python -m``.
+SAME_BASENAMES = {"__init__", "_torch", "migrate"}
+# FSDP1's name for the view of a handle that it does not document.
+SAME_NAMES = {"FlatParamHandle", "main"}
+
+
+def repeated(names: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Return names that occur several times, with the files that they occur in."""
+    files: dict[str, list[str]] = {}
+    for name, path in names:
+        files.setdefault(name, []).append(path)
+    return {name: paths for name, paths in files.items() if len(paths) > 1}
+
+
+def test_no_two_modules_have_one_basename() -> None:
+    names = [(Path(path).stem, path) for path in package_sources()]
+    assert repeated((name, path) for name, path in names if name not in SAME_BASENAMES) == {}
+
+
+def test_no_two_classes_or_public_functions_have_one_name() -> None:
+    names = [
+        (node.name, path)
+        for path, source in package_sources().items()
+        for node in ast.parse(source).body
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and not node.name.startswith("_")
+    ]
+    assert repeated((name, path) for name, path in names if name not in SAME_NAMES) == {}
+
+
+def test_a_repeated_name_is_found() -> None:
+    assert repeated([("load", "a.py"), ("load", "b.py"), ("save", "a.py")]) == {"load": ["a.py", "b.py"]}
 
 
 def test_a_circle_is_found_also_where_only_a_type_checker_goes_round() -> None:
     sources = {
-        **HOUSE,
+        **FILES,
         "fsdp_flat/runtime/unit.py": "if TYPE_CHECKING:\n    from fsdp_flat.runtime.order import Order",
         "fsdp_flat/runtime/order.py": "from fsdp_flat.runtime.unit import Unit",
     }
     assert circles(sources, "runtime") == [{"fsdp_flat.runtime.unit", "fsdp_flat.runtime.order"}]
 
 
-# One file for each room, so that names after `from package import` can be told from modules.
-HOUSE = dict.fromkeys(
+# One file for each package, so that names after `from package import` can be told from modules.
+FILES = dict.fromkeys(
     [
         "fsdp_flat/__init__.py",
         "fsdp_flat/errors.py",
@@ -238,7 +272,7 @@ HOUSE = dict.fromkeys(
     ],
 )
 def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, source: str) -> None:
-    found = violations({**HOUSE, path: source})
+    found = violations({**FILES, path: source})
     assert len(found) == 1, found
     assert found[0].startswith(f"{path}:{len(source.splitlines())}: imports ")
 
@@ -263,4 +297,4 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
     ],
 )
 def test_an_import_of_the_own_folder_or_a_lower_floor_is_allowed(path: str, source: str) -> None:
-    assert violations({**HOUSE, path: source}) == []
+    assert violations({**FILES, path: source}) == []

@@ -29,7 +29,7 @@ __all__ = [
     "Owners",
     "boxed_owned",
     "chunked_owned",
-    "entries_of",
+    "owned_entries",
     "owned_tensors",
     "owners_by_slot",
     "whole_owned",
@@ -205,7 +205,7 @@ def _by_shape(entries: Iterable[OwnedEntry]) -> tuple[list[OwnedEntry], list[Own
     return alike, others
 
 
-def entries_of(
+def owned_entries(
     names: ParamNames, owned: Mapping[FlatParamHandle, Mapping[int, Mapping[str, OwnedState]]], owners: Owners
 ) -> Iterator[OwnedEntry]:
     """All states of owned parameters, in an order that is the same on every rank."""

@@ -16,7 +16,7 @@ from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.optim_state.handle_states import HandleStates, agree_on_states, read_states
 from fsdp_flat.optim_state.merge import dst_all, dst_rank_zero, dst_round_robin, merged_states
 from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, names_of
-from fsdp_flat.optim_state.owned import boxed_owned, chunked_owned, entries_of, owners_by_slot, whole_owned
+from fsdp_flat.optim_state.owned import boxed_owned, chunked_owned, owned_entries, owners_by_slot, whole_owned
 from fsdp_flat.optim_state.param_groups import complete_groups
 from fsdp_flat.runtime import ErrorTexts, agree
 from fsdp_flat.state_dict import ShardWithSpec, boxed_value, chunk_spec, chunks_of, plan_full_transfer, rank_groups_of
@@ -85,7 +85,7 @@ def save_optim_state(
         dst_of = dst_rank_zero if to_zero else dst_round_robin if merge_on_one_rank else dst_all
         merged = merged_states(names, states, dst_of, offload=offload_to_cpu)
         owners = owners_by_slot(names, contents.owners)
-        owned = list(entries_of(names, {handle: states[handle].owned for handle in states}, owners))
+        owned = list(owned_entries(names, {handle: states[handle].owned for handle in states}, owners))
         if boxes:
             rows = boxed_owned(owned, once=merge_on_one_rank, offload=offload_to_cpu)
         elif whole:

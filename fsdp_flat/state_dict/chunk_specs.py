@@ -33,7 +33,7 @@ from fsdp_flat.layout import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict._torch import root_mesh
-from fsdp_flat.state_dict.torch_types import ShardedTensors, describe, dtensor, local_chunk
+from fsdp_flat.state_dict.torch_types import ShardedTensors, describe_value, dtensor, local_chunk
 
 __all__ = [
     "ChunkSpec",
@@ -220,7 +220,10 @@ def fitting_chunk(spec: ChunkSpec, value: torch.Tensor) -> tuple[torch.Tensor | 
         if tuple(value.placements) != spec.placements:
             value = value.redistribute(spec.mesh, spec.placements)
     elif spec.second is not None:
-        return None, f"expected a DTensor on {spec.mesh} with placements {spec.placements}, got {describe(value)}."
+        return (
+            None,
+            f"expected a DTensor on {spec.mesh} with placements {spec.placements}, got {describe_value(value)}.",
+        )
     try:
         chunk = local_chunk(value)
     except OptionError as error:
@@ -229,8 +232,8 @@ def fitting_chunk(spec: ChunkSpec, value: torch.Tensor) -> tuple[torch.Tensor | 
     if chunk.numel() == math.prod(spec.chunk_shape) and (chunk.numel() == 0 or chunk.shape == spec.chunk_shape):
         return chunk, ""
     return None, (
-        f"rank {rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a {describe(value)}; expected "
-        f"{spec.chunk_shape} at {spec.rank_group.size} ranks. Load checkpoints of another number of ranks through "
+        f"rank {rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a {describe_value(value)}; "
+        f"expected {spec.chunk_shape} at {spec.rank_group.size} ranks. Load checkpoints of another number of ranks through "
         "torch.distributed.checkpoint, which reshards."
     )
 

@@ -20,9 +20,9 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state_dict.common import LoadReport
-from fsdp_flat.state_dict.full import load_full, prefetch_full, save_full
-from fsdp_flat.state_dict.local import load_local, save_local
-from fsdp_flat.state_dict.sharded import load_sharded, prefetch_sharded, save_sharded
+from fsdp_flat.state_dict.full import decode_full, encode_full, prefetch_full
+from fsdp_flat.state_dict.local import decode_local, encode_local
+from fsdp_flat.state_dict.sharded import decode_sharded, encode_sharded, prefetch_sharded
 
 __all__ = ["CODECS", "StateDictCodec"]
 
@@ -50,13 +50,13 @@ class StateDictCodec:
 CODECS = MappingProxyType(
     {
         StateDictType.FULL_STATE_DICT: StateDictCodec(
-            prefetch_full, save_full, load_full, FullStateDictConfig, FullOptimStateDictConfig
+            prefetch_full, encode_full, decode_full, FullStateDictConfig, FullOptimStateDictConfig
         ),
         StateDictType.LOCAL_STATE_DICT: StateDictCodec(
-            None, save_local, load_local, LocalStateDictConfig, LocalOptimStateDictConfig
+            None, encode_local, decode_local, LocalStateDictConfig, LocalOptimStateDictConfig
         ),
         StateDictType.SHARDED_STATE_DICT: StateDictCodec(
-            prefetch_sharded, save_sharded, load_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
+            prefetch_sharded, encode_sharded, decode_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
         ),
     }
 )

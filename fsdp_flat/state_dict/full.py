@@ -27,7 +27,7 @@ from fsdp_flat.state_dict.common import (
     restore_buffers,
 )
 
-__all__ = ["load_full", "prefetch_full", "save_full"]
+__all__ = ["decode_full", "encode_full", "prefetch_full"]
 
 # Full tensors, by handle and parameter.
 Wholes = list[list[torch.Tensor]]
@@ -47,7 +47,7 @@ def _to_zero(config: StateDictConfig) -> bool:
     return bool(getattr(config, "rank0_only", False))
 
 
-def save_full(
+def encode_full(
     unit: Unit,
     config: StateDictConfig,
     prefix: str,
@@ -154,7 +154,7 @@ def full_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
     return found
 
 
-def load_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
+def decode_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
     """Add to ``report`` the copies of one unit's local shards out of full tensors; no communication."""
     check_idle(unit, "load_state_dict")
     for handle, values in prepare_load(unit, state_dict, prefix, report).items():

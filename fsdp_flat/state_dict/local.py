@@ -15,10 +15,10 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
 from fsdp_flat.state_dict.common import LoadReport, copy_full, finish_load, prepare_load, put, restore_buffers
-from fsdp_flat.state_dict.full import save_full
+from fsdp_flat.state_dict.full import encode_full
 from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk, shape_of
 
-__all__ = ["load_local", "save_local"]
+__all__ = ["decode_local", "encode_local"]
 
 
 def flat_key(unit: Unit, handle: FlatParamHandle) -> str:
@@ -32,7 +32,7 @@ def _valid_numel(handle: FlatParamHandle, rank: int) -> int:
     return max(0, min(layout.shard_numel, layout.unpadded_numel - rank * layout.shard_numel))
 
 
-def save_local(
+def encode_local(
     unit: Unit,
     config: StateDictConfig,
     prefix: str,
@@ -49,7 +49,7 @@ def save_local(
             f"Unit {unit.name!r} is not sharded, so its entries of the local state dict are whole tensors.",
             stacklevel=4,
         )
-        return save_full(unit, config, prefix, inner)
+        return encode_full(unit, config, prefix, inner)
     destination = inner()
     for handle in unit.handles:
         for index, _ in enumerate(handle.layout.param_infos):
@@ -68,7 +68,7 @@ def _copy(handle: FlatParamHandle, local: torch.Tensor) -> None:
     handle.flat_param.data[: local.numel()].copy_(local)
 
 
-def load_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
+def decode_local(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
     """Add to ``report`` the copies of one unit's flat shards."""
     check_idle(unit, "load_state_dict")
     inner = prefix + FSDP_PREFIX

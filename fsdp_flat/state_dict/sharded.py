@@ -27,7 +27,7 @@ from fsdp_flat.state_dict.common import (
 )
 from fsdp_flat.state_dict.torch_types import is_chunked, shape_of
 
-__all__ = ["load_sharded", "prefetch_sharded", "save_sharded"]
+__all__ = ["decode_sharded", "encode_sharded", "prefetch_sharded"]
 
 
 def prefetch_sharded(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, list[Any]]:
@@ -59,7 +59,7 @@ def _as_boxes(config: StateDictConfig) -> bool:
     return bool(getattr(config, "boxes", False))
 
 
-def save_sharded(
+def encode_sharded(
     unit: Unit,
     config: StateDictConfig,
     prefix: str,
@@ -72,7 +72,7 @@ def save_sharded(
     exchanged: the entries are boxes of the live shard, or of a copy on the CPU with ``offload_to_cpu``.
 
     Args:
-        unit, config, prefix, inner: as for :func:`save_full`.
+        unit, config, prefix, inner: as for :func:`encode_full`.
         gathered: the result of :func:`prefetch_sharded` for the unit.
     """
     check_idle(unit, "state_dict")
@@ -114,7 +114,7 @@ def _put_boxes(unit: Unit, config: StateDictConfig, prefix: str, destination: di
     restore_buffers(unit, destination, prefix)
 
 
-def load_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
+def decode_sharded(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
     """Add to ``report`` the loads of one unit's local shards from chunked tensors or full tensors.
 
     If any value of a load is chunked, every rank of the shard group must call this, with the same names.

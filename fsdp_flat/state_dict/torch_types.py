@@ -23,7 +23,7 @@ from fsdp_flat.layout import chunk_rows, chunk_shape
 
 __all__ = [
     "ShardedTensors",
-    "describe",
+    "describe_value",
     "dtensor",
     "dtype_of",
     "flat_sharded",
@@ -136,7 +136,7 @@ def is_chunked(value: Any) -> bool:
     return isinstance(value, (DTensor, ShardedTensor))
 
 
-def describe(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Describe a value for error texts."""
     if isinstance(value, DTensor):
         return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"

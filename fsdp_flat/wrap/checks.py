@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
 from fsdp_flat.layout import join_fqn
 from fsdp_flat.wrap.policies import PolicyObject, flatten_classes, not_a_collection
-from fsdp_flat.wrap.tree import describe, named_children
+from fsdp_flat.wrap.tree import describe_module, named_children
 
 __all__ = [
     "check_not_wrapped",
@@ -89,7 +89,7 @@ def check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) 
     for path, module in root.named_modules():
         if is_wrapped(module):
             raise OptionError(
-                f"auto_wrap_policy cannot be used on {type(root).__name__}: {describe(module, path)} is wrapped "
+                f"auto_wrap_policy cannot be used on {type(root).__name__}: {describe_module(module, path)} is wrapped "
                 "already. Wrap either by hand (and pass no policy for the root) or by policy."
             )
 
@@ -115,7 +115,7 @@ def check_uniform_requires_grad(
                 (trainable if param.requires_grad else frozen).append(name)
         if trainable and frozen and not kwargs.get("use_orig_params", False):
             raise OptionError(
-                f"{describe(unit, path)} would be one unit with trainable and frozen parameters, which needs "
+                f"{describe_module(unit, path)} would be one unit with trainable and frozen parameters, which needs "
                 f"use_orig_params=True.\n  requires_grad=True: {_listed(trainable)}\n  requires_grad=False: "
                 f"{_listed(frozen)}\nPass use_orig_params=True, or choose a policy that puts them into separate units."
             )

@@ -27,7 +27,7 @@ from fsdp_flat.wrap.checks import (
 )
 from fsdp_flat.wrap.policies import PolicyObject, _or_policy, _wrap_module_cls_individually
 from fsdp_flat.wrap.recursion import Walk
-from fsdp_flat.wrap.tree import Places, compiled_forms, describe, post_order, require_module, wrap_overrides
+from fsdp_flat.wrap.tree import Places, compiled_forms, describe_module, post_order, require_module, wrap_overrides
 
 __all__ = ["UnitPlan", "WrapPlan", "apply_plan", "plan_units"]
 
@@ -143,12 +143,12 @@ def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, di
     for unit in plan.units:
         if unit.module not in places.of:
             raise UsageError(
-                f"{describe(unit.module, unit.fqn)} is no longer in {type(root).__name__}: the tree was changed after "
-                "plan_units. Apply a plan right after making it, and once."
+                f"{describe_module(unit.module, unit.fqn)} is no longer in {type(root).__name__}: the tree was changed "
+                "after plan_units. Apply a plan right after making it, and once."
             )
     for unit in plan.units:
         wrapped = wrapper(unit.module, dict(unit.kwargs))
-        places.replace(unit.module, require_module(wrapped, describe(unit.module, unit.fqn)))
+        places.replace(unit.module, require_module(wrapped, describe_module(unit.module, unit.fqn)))
 
 
 def _and_also(policy: Callable[..., bool], exempt: tuple[type[nn.Module], ...]) -> Callable[..., bool]:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, Union, get_args, get_origin, runtime_checkable
 from torch import nn
 
 from fsdp_flat.errors import OptionError, OptionTypeError
-from fsdp_flat.wrap.tree import describe
+from fsdp_flat.wrap.tree import describe_module
 
 __all__ = [
     "CustomPolicy",
@@ -120,8 +120,8 @@ class CustomPolicy(_Policy):
             if not isinstance(answer, (bool, dict)):
                 hint = " (is a return missing?)" if answer is None else ""
                 raise OptionError(
-                    f"The function given to CustomPolicy returned {answer!r} for {describe(module, path)}{hint}; "
-                    "expected True, False or a dict of keyword arguments."
+                    f"The function given to CustomPolicy returned {answer!r} for {describe_module(module, path)}"
+                    f"{hint}; expected True, False or a dict of keyword arguments."
                 )
             if answer:
                 targets[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.wrap.tree import Places, _wrap, describe, named_children, post_order, require_module
+from fsdp_flat.wrap.tree import Places, _wrap, describe_module, named_children, post_order, require_module
 
 __all__ = ["Walk"]
 
@@ -91,7 +91,7 @@ def _recursive_wrap(
         already = isinstance(submodule, wrapped_types)
         if already and submodule not in ignored_modules:
             raise PhaseError(
-                f"{describe(submodule, path)} is already wrapped by {type(submodule).__name__}. "
+                f"{describe_module(submodule, path)} is already wrapped by {type(submodule).__name__}. "
                 "Wrap by hand or by policy, not both, or put it in ignored_modules."
             )
     walk = Walk(auto_wrap_policy, ignored_modules, ignored_params)
@@ -99,7 +99,7 @@ def _recursive_wrap(
     places = Places.find(module)
     for path, submodule in post_order(module):
         if submodule in walk.chosen:
-            wrapped = require_module(_wrap(submodule, wrapper_cls, **kwargs), describe(submodule, path))
+            wrapped = require_module(_wrap(submodule, wrapper_cls, **kwargs), describe_module(submodule, path))
             if submodule is module:
                 return wrapped, numel
             places.replace(submodule, wrapped)

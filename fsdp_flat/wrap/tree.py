@@ -12,10 +12,10 @@ from torch._dynamo import OptimizedModule
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.layout import clean_fqn, join_fqn
 
-__all__ = ["Places", "compiled_forms", "describe", "named_children", "post_order"]
+__all__ = ["Places", "compiled_forms", "describe_module", "named_children", "post_order"]
 
 
-def describe(module: nn.Module, path: str) -> str:
+def describe_module(module: nn.Module, path: str) -> str:
     """Return the path and the class of a module, for messages."""
     kind = type(module).__name__
     return f"'{clean_fqn(path)}' ({kind})" if path else f"the root module ({kind})"
@@ -110,10 +110,10 @@ def _post_order_apply(root_module: nn.Module, fn: Callable[[nn.Module], nn.Modul
             continue
         if module is root_module:
             raise PhaseError(
-                f"The function returned {type(replacement).__name__} for {describe(module, path)}, which has no "
+                f"The function returned {type(replacement).__name__} for {describe_module(module, path)}, which has no "
                 "parent to register it with. Return None for the root and wrap it yourself."
             )
-        places.replace(module, require_module(replacement, describe(module, path)))
+        places.replace(module, require_module(replacement, describe_module(module, path)))
 
 
 def wrap_overrides(module: nn.Module) -> dict[str, Any]:

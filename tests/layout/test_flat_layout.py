@@ -455,7 +455,7 @@ def test_what_cannot_be_a_layout_is_refused_with_the_reason(call: Callable[[], o
     assert text in str(caught.value)
 
 
-def test_the_floor_imports_no_torch() -> None:
+def test_the_layer_imports_no_torch() -> None:
     import pathlib
 
     import fsdp_flat.layout as floor
