@@ -233,8 +233,8 @@ def fitting_chunk(spec: ChunkSpec, value: torch.Tensor) -> tuple[torch.Tensor | 
         return chunk, ""
     return None, (
         f"rank {rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a {describe_value(value)}; "
-        f"expected {spec.chunk_shape} at {spec.rank_group.size} ranks. Load checkpoints of another number of ranks through "
-        "torch.distributed.checkpoint, which reshards."
+        f"expected {spec.chunk_shape} at {spec.rank_group.size} ranks. Load checkpoints of another number of ranks "
+        "through torch.distributed.checkpoint, which reshards."
     )
 
 
