@@ -19,15 +19,22 @@ from fsdp_flat.api import (
     StateDictType,
 )
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
-from fsdp_flat.compare import compare_with
 from fsdp_flat.compat import install, installed, uninstall
-from fsdp_flat.describe import describe, plan
-from fsdp_flat.ema import ShardedEMA
 from fsdp_flat.errors import FsdpFlatError
+from fsdp_flat.extras import (
+    MatrixOptimizer,
+    ShardedEMA,
+    clean_named_modules,
+    clean_named_parameters,
+    clean_tensor_name,
+    compare_with,
+    describe,
+    matrix_params,
+    plan,
+    whole_shape,
+)
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.matrix_optimizer import MatrixOptimizer, matrix_params
-from fsdp_flat.names import clean_named_modules, clean_named_parameters, clean_tensor_name, whole_shape
 from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
 

@@ -27,10 +27,10 @@ from fsdp_flat.api import (
     StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.clipping import clip_grads
 from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
 from fsdp_flat.conversion import ConversionMethods
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.flat import FlatParameter, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fsdp_flat.loading import end_load

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.clipping import local_norm
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, units_of
 from fsdp_flat.semi_private import SemiPrivateNames

@@ -79,7 +79,7 @@ def _is_of_peer(name: str, value: Any) -> bool:
 def _shared_entries() -> Iterator[Fsdp1Name]:
     private = importlib.import_module("fsdp_flat.compat.private_names")
     plain = importlib.import_module("fsdp_flat.fully_sharded_data_parallel")
-    names = importlib.import_module("fsdp_flat.names")
+    names = importlib.import_module("fsdp_flat.extras.names")
     either: dict[Any, Callable[..., Any]] = {}
     for suffix in _SHARED:
         module = importlib.import_module(PEER + suffix)

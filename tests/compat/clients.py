@@ -45,7 +45,7 @@ OURS = {
     "fsdp_flat.fully_sharded_data_parallel": ["FullyShardedDataParallel", "FlatParamHandle"],
     "fsdp_flat.sharded_grad_scaler": ["ShardedGradScaler"],
     "fsdp_flat.wrap": ["CustomPolicy", "ModuleWrapPolicy", "transformer_auto_wrap_policy"],
-    "fsdp_flat.names": ["clean_tensor_name"],
+    "fsdp_flat.extras.names": ["clean_tensor_name"],
 }
 FSDP2 = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard"]
 

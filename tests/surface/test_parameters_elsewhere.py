@@ -13,7 +13,7 @@ import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.api import FullOptimStateDictConfig
 from fsdp_flat.errors import UsageError
-from fsdp_flat.names import clean_tensor_name
+from fsdp_flat.extras.names import clean_tensor_name
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, groups_of
 from tests.support import assert_close, assert_equal, on_ranks

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import compare_with
-from fsdp_flat.compare import Difference
 from fsdp_flat.errors import OptionError
+from fsdp_flat.extras.compare import Difference
 from tests.runtime.kit import BLOCKS, STRATEGIES, Stack, batch, mesh_for, square_loss, wrapped
 from tests.support import on_ranks
 

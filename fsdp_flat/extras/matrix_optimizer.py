@@ -23,8 +23,7 @@ from torch.optim import Optimizer
 
 from fsdp_flat.comm import P2PChannels, RankGroup, control_device, exchange_ints
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.flat import unguarded
-from fsdp_flat.matrix_owners import (
+from fsdp_flat.extras.matrix_owners import (
     NO_MOVES,
     GradStatus,
     OwnedParam,
@@ -34,7 +33,8 @@ from fsdp_flat.matrix_owners import (
     rounds_of,
     without_memory,
 )
-from fsdp_flat.names import whole_shape
+from fsdp_flat.extras.names import whole_shape
+from fsdp_flat.flat import unguarded
 from fsdp_flat.optim_state import ParamNames, names_of
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
 from fsdp_flat.state_dict import rank_groups_of

@@ -1,0 +1,25 @@
+"""Offers what FSDP1 does not (layer 5): averages, matrix optimizers, descriptions, comparisons, and clean names."""
+
+from __future__ import annotations
+
+from fsdp_flat.extras.compare import Difference, compare_with
+from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe, plan
+from fsdp_flat.extras.ema import ShardedEMA
+from fsdp_flat.extras.matrix_optimizer import MatrixOptimizer, matrix_params
+from fsdp_flat.extras.names import clean_named_modules, clean_named_parameters, clean_tensor_name, whole_shape
+
+__all__ = [
+    "Difference",
+    "MatrixOptimizer",
+    "ModelDescription",
+    "ShardedEMA",
+    "UnitDescription",
+    "clean_named_modules",
+    "clean_named_parameters",
+    "clean_tensor_name",
+    "compare_with",
+    "describe",
+    "matrix_params",
+    "plan",
+    "whole_shape",
+]
