@@ -177,8 +177,7 @@ class StateDictMethods(SemiPrivateNames):
         """Load as :meth:`nn.Module.load_state_dict`, under the names of the unwrapped model.
 
         Everything is checked before anything is written: after an error the model is as it was before. Modules get the
-        version
-        that they were saved with, whether by a wrapped model or a plain one.
+        version that they were saved with, whether by a wrapped model or a plain one.
 
         FULL and LOCAL state dicts need no communication, nor do SHARDED ones whose values are all full tensors: a rank
         may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this.
