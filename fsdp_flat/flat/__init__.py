@@ -4,7 +4,8 @@ from fsdp_flat.flat._torch import enable_torch_function, in_backward, node_will_
 from fsdp_flat.flat.dynamo import active_compiler, dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedPlaceholder, unguarded
-from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
+from fsdp_flat.flat.handle import FlatParamHandle
+from fsdp_flat.flat.handle_spec import HandleSpec, ShardState
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool, set_grad
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -21,10 +20,12 @@ from fsdp_flat.flat.dynamo import dynamo_disabled
 from fsdp_flat.flat.flat_param import new_flat_parameter
 from fsdp_flat.flat.flat_views import FlatViews
 from fsdp_flat.flat.guards import unguarded
+from fsdp_flat.flat.handle_spec import LEGAL_MOVES, HandleSpec, ShardState
 from fsdp_flat.flat.optimizers import check_optimizer
 from fsdp_flat.flat.orig_views import OrigViews
 from fsdp_flat.flat.storage import (
     AliasBuffer,
+    DtypeBuffer,
     Expiry,
     FlatBuffer,
     FlatGradBuffer,
@@ -37,63 +38,7 @@ from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, alignment_numel
 
-__all__ = ["FlatParamHandle", "HandleSpec", "ShardState"]
-
-
-class ShardState(Enum):
-    """Enumerates the states of a handle's parameters."""
-
-    SHARDED = "sharded"
-    UNSHARDING = "unsharding"
-    UNSHARDED = "unsharded"
-
-    # By identity: Enum's own hash takes longer than the transition that uses it.
-    __hash__ = object.__hash__
-
-
-_LEGAL_MOVES = {
-    (ShardState.SHARDED, ShardState.UNSHARDING),
-    (ShardState.UNSHARDING, ShardState.UNSHARDED),
-    (ShardState.UNSHARDED, ShardState.SHARDED),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HandleSpec:
-    """Configures a handle.
-
-    Attributes:
-        unit_name: name of the unit, for error texts.
-        module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
-        rank: this rank in the shard group.
-        world_size: size of the shard group.
-        num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
-        use_orig_params: the constructor's argument.
-        device: compute device.
-        shard_device: device of the shard and its gradient.
-        compute_dtype: dtype of the unsharded parameters; None keeps the original one.
-        reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
-        master_dtype: dtype of the shard; None keeps the original one.
-        keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
-    """
-
-    unit_name: str
-    module: nn.Module
-    rank: int
-    world_size: int
-    num_ranks: int
-    use_orig_params: bool
-    device: torch.device
-    shard_device: torch.device
-    compute_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    master_dtype: torch.dtype | None = None
-    keep_reduce_dtype: bool = False
-
-    @property
-    def offloads(self) -> bool:
-        """Return whether shards are in pinned host memory and compute is on an accelerator."""
-        return self.shard_device.type == "cpu" and self.device.type != "cpu"
+__all__ = ["FlatParamHandle"]
 
 
 class FlatParamHandle:
@@ -137,7 +82,7 @@ class FlatParamHandle:
         self._unreduced: list[UnreducedLocalGrad] = []
         self._num_trainable = 0
         self._synced: list[bool] = [False] * len(params)
-        self._dtype_buffers: dict[torch.dtype, _DtypeBuffer] = {}
+        self._dtype_buffers: dict[torch.dtype, DtypeBuffer] = {}
         self._adapters = {index: entry.adapter for index, entry in enumerate(params) if entry.adapter is not PLAIN}
         unsharded_params = self._use_dtype_buffer(params)
         kind = OrigViews if spec.use_orig_params else FlatViews
@@ -177,7 +122,7 @@ class FlatParamHandle:
             unsharded_params = tuple(self._new_unsharded_params(params, buffer))
             # What nothing is freed of cannot be used too late.
             expiry = Expiry(() if isinstance(buffer, AliasBuffer) else unsharded_params)
-            dtype_buffer = _DtypeBuffer(buffer, own, unsharded_params, expiry)
+            dtype_buffer = DtypeBuffer(buffer, own, unsharded_params, expiry)
             self._dtype_buffers[self.compute_dtype] = dtype_buffer
             expiry.expire()
             buffer.free(MemoryPool())
@@ -243,7 +188,7 @@ class FlatParamHandle:
         return self._state
 
     def _move(self, target: ShardState) -> None:
-        if (self._state, target) not in _LEGAL_MOVES:
+        if (self._state, target) not in LEGAL_MOVES:
             raise PhaseError(
                 f"Unit {self.spec.unit_name!r} cannot go from {self._state.value} to {target.value} on rank "
                 f"{self.spec.rank} of its shard group. This is a defect of fsdp_flat; please report the traceback."
@@ -556,13 +501,3 @@ def _grad_hook(handle: FlatParamHandle, index: int) -> Callable[[torch.Tensor], 
             there._accept_grad(index, unsharded_param)
 
     return grads_ready
-
-
-@dataclass(frozen=True, slots=True)
-class _DtypeBuffer:
-    """Groups an unsharded buffer of one compute dtype, this rank's slice and the parameters that view it."""
-
-    buffer: FlatBuffer
-    own_slice: torch.Tensor
-    unsharded_params: tuple[nn.Parameter, ...]
-    expiry: Expiry

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +17,7 @@ from fsdp_flat.layout import FlatLayout
 __all__ = [
     "EXPIRED",
     "AliasBuffer",
+    "DtypeBuffer",
     "Expiry",
     "FlatBuffer",
     "FlatGradBuffer",
@@ -164,6 +166,16 @@ class Expiry:
         if self._versions is not None:
             set_versions(self._params, self._versions)
             self._versions = None
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeBuffer:
+    """Groups an unsharded buffer of one compute dtype, this rank's slice and the parameters that view it."""
+
+    buffer: FlatBuffer
+    own_slice: torch.Tensor
+    unsharded_params: tuple[nn.Parameter, ...]
+    expiry: Expiry
 
 
 class FlatGradBuffer:
