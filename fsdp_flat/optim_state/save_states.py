@@ -151,7 +151,7 @@ def _read_alone(
 
 
 def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]) -> None:
-    """Warn of states that this rank lacks for elements that it holds; other ranks, which may have them, are not checked."""
+    """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
     found = [
         f"{fqn!r} of unit {unit.name!r}"
         for unit, handle, fqns in names.handles
