@@ -34,8 +34,7 @@ class ShardedGradScaler(GradScaler):
     """Scales losses of sharded models; an inf or NaN on one rank skips the step on every rank.
 
     A ``torch.amp.GradScaler``. Every rank of the group must call ``unscale_`` and ``step``, for the same optimizers in
-    the
-    same order, also when it holds no gradient.
+    the same order, also when it holds no gradient.
 
     Args:
         device: type of the compute device, such as ``"cuda"`` or ``"cpu"``. As in ``torch.amp``, ``"cuda"`` without

@@ -100,7 +100,7 @@ def destroyed_error(group: dist.ProcessGroup) -> UsageError:
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """The ranks of ``group`` among all ranks.
+    """Return the global ranks of the members of ``group``.
 
     Raises:
         UsageError: the group was destroyed.
@@ -146,7 +146,7 @@ def resolve_groups(
         strategy: row of the strategy table.
         process_group: a group, ``(shard_group, replicate_group)``, or None for the default group.
         device_mesh: a 1-D mesh, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
-        has_policy: whether an auto-wrap policy was given, so one call creates all units and may create groups.
+        has_policy: an auto-wrap policy was given, so one call creates all units and may create groups.
         device: the compute device; determines the number of ranks per node.
 
     Raises:

@@ -22,8 +22,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
 
     Norms are computed in fp32, or in fp64 if a parameter is fp64. Norms of shards are summed over the shard group, and
     over the groups of tensor parallelism. Unsharded gradients (NO_SHARD units, ignored parameters) are the same on
-    every
-    rank and count once.
+    every rank and count once.
 
     Every rank must call this.
 

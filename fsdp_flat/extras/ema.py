@@ -30,8 +30,7 @@ class ShardedEMA:
     """Keeps an exponential moving average of a model's parameters.
 
     An update is ``average += (1 - decay) * (parameter - average)``. Each rank averages its own shards, element by
-    element,
-    so nothing is communicated or unsharded; the average costs one more shard. Buffers are not averaged: inside
+    element, so nothing is communicated or unsharded; the average costs one more shard. Buffers are not averaged: inside
     :meth:`swap` the model has its own.
 
     Args:
@@ -81,8 +80,7 @@ class ShardedEMA:
         """Give the model the averaged parameters inside the block, to evaluate it or to save its ``state_dict``.
 
         Every rank must enter it. The model's own parameters are restored at the end, also after an exception. One
-        unit's
-        shard at a time is held twice.
+        unit's shard at a time is held twice.
 
         Raises:
             PhaseError: inside forward, backward or ``summon_full_params``.

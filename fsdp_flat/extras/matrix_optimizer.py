@@ -1,14 +1,15 @@
-"""Optimizers that need whole matrices (Muon, Shampoo, Adafactor), over parameters of which a rank holds a local shard.
+"""Runs optimizers that need unsharded matrices (Muon, Shampoo, Adafactor) on sharded parameters.
 
-Each parameter is owned by one rank of its shard group. For a step the owner receives the slices of its weight and of
-its gradient, an ordinary optimizer updates the whole weight, and the slices go back. The optimizer's states stay on the
-owner as whole tensors. Keeping them as slices, as other optimizers do, would let every state dict work unchanged, but
-would move five matrices a step in place of three (Muon's momentum to the owner and back), and states of another shape
-(Adafactor's factors, Shampoo's preconditioners) are no slices anyway. Instead state dicts read ``state_owners``: they
-save what the owner has and load to it alone (``optim_state/owned.py``).
+Each parameter is owned by one rank of its shard group. In a step the owner receives the local shards of its weight and
+of its gradient, an ordinary optimizer updates the unsharded weight, and its local shards are sent back. The optimizer's
+states stay on the owner as full tensors. Sharded states, as other optimizers have, would let every state dict work
+unchanged. But a step would transfer five matrices in place of three (Muon's momentum to the owner and back), and states
+of another shape (Adafactor's factors, Shampoo's preconditioners) cannot be sharded like the parameter anyway. Instead
+state dicts read ``state_owners``: they save the states of the owner and load them there only
+(``optim_state/owned.py``).
 
-An owner is one of the ranks that hold elements of the parameter, so a parameter that lies on one rank does not move,
-and every rank that takes part in a transfer sees for itself whether there is a gradient.
+An owner is one of the ranks that hold elements of the parameter. So a parameter that lies on one rank is not
+transferred, and every rank of a transfer can check locally whether there is a gradient.
 """
 
 from __future__ import annotations
@@ -50,22 +51,22 @@ _MAX_NBYTES = 1 << 30
 
 
 def matrix_params(model: nn.Module) -> list[nn.Parameter]:
-    """Collect the parameters whose unsharded shape has two dims or more, for an optimizer of matrices.
+    """Return the parameters whose unsharded shape has two dims or more, for an optimizer of matrices.
 
     Args:
         model: a wrapped model, or a module that holds wrapped ones, with ``use_orig_params=True``.
 
     Returns:
-        The parameters in the order of ``model.parameters()``, each once; of sharded ones this rank's slices.
+        The parameters in the order of ``model.parameters()``, each once; this rank's local shards of sharded ones.
 
     Raises:
-        OptionError: (a ValueError) a flat parameter, which holds several (``use_orig_params=False``).
+        OptionError: (a ValueError) the model has flat parameters (``use_orig_params=False``).
     """
     return [param for param in model.parameters() if len(whole_shape(param)) >= 2]
 
 
 class MatrixOptimizer(Optimizer):
-    """Steps an optimizer of whole parameters over the parameters of a wrapped model.
+    """Steps an optimizer of unsharded parameters over the parameters of a wrapped model.
 
     ::
 
@@ -74,35 +75,36 @@ class MatrixOptimizer(Optimizer):
         muon = fsdp_flat.MatrixOptimizer(model, torch.optim.Muon, params=matrices, lr=0.02)
         adamw = torch.optim.AdamW(others, lr=3e-4)
 
-    Weights come out as the inner optimizer's would on the unwrapped model, as long as it treats each parameter by
-    itself. It is used like any optimizer: groups with options of their own, schedulers on ``param_groups``,
-    ``zero_grad``, closures, ``clip_grad_norm_`` and gradient scalers before it. ``FSDP.optim_state_dict`` and
-    ``save_checkpoint`` save its states under parameter names in their unsharded shapes, for any number of ranks, any
-    wrapping, and the unwrapped model.
+    The updated weights equal those of the inner optimizer on the unwrapped model, provided that it updates each
+    parameter independently. It is used like any optimizer: parameter groups with different options, schedulers on
+    ``param_groups``, ``zero_grad``, closures, ``clip_grad_norm_`` and gradient scalers before it.
+    ``FSDP.optim_state_dict`` and ``save_checkpoint`` save its states under parameter names in their unsharded shapes,
+    for any number of ranks, any wrapping, and the unwrapped model.
 
-    A step moves weight and gradient of each parameter to its owner and the weight back. An owner has about its
-    share of all elements, whole, during the step, and their states for good. Every rank must make it, step it, and add
-    groups to it, at the same point.
+    A step transfers the weight and gradient of each parameter to its owner, and the weight back. An owner holds about
+    its share of all elements unsharded during the step, and their states permanently. Every rank must construct it,
+    step it, and add groups to it, at the same point.
 
     Args:
         model: a wrapped model, or a module that holds wrapped ones, with ``use_orig_params=True``.
-        optimizer_class: a ``torch.optim.Optimizer`` subclass, or what makes one of parameter groups and ``options``.
+        optimizer_class: a ``torch.optim.Optimizer`` subclass, or a function of parameter groups and ``options`` that
+            returns one.
         params: parameters, named parameters or groups, the same on every rank; by default ``matrix_params(model)``.
-            Parameters of other shapes and parameters that no unit manages are taken too.
-        max_nbytes: bytes of weights and gradients that an owner receives before it steps; at least one parameter. With
-            more, the inner optimizer is stepped several times, each time over the parameters that have a gradient.
-        options: what ``optimizer_class`` takes besides parameters.
+            Parameters of other shapes and parameters that no unit manages are accepted too.
+        max_nbytes: largest number of bytes of weights and gradients that an owner receives at once; one parameter may
+            exceed it. With more, the inner optimizer is stepped several times, each time over the parameters received.
+        options: further arguments of ``optimizer_class``.
 
     Attributes:
-        state_owners: by sharded parameter, the rank of its shard group that has its states. ``state`` is empty for the
-            parameters of others.
+        state_owners: for each sharded parameter, the rank of its shard group that holds its states. ``state`` is empty
+            for parameters that other ranks own.
 
     Raises:
         OptionError: (a ValueError) a flat parameter, a parameter of another model, or ``max_nbytes`` below 1.
-        UnsupportedError: (a NotImplementedError) tensor parallelism has split a parameter.
+        UnsupportedError: (a NotImplementedError) a parameter is sharded by tensor parallelism.
         RankMismatchError: (a ValueError) ranks gave different parameters.
         PeerFailureError: (a RuntimeError) another rank failed with one of these.
-        Exception: what ``optimizer_class`` raises, on every rank.
+        Exception: any that ``optimizer_class`` raises; on every rank.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class MatrixOptimizer(Optimizer):
         self._agree(names, units, error)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with options of their own. Every rank must call this with the same parameters.
+        """Add a group of parameters with its options. Every rank must call this with the same parameters.
 
         Args:
             param_group: ``{"params": [...], **options}``.
@@ -183,7 +185,7 @@ class MatrixOptimizer(Optimizer):
         agree(lines, error, rank_groups_of(units), units[0].options.device, _WORDS)
 
     def _inner_group(self, names: ParamNames, group: dict[str, Any]) -> dict[str, Any]:
-        """The group of the inner optimizer: whole parameters, and the same options."""
+        """Assign owners to the parameters of a group; return the inner optimizer's group, with unsharded parameters."""
         found = []
         for param in group["params"]:
             check_param(names, param)
@@ -195,7 +197,7 @@ class MatrixOptimizer(Optimizer):
             (index,), handle = managed.indices, managed.handle
             blank = without_memory(param, handle.layout.param_infos[index].shape)
             whole = nn.Parameter(blank, requires_grad=param.requires_grad)
-            # Marks by which an optimizer tells parameters apart stay readable.
+            # Keep attributes by which an optimizer distinguishes parameters.
             whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
             entry = OwnedParam(param, managed.fqns[0], managed.unit, handle, index, owners[param], whole)
             self._owned.append(entry)
@@ -204,7 +206,7 @@ class MatrixOptimizer(Optimizer):
         return {**_options_of(group), "params": [wholes.get(param, param) for param in group["params"]]}
 
     def _finish_groups(self) -> None:
-        """Take over options that the inner optimizer filled in, and leave it the states of this rank's parameters."""
+        """Copy options that the inner optimizer filled in, and drop its states of parameters that other ranks own."""
         assert self._inner is not None
         for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options_of(inner_group))
@@ -215,7 +217,7 @@ class MatrixOptimizer(Optimizer):
         self._show_states()
 
     def _show_states(self) -> None:
-        """Have ``state`` show what the inner optimizer has of this rank's parameters."""
+        """Set ``state`` to the inner optimizer's states of this rank's parameters."""
         assert self._inner is not None
         shown = {entry.param: entry.whole for entry in self._owned if entry.is_owner}
         for group in self.param_groups:
@@ -234,12 +236,12 @@ class MatrixOptimizer(Optimizer):
             closure: computes the loss anew and returns it; called once, on every rank.
 
         Returns:
-            What ``closure`` returned; None without one.
+            The value that ``closure`` returned; None without one.
 
         Raises:
-            UsageError: (a RuntimeError) some ranks have a gradient of a parameter and others lack it, or whole
-                parameters are summoned.
-            Exception: what the inner optimizer raises, on the owner.
+            UsageError: (a RuntimeError) some ranks have a gradient of a parameter and others lack it, or a parameter is
+                not sharded, as inside ``summon_full_params``.
+            Exception: any that the inner optimizer raises; on the owner.
         """
         assert self._inner is not None
         loss = None
@@ -254,12 +256,12 @@ class MatrixOptimizer(Optimizer):
             with unguarded():
                 self._gather(entries)
             if error is None:
-                # Each time as the step began: an inner optimizer that counts steps in its groups counts one.
+                # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
                 try:
                     self._inner.step()
                 except Exception as found:
-                    # Other ranks wait for the weights, so they get them first.
+                    # Other ranks wait for the weights, so send them before raising.
                     error = found
             with unguarded():
                 self._scatter(entries)
@@ -271,9 +273,9 @@ class MatrixOptimizer(Optimizer):
         return loss
 
     def _check_grads(self) -> None:
-        """Raise on every rank of a group whose ranks would not exchange the same.
+        """Raise on every rank of a group if its ranks would not exchange the same parameters.
 
-        Where a group communicates on an accelerator only, ranks are not compared: the host would wait for the device.
+        Ranks of a group that communicates only on an accelerator are not compared: the host would wait for the device.
         """
         by_rank_group: dict[RankGroup, list[OwnedParam]] = {}
         for entry in self._owned:
@@ -292,7 +294,7 @@ class MatrixOptimizer(Optimizer):
                 check_status(entry, found)
 
     def _gather(self, entries: Sequence[OwnedParam]) -> None:
-        """Bring weights and gradients to their owners."""
+        """Send weights and gradients to their owners."""
         channels = P2PChannels()
         arriving: list[tuple[OwnedParam, torch.Tensor, torch.Tensor]] = []
         for entry in entries:
@@ -309,14 +311,14 @@ class MatrixOptimizer(Optimizer):
                     targets = [weight, whole_grad]
                 arriving.append((entry, weight, whole_grad))
             for source, target in zip(sources, targets, strict=True):
-                # Rounds bound what is under way, in the same way on every rank; so nothing is counted here.
+                # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
                 channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
         channels.wait()
         for entry, weight, whole_grad in arriving:
             entry.fill(weight, whole_grad)
 
     def _scatter(self, entries: Sequence[OwnedParam]) -> None:
-        """Bring weights back to the slices."""
+        """Send weights from their owners back to the local shards."""
         channels = P2PChannels()
         for entry in entries:
             has_grad = entry.status() == GradStatus.HAS_GRAD
@@ -329,23 +331,23 @@ class MatrixOptimizer(Optimizer):
         channels.wait()
         for entry in entries:
             if entry.status() == GradStatus.HAS_GRAD:
-                # Written past its version counter, by which units see that their weights have changed.
+                # The transfer bypasses the version counter, from which units detect that their weights have changed.
                 torch.autograd.graph.increment_version(entry.param)
             entry.release()
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what ``FSDP.optim_state_dict_to_load`` has made for this optimizer.
+        """Load a state dict that ``FSDP.optim_state_dict_to_load`` returned for this optimizer.
 
-        The state dict of the unwrapped model's optimizer is taken as it is too, if it numbers the same parameters.
+        The state dict of the unwrapped model's optimizer is accepted unchanged, if it numbers the same parameters.
 
         Args:
             state_dict: ``{"state": {position: {...}}, "param_groups": [...]}`` with states in unsharded shapes; those
-                of parameters that other ranks own are left out.
+                of parameters that other ranks own are ignored.
 
         Raises:
-            ValueError: the groups are not those of this optimizer.
+            ValueError: the groups do not match those of this optimizer.
         """
         assert self._inner is not None
         super().load_state_dict(state_dict)
@@ -359,7 +361,7 @@ class MatrixOptimizer(Optimizer):
             {**inner_group, **_options_of(group)}
             for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True)
         ]
-        # Optimizers bring states of older versions up to date there.
+        # ``__setstate__`` also converts states of older torch versions.
         self._inner.__setstate__({"state": state, "param_groups": groups})
         self.state = defaultdict(dict)
         self._show_states()

@@ -1,4 +1,4 @@
-"""Parameters that one rank of the shard group owns for a step: which rank, in which order, and what has to move."""
+"""Assigns each parameter an owner in its shard group for a step, and plans the rounds and transfers of the step."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NO_MOVES = TransferPlan((), (), None)
 
 
 class GradStatus(IntEnum):
-    """What a rank says of a parameter before a step."""
+    """Enumerates what a rank can hold of a parameter and its gradient, as exchanged before a step."""
 
     NO_GRAD = 0
     HAS_GRAD = 1
@@ -41,14 +41,14 @@ class GradStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OwnedParam:
-    """One parameter of a unit.
+    """Describes one parameter of a unit and its owner.
 
     Attributes:
-        param: what the model shows, this rank's slice.
-        fqn: its name.
-        unit, handle, index: where it lies.
-        owner: the rank of the shard group that computes with it.
-        whole: what the inner optimizer holds; it has the unsharded shape, and memory during a step on the owner.
+        param: the model's parameter, this rank's local shard.
+        fqn: its FQN.
+        unit, handle, index: its unit, its handle, and its index in the handle.
+        owner: the rank of the shard group that updates it.
+        whole: the inner optimizer's parameter of unsharded shape; it has memory only on the owner during a step.
     """
 
     param: nn.Parameter
@@ -61,26 +61,26 @@ class OwnedParam:
 
     @property
     def rank_group(self) -> RankGroup:
-        """The ranks that hold slices."""
+        """Shard group over which it is sharded."""
         return self.unit.options.groups.shard
 
     @property
     def numel(self) -> int:
-        """Elements of the whole parameter."""
+        """Number of elements of the unsharded parameter."""
         return self.handle.layout.param_infos[self.index].numel
 
     @property
     def is_owner(self) -> bool:
-        """Whether this rank computes with it."""
+        """Return whether this rank updates it."""
         return self.rank_group.rank == self.owner
 
     @property
     def is_on_one_rank(self) -> bool:
-        """Whether the owner holds all elements, so that nothing moves."""
+        """Return whether the owner holds all elements, so that nothing is transferred."""
         return self.handle.layout.partition(self.index)[self.owner].numel == self.numel
 
     def transfer_plan(self, *, to_owner: bool) -> TransferPlan:
-        """How this rank takes part in bringing slices to the owner, or back."""
+        """Return this rank's plan for the transfer from local shards to the owner, or back."""
         if self.is_on_one_rank:
             return NO_MOVES
         slices, whole = (
@@ -94,7 +94,7 @@ class OwnedParam:
         )
 
     def status(self) -> GradStatus:
-        """Whether this rank holds elements of it, and has a gradient of them."""
+        """Return whether this rank holds elements of it, and a gradient of them."""
         piece = self.handle.views.local_shards[self.index]
         if self.param.numel() != piece.numel:
             return GradStatus.NOT_SHARDED
@@ -103,29 +103,29 @@ class OwnedParam:
         return GradStatus.NO_GRAD if self.param.grad is None else GradStatus.HAS_GRAD
 
     def fill(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
-        """Show the inner optimizer a weight and a gradient (1-D, ``numel``)."""
+        """Set the weight and the gradient (1-D, ``numel``) that the inner optimizer uses."""
         shape = self.handle.layout.param_infos[self.index].shape
         self.whole.requires_grad_(self.param.requires_grad)
         self.whole.data = weight.view(shape)
         set_grad(self.whole, grad.view(shape))
 
     def release(self) -> None:
-        """Let go of the memory of the weight and the gradient."""
+        """Free the memory of the unsharded weight and gradient."""
         self.whole.grad = None
         self.whole.data = without_memory(self.param, self.handle.layout.param_infos[self.index].shape)
 
 
 def without_memory(param: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """A tensor of ``shape`` that has one element in memory."""
+    """Return a tensor of ``shape`` that has one element in memory."""
     return torch.empty((), dtype=param.dtype, device=param.device).expand(tuple(shape))
 
 
 def check_param(names: ParamNames, param: torch.Tensor) -> None:
-    """Raise if a parameter cannot be made whole.
+    """Raise if a parameter cannot be unsharded on one rank.
 
     Raises:
-        OptionError: it is a flat parameter, or none of the model's.
-        UnsupportedError: tensor parallelism has split it.
+        OptionError: it is a flat parameter, or does not belong to the model.
+        UnsupportedError: it is sharded by tensor parallelism.
     """
     if isinstance(param, FlatParameter):
         managed = names.managed.get(param)
@@ -146,10 +146,10 @@ def check_param(names: ParamNames, param: torch.Tensor) -> None:
 
 
 def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
-    """Raise if a parameter is not sharded on a rank, or has a gradient on a part of its ranks only.
+    """Raise if a parameter is not sharded on a rank, or has a gradient on some of its ranks only.
 
     Raises:
-        UsageError: it is so; every rank that compares sees the same.
+        UsageError: one of these is the case; raised on every rank that compares.
     """
     what = f"Parameter {entry.fqn!r} of unit {entry.unit.name!r}"
     with_grad = [rank for rank, status in enumerate(found) if status == GradStatus.HAS_GRAD]
@@ -169,13 +169,14 @@ def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
 def balanced_owners(
     params: Sequence[tuple[nn.Parameter, Managed]], placed: Sequence[OwnedParam]
 ) -> dict[nn.Parameter, int]:
-    """Choose an owner for each parameter, the same on every rank: the one with the fewest elements so far.
+    """Choose an owner for each parameter, the same on every rank.
 
-    The largest parameters come first. Of ranks that have equally many, the one with the longest slice is taken.
+    The largest parameters come first. Of the ranks with elements of a parameter, the one that owns the fewest elements
+    so far is chosen; of equal ones, the one with the longest local shard.
 
     Args:
         params: parameters without owners.
-        placed: those that have one, which counts.
+        placed: parameters with owners, whose elements count too.
     """
     loads: dict[RankGroup, list[int]] = {}
     for entry in placed:
@@ -194,7 +195,10 @@ def balanced_owners(
 
 
 def rounds_of(entries: Sequence[OwnedParam], max_nbytes: int) -> Iterator[list[OwnedParam]]:
-    """Cut the parameters so that no owner receives more than ``max_nbytes`` of weights and gradients in a round."""
+    """Yield the parameters of each round.
+
+    In a round an owner receives at most ``max_nbytes`` of weights and gradients, or those of one parameter.
+    """
     current: list[OwnedParam] = []
     received: dict[tuple[RankGroup, int], int] = {}
     for entry in entries:

@@ -180,7 +180,7 @@ class ShardedFlatParameter(nn.Parameter):
     @classmethod
     def guard(cls, param: nn.Parameter) -> nn.Parameter:
         """Mark ``param`` as a part of a flat parameter."""
-        # Optimizers are slow for classes that are not on torch's list.
+        # Optimizers are slow for classes that are not on torch's list of plain tensors.
         if type(param) is nn.Parameter and _torch.register_as_plain_tensor(cls):
             param.__class__ = cls
         return param
@@ -210,7 +210,7 @@ class ShardedFlatParameter(nn.Parameter):
 
 
 def _reduced(param: nn.Parameter, state: dict[str, Any]) -> Any:
-    """What pickles a plain parameter of the same data; marks that the library needs would refer to the model."""
+    """Reduce ``param`` for pickle to a plain parameter of the same data; the library's marks refer to the model."""
     with unguarded():
         plain = nn.Parameter(param.data, param.requires_grad)
         plain.__dict__.update(state)

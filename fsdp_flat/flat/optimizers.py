@@ -14,7 +14,7 @@ from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 __all__ = ["check_optimizer"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
-# Lower-case parts of class names of optimizers whose update of an element depends on the rest of its parameter.
+# Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
 _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
@@ -25,7 +25,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     states of each parameter on one rank names these ranks in ``state_owners``.
 
     Raises:
-        UsageError: if it holds parameters from before wrapping that the model holds no more, needs unsharded
+        UsageError: if it holds parameters from before wrapping that the model no longer holds, needs unsharded
             parameters, or has states of unsharded parameters.
     """
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]

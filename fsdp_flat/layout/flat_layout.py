@@ -175,8 +175,8 @@ class FlatLayout:
         Each parameter, also an empty one, starts at the next multiple of ``align_numel``, counted from the buffer's
         start. The flat parameter ends at the next multiple of ``tail_multiple``, which gives ``unpadded_numel``. It is
         then padded to a multiple of ``world_size``, so that a shard has ``ceil(unpadded_numel / world_size)``
-        elements, as in ``torch.chunk``; the last ranks may hold only padding.
-        (FSDP1: ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
+        elements, as in ``torch.chunk``; the last ranks may hold only padding. (FSDP1:
+        ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
 
         Args:
             params: name and shape of each parameter, each once.

@@ -29,12 +29,12 @@ def rekey(
         key_type: the type of keys to return.
         model: the model that has the names.
         params: the optimizer's parameters in order.
-        any_shape: those of them whose states may have shapes of their own.
+        any_shape: parameters of ``params`` whose states may have any shape.
 
     Raises:
-        OptionError: keys of both types, a key that is no parameter of the model, or a state that does not fit the
-            parameter at its position.
-        PhaseError: no such key type.
+        OptionError: keys of both types, a key that belongs to no parameter of the model, or a state that does not fit
+            the parameter at its position.
+        PhaseError: ``key_type`` is not an ``OptimStateKeyType``.
     """
     member = getattr(key_type, "name", None)
     if type(key_type).__name__ != "OptimStateKeyType" or member not in OptimStateKeyType.__members__:
@@ -63,9 +63,9 @@ def rekey(
 def _check_shapes(
     state: dict[Any, Any], names: ParamNames, params: Sequence[nn.Parameter], order: Sequence[str]
 ) -> None:
-    """Raise if a state has another shape than the parameter at its position, so belongs to another parameter."""
+    """Raise if a state and the parameter at its position differ in shape, so that it belongs to another parameter."""
     shapes = {_shape_at(names, param) for param in params}
-    # States that have shapes of their own (Adafactor's factors) do not reveal the order.
+    # States of other shapes (Adafactor's factors) do not reveal the order.
     unlike = {
         name
         for row in state.values()

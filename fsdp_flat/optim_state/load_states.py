@@ -241,7 +241,7 @@ def _planned(
 
 
 def _warn_left_out(names: ParamNames, ids: dict[str, int], by_name: Mapping[str, Any]) -> None:
-    """Warns of states that are of no use: this rank has elements of their parameters, but its optimizer has none."""
+    """Warn of states that are not loaded: this rank has elements of their parameters, but its optimizer has none."""
     found = [
         fqn
         for _, handle, fqns in names.handles
@@ -333,7 +333,7 @@ def _for_handle(
 def _for_owner(
     unit: Unit, handle: FlatParamHandle, index: int, fqn: str, row: dict[str, Any], plan: _Plan, owner: int
 ) -> dict[str, Any]:
-    """The states of a parameter that one rank owns: whole tensors there, of any shape."""
+    """Return the states of a parameter that one rank owns: full tensors there, of any shape."""
     rank_group, found = unit.options.groups.shard, {}
     is_owner = rank_group.rank == owner
     for key in sorted(row):

@@ -1,8 +1,9 @@
-"""States of parameters that one rank of the shard group owns: whole tensors there, and nothing on other ranks.
+"""Saves states of parameters that one rank of the shard group owns: full tensors there, and nothing on other ranks.
 
-An optimizer that computes with whole parameters (``fsdp_flat.MatrixOptimizer``) says who owns them in ``state_owners``.
-Its states may have any shape: they go straight between their owner and the form of the state dict, never through
-slices. A state of the parameter's shape has the form that a slice would have, so any optimizer can load it.
+An optimizer that computes with unsharded parameters (``fsdp_flat.MatrixOptimizer``) lists their owners in
+``state_owners``. Its states may have any shape, so they are transferred directly from their owner to the values of the
+state dict, never as shards. A state of the parameter's shape is saved in the same type as a sharded state, so any
+optimizer can load it.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ __all__ = [
     "whole_owned",
 ]
 
-# By handle and parameter, the rank of the shard group that owns the parameter.
+# By handle and parameter index, the rank of the shard group that owns the parameter.
 Owners = Mapping[tuple[FlatParamHandle, int], int]
-# A handle, a parameter of it and the name of a state.
+# A handle, the index of a parameter in it, and the name of a state.
 _Place = tuple[FlatParamHandle, int, str]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedState:
-    """One state of an owned parameter.
+    """Describes one state of an owned parameter.
 
     Attributes:
-        tensor: the whole state, on the owner; None on other ranks.
+        tensor: the full state, on the owner; None on other ranks.
         shape: its shape.
         dtype: its dtype.
     """
@@ -58,13 +59,13 @@ class OwnedState:
 
 @dataclass(frozen=True, slots=True)
 class OwnedEntry:
-    """One state on its way into a state dict.
+    """Describes one state that is saved, with its parameter and owner.
 
     Attributes:
-        unit, handle, index: its parameter.
-        name: that of the state.
-        state: what this rank has of it.
-        owner: the rank of the shard group that has it.
+        unit, handle, index: the unit and handle of its parameter, and the parameter's index in the handle.
+        name: the name of the state.
+        state: the state, with its tensor on the owner only.
+        owner: the rank of the shard group that holds it.
     """
 
     unit: Unit
@@ -76,29 +77,29 @@ class OwnedEntry:
 
     @property
     def place(self) -> _Place:
-        """What identifies it in a save."""
+        """Key of the state in a save."""
         return self.handle, self.index, self.name
 
     @property
     def is_like_param(self) -> bool:
-        """Whether it has the parameter's shape."""
+        """Return whether it has the parameter's unsharded shape."""
         return self.state.shape == tuple(self.handle.layout.param_infos[self.index].shape)
 
     @property
     def held(self) -> ReplicatedPartition:
-        """Where its elements are."""
+        """Partition of its elements: all on the owner."""
         return ReplicatedPartition(math.prod(self.state.shape), self.owner, self.unit.options.groups.shard.size)
 
     @property
     def source(self) -> torch.Tensor:
-        """1-D, what this rank has of it; empty but on the owner."""
+        """1-D tensor of its elements on this rank; empty except on the owner."""
         if self.state.tensor is None:
             return torch.empty(0, dtype=self.state.dtype, device=self.handle.flat_param.device)
         return self.state.tensor.detach().reshape(-1)
 
 
 def owners_by_slot(names: ParamNames, owners: Mapping[nn.Parameter, int]) -> dict[tuple[FlatParamHandle, int], int]:
-    """The owners that an optimizer names, by handle and parameter."""
+    """Return the owners that an optimizer lists, by handle and parameter index."""
     return {
         (managed.handle, index): owners[param]
         for param, managed in names.managed.items()
@@ -108,7 +109,7 @@ def owners_by_slot(names: ParamNames, owners: Mapping[nn.Parameter, int]) -> dic
 
 
 def owned_tensors(what: str, values: Mapping[str, Any]) -> dict[str, OwnedState]:
-    """The states of an owned parameter that are tensors and no scalars, on its owner.
+    """Return the states of an owned parameter that are tensors but not scalars, on its owner.
 
     Raises:
         UnsupportedError: a state is a list, tuple or dict of tensors; ``what`` names the parameter in the text.
@@ -135,7 +136,7 @@ def _holds_tensors(value: Any) -> bool:
 
 
 def whole_owned(entries: Iterable[OwnedEntry], *, to_zero: bool, offload: bool) -> dict[_Place, torch.Tensor]:
-    """The whole states on every rank of the shard groups, or with ``to_zero`` on rank 0 of each.
+    """Return the full states on every rank of the shard groups, or with ``to_zero`` on rank 0 of each.
 
     Every rank of the shard groups must call this with the same entries.
     """
@@ -155,7 +156,7 @@ def whole_owned(entries: Iterable[OwnedEntry], *, to_zero: bool, offload: bool) 
 
 
 def chunked_owned(entries: Iterable[OwnedEntry], *, offload: bool) -> dict[_Place, torch.Tensor]:
-    """torch's chunked types of states like their parameters; every other state is whole on every rank.
+    """Return states of their parameter's shape in torch's chunked types, all others as full tensors on every rank.
 
     Every rank of the shard groups must call this with the same entries.
     """
@@ -170,13 +171,13 @@ def chunked_owned(entries: Iterable[OwnedEntry], *, offload: bool) -> dict[_Plac
 
 
 def boxed_owned(entries: Iterable[OwnedEntry], *, once: bool, offload: bool) -> dict[_Place, torch.Tensor]:
-    """What a checkpoint stores: each state from its owner, which has all of it, so nothing has to move.
+    """Return the values that a checkpoint stores: each state from its owner, so nothing is transferred.
 
     Args:
         entries: the states, the same on every rank of the shard groups.
-        once: states that are not like their parameters are the owner's alone. Without it they are whole on every rank,
-            which every rank must call this for.
-        offload: values on the CPU.
+        once: return states of another shape than their parameter's on the owner only. Without it they are full tensors
+            on every rank, and every rank of the shard groups must call this.
+        offload: return values on the CPU.
     """
     alike, others = _by_shape(entries)
     found: dict[_Place, torch.Tensor] = {}
@@ -208,7 +209,7 @@ def _by_shape(entries: Iterable[OwnedEntry]) -> tuple[list[OwnedEntry], list[Own
 def owned_entries(
     names: ParamNames, owned: Mapping[FlatParamHandle, Mapping[int, Mapping[str, OwnedState]]], owners: Owners
 ) -> Iterator[OwnedEntry]:
-    """All states of owned parameters, in an order that is the same on every rank."""
+    """Yield all states of owned parameters, in the same order on every rank."""
     for unit, handle, _ in names.handles:
         for index, row in sorted(owned[handle].items()):
             for name in sorted(row):

@@ -47,7 +47,7 @@ def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) ->
 
 
 def _merged(names: ParamNames, held: list[list[str]]) -> list[str]:
-    """Merge the names of all ranks: in the order of rank 0, then names that it lacks in the order of the model."""
+    """Merge the names of all ranks: those of rank 0 in its order, then the others in the order of the model."""
     places = {fqn: place for place, fqn in enumerate(fqn for _, _, fqns in names.handles for fqn in fqns)}
     lacking = {fqn for of_rank in held for fqn in of_rank}.difference(held[0])
     return [*held[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
@@ -60,13 +60,13 @@ def check_groups(names: ParamNames, own: Sequence[Mapping[str, Any]], given: Seq
     parameters that have changed groups would go to other parameters.
 
     Args:
-        names: the model's.
-        own: the optimizer's groups, of parameters.
-        given: the state dict's groups, of names.
+        names: the model's names.
+        own: the optimizer's groups, with parameters.
+        given: the state dict's groups, with names.
 
     Raises:
-        OptionError: the optimizer holds a parameter that no group of the state dict has, or has it in another group; or
-            there are more or fewer groups.
+        OptionError: a parameter of the optimizer is in no group or in another group of the state dict, or the numbers
+            of groups differ.
     """
     places: dict[str, int] = {}
     for at, group in enumerate(given):

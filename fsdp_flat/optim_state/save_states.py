@@ -151,7 +151,7 @@ def _read_alone(
 
 
 def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]) -> None:
-    """Warns of states that this rank lacks of elements that it holds; only other ranks could tell whether they do."""
+    """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
     found = [
         f"{fqn!r} of unit {unit.name!r}"
         for unit, handle, fqns in names.handles

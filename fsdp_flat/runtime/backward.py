@@ -85,8 +85,7 @@ class Backward:
         """Pass all events after a forward that a re-entrant checkpoint has recomputed.
 
         The recomputation stands for one of the unit's recorded forwards, none of which is later than the last one not
-        passed
-        yet. So every event after that one can be passed.
+        passed yet. So every event after that one can be passed.
         """
         for event in reversed(self._events):
             if event.is_begin and event.unit is unit:

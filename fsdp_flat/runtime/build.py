@@ -60,8 +60,8 @@ def build_unit(
         ignored: modules and parameters that are not managed.
         owners: for parameters shared between units, the module whose unit manages them.
         broadcast: first overwrite this unit's tensors with those of rank 0.
-        on_meta: on some rank a part of the model is on the meta device.
-        unit_id: id of the unit between ranks, the same on all of them.
+        on_meta: a part of the model is on the meta device on some rank.
+        unit_id: id of the unit, the same on every rank.
 
     Raises:
         OptionError: the parameters cannot be flattened together.
@@ -87,7 +87,7 @@ def build_unit(
         agree_on_structure((), error, options.groups, options.device)
     elif error is not None:
         raise error
-    # A model may be on the meta device on some ranks only; what these have initialised is compared by all.
+    # A model may be on the meta device on some ranks only; all ranks compare the values that these initialised.
     if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
         named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
         named += own_buffers(module, ignored) if options.sync_states != "warn" else []
@@ -163,9 +163,9 @@ def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
 
 
 def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, precision: Precision) -> None:
-    """Warns of batch norms that cannot run in low precision, or lose statistics there.
+    """Warn of batch norms that cannot run in low precision, or that lose statistics there.
 
-    An auto-wrap policy makes them units of their own in full precision; without one there is nobody to do so.
+    An auto-wrap policy makes each a separate unit in full precision; this warning is for models without a policy.
     """
     asked = precision.full_precision_modules
     full = [path for path, child in modules if precision.is_full_in(child) and not isinstance(child, asked)]
@@ -189,7 +189,7 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
 
 
 def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
-    """Raise if an embedding writes to its weight in forward, where that is an all-gathered copy."""
+    """Raise if an embedding writes to its weight in forward, when the weight is an all-gathered copy."""
     if options.groups.shard.size == 1 and options.precision.param_dtype is None:
         return
     for path, module in modules:
@@ -286,8 +286,7 @@ def owners_of_ties(
     """Map each parameter shared between future units, or held only by one that never runs, to its unit's module.
 
     The owner is the innermost future unit with a forward that contains all uses of the parameter, or the root. The tie
-    is
-    kept, because the outer unit is unsharded whenever an inner one runs.
+    is kept, because the outer unit is unsharded whenever an inner one runs.
     """
     chosen = set(unit_modules)
     chains: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
@@ -323,11 +322,11 @@ def _runs(module: nn.Module) -> bool:
 
 
 def describe_structure(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
-    """Describe the model that this rank is about to build, one fact a line, for comparison between ranks.
+    """Describe the model that this rank is about to build, one fact per line, for comparison between ranks.
 
     Raises:
         UnsupportedError: a parameter is of a kind that cannot be flattened.
-        OptionError: tensor parallelism has split a parameter over the ranks of its shard group.
+        OptionError: a parameter is sharded by tensor parallelism over the ranks of its shard group.
     """
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
     precision = options.precision
@@ -340,7 +339,7 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     for name, param in root.named_parameters():
         if param not in ignored.params:
             check_adapter(adapter_of(param, clean_fqn(name)), clean_fqn(name), groups)
-            # A nested unit already holds this rank's slice; its shapes were compared when it was built.
+            # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines

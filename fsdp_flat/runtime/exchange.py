@@ -8,7 +8,7 @@ gradients are set and an optimizer can step:
 * which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
   a weight was used outside of its unit's forward), so that all ranks reduce them;
 * whether all ranks issued the same collectives in the same order, and train the same parameters;
-* whether any rank asks for a comparison of tensors that no unit manages, or for an average of such gradients.
+* whether any rank requests a comparison of tensors that no unit manages, or an average of such gradients.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
 """
@@ -33,12 +33,12 @@ _DIGEST_NBYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What ranks found out by an exchange.
+    """Holds the result of an exchange.
 
     Attributes:
         differing: groups whose ranks issued different collectives or train different parameters, or None.
-        to_compare: groups of which any rank asks to compare what no unit manages.
-        average: the largest of what ranks passed.
+        to_compare: groups in which any rank requests a comparison of tensors that no unit manages.
+        average: the largest ``average`` that a rank passed to :meth:`BackwardExchange.begin`.
     """
 
     differing: ShardingGroups | None
@@ -75,7 +75,7 @@ class BackwardExchange:
 
         Args:
             flags: this rank's flags.
-            over: the groups to ask; None for those of all units.
+            over: the groups to reduce over; None for those of all units.
         """
         tensor = torch.tensor(flags, dtype=torch.uint8)
         for groups in self._handles if over is None else [over]:
@@ -94,9 +94,10 @@ class BackwardExchange:
         """Begin the exchange.
 
         Args:
-            used: for each handle, one byte a parameter: 1 if it got a gradient on this rank. A missing handle has none.
+            used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing handle
+                has none.
             unreduced: handles that hold unreduced gradients.
-            compare: this rank asks to compare the tensors that no unit manages.
+            compare: this rank requests a comparison of tensors that no unit manages.
             average: this rank's request for gradients that no unit manages; see ``GradientAverage.state``.
         """
         for groups, handles in self._handles.items():

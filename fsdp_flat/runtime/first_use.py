@@ -21,7 +21,7 @@ from fsdp_flat.runtime.unwritten import check_written
 __all__ = ["RankChecks", "check_gradients", "check_requires_grad", "check_units", "check_values", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
-# Of trees whose units are all frozen: before the first step, and after more, as gradients may be accumulated.
+# Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
 _FORWARDS_COMPARED = (1, 2, 4, 8)
 _TRAINED = ErrorTexts(
     "the comparison of which parameters are trained",
@@ -59,14 +59,14 @@ def check_units(units: Sequence[Unit]) -> None:
 
 
 def check_values(units: Sequence[Unit]) -> None:
-    """Names tensors that left the meta device and have no values at the first forward. Every rank must call this.
+    """Report tensors that left the meta device and have no values at the first forward. Every rank must call this.
 
-    Units may be sharded over different groups. What is found in one travels along the others before anybody raises:
-    else ranks that are in those alone would wait for ever.
+    Units may be sharded over different groups. An error found over one group is exchanged over the others before any
+    rank raises, since ranks that are only in the others would otherwise wait forever.
 
     Raises:
-        UsageError: a parameter has none, on this rank.
-        PeerFailureError: one has none on another rank.
+        UsageError: a parameter has no values on this rank.
+        PeerFailureError: a parameter has no values on another rank.
     """
     by_groups: dict[ShardingGroups, list[Unit]] = {}
     for unit in units:
@@ -91,13 +91,13 @@ def check_requires_grad(
     device: torch.device,
     found: Exception | None = None,
 ) -> None:
-    """Compares which parameters ranks train. Every rank of the groups must call this.
+    """Compare between ranks which parameters are trained. Every rank of the groups must call this.
 
     Args:
         handles: those of all units over the same groups.
-        groups: over which to compare.
+        rank_groups: groups over which to compare.
         device: the compute device.
-        found: what was found over other groups, of which ranks of these are told.
+        found: error found over other groups, which is reported to the ranks of these.
 
     Raises:
         RankMismatchError: a parameter is frozen on some ranks only.
@@ -111,15 +111,15 @@ def check_requires_grad(
 
 
 class RankChecks:
-    """What ranks compare in their first steps, each where the step communicates over the same ranks anyway.
+    """Compares ranks in their first steps, each time where the step communicates over the same ranks anyway.
 
     Args:
-        units: those of the tree, the outermost first.
+        units: every unit of the tree, the outermost first.
         handles: their handles by groups, in the same order on every rank.
-        drift: compares what no unit manages.
+        drift: compares tensors that no unit manages.
 
     Attributes:
-        in_forward: :meth:`before_forward` may have something to compare still.
+        in_forward: True while :meth:`before_forward` may still compare.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RankChecks:
         self._units = units
         self._handles = handles
         self._drift = drift
-        # Groups in which a forward has yet to compare.
+        # Groups over which no forward has compared yet.
         self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
         self._compared_in_backward = False
         self._last: Iteration | None = None
@@ -136,16 +136,16 @@ class RankChecks:
         self.in_forward = bool(self._ahead)
 
     def skip(self) -> None:
-        """Compares nothing from now on."""
+        """Disable all later comparisons."""
         self._compared_in_backward = True
         self.in_forward = False
 
     def before_forward(self, unit: Unit, iteration: Iteration) -> None:
-        """Compares which parameters ranks train, before the first forward with gradients over a unit's groups.
+        """Compare which parameters are trained, before the first forward with gradients over a unit's groups.
 
-        Only in the shard group, in which the forward all-gathers. Where all units are frozen no backward reduces
-        anything, so what no unit manages is compared here too: in a few forwards, which are counted, since they must
-        not depend on what one rank alone sees.
+        Only ranks of the shard group are compared, over which the forward all-gathers. If all units are frozen, no
+        backward reduces anything, so tensors that no unit manages are compared here too, in a few forwards. These are
+        chosen by count, since every rank must choose the same ones.
 
         Raises:
             RankMismatchError: a parameter is frozen on some ranks only.
@@ -168,11 +168,11 @@ class RankChecks:
         self.in_forward = bool(self._ahead) or self._num_forwards < _FORWARDS_COMPARED[-1]
 
     def before_backward(self) -> None:
-        """Compares which parameters ranks train, before the first backward that reduces gradients over replicas.
+        """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas.
 
         Raises:
             RankMismatchError: a parameter is frozen on some ranks only.
-            PeerFailureError: one is, of units over groups that this rank is not in.
+            PeerFailureError: the same for a unit over groups that this rank is not in.
         """
         if self._compared_in_backward or not any(unit.is_trainable for unit in self._units):
             return
@@ -201,7 +201,7 @@ def check_gradients(units: Sequence[Unit]) -> None:
 
 
 def log_units(units: Sequence[Unit]) -> None:
-    """Log parameters, bytes, strategy and group sizes of each unit, one line a unit."""
+    """Log parameters, bytes, strategy and group sizes of each unit, one line per unit."""
     if not _logger.isEnabledFor(logging.INFO):
         return
     for unit in units:

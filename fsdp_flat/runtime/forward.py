@@ -65,8 +65,7 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
     """Unshard the parameters of the units at and below ``module`` inside the block, also for autograd.
 
     Results computed inside may be used in a loss: the gradients reach the parameters, which stay unsharded until the
-    end
-    of that backward. To inspect or change parameters use ``summon_full_params``.
+    end of that backward. To inspect or change parameters use ``summon_full_params``.
 
     Every rank must enter this. The block counts as a forward of the units.
 
@@ -226,8 +225,7 @@ class _Forward:
         """Hook the outputs, and reshard the parameters or keep them for backward.
 
         A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
-        a
-        generator, or stored outside of the model.
+        a generator, or stored outside of the model.
         """
         for hooked in self._hooked_inputs:
             hooked.follow_changes()
@@ -351,8 +349,7 @@ class _HookedInput:
     """Holds an input of the caller and the alias of it that the module gets.
 
     If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
-    must
-    get the autograd history of the change too.
+    must get the autograd history of the change too.
     """
 
     __slots__ = ("_alias", "_given", "_version")

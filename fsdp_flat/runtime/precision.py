@@ -43,10 +43,10 @@ class Precision:
     ignored_classes: tuple[type[nn.Module], ...] = ()
 
     def is_full_in(self, module: nn.Module) -> bool:
-        """Whether a module of a unit with this precision computes in full precision all the same.
+        """Return whether a module of a unit with this precision nevertheless computes in full precision.
 
-        It does if the caller has said so, or if nothing else can run: batch norm takes parameters of the dtype of its
-        inputs only where its running statistics have it too.
+        It does if the caller requested it, or if low precision cannot run: batch norm accepts parameters of its
+        inputs' dtype only if its running statistics have this dtype too.
         """
         if isinstance(module, self.full_precision_modules):
             return True
@@ -54,12 +54,15 @@ class Precision:
         return statistics not in (None, self.param_dtype) and any(True for _ in module.parameters(recurse=False))
 
     def rounds_statistics_of(self, module: nn.Module) -> bool:
-        """Whether a module updates running statistics in a short dtype in training."""
+        """Return whether a module updates running statistics in a dtype shorter than 4 bytes in training."""
         statistics = None if self.is_full_in(module) else self._statistics_dtype(module)
         return statistics is not None and statistics.itemsize < 4 and statistics == self.buffer_dtype
 
     def _statistics_dtype(self, module: nn.Module) -> torch.dtype | None:
-        """The dtype in compute of a batch norm's running statistics; None where it has none, or computes as given."""
+        """Return the compute dtype of a batch norm's running statistics, or None.
+
+        It is None without statistics, without ``param_dtype``, and for modules outside of ``ignored_classes``.
+        """
         if self.param_dtype is None or not (
             isinstance(module, self.ignored_classes) and isinstance(module, _BatchNorm)
         ):
@@ -139,7 +142,7 @@ class InputCast:
         return tensor.to(self._dtype)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs, cast."""
+        """Return the inputs with floating-point tensors cast."""
         if not self._uncast:
             return map_tensors((args, kwargs), self._cast)
         names = self._positional + ("",) * len(args)
@@ -286,7 +289,7 @@ class _FullPrecision:
 def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
     """Make ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
 
-    The hooks run after those that are registered already.
+    The hooks run after those already registered.
     """
     casts = _FullPrecision(dtype)
     module.register_forward_pre_hook(casts.cast_inputs, with_kwargs=True)

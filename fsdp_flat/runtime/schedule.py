@@ -210,8 +210,7 @@ class Schedule(CommContext):
         """Record the end of a unit's forward; ``expects_backward`` if a backward may reach it on any rank.
 
         A forward without gradients inside an iteration with gradients is taken for that of a re-entrant checkpoint,
-        whose
-        recomputation a backward reaches.
+        whose recomputation a backward reaches.
         """
         if record.iteration is not None:
             self._position += 1

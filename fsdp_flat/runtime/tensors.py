@@ -126,11 +126,11 @@ _MODULE_STATE = frozenset(torch.nn.Module().__dict__)
 
 
 def _derived(value: Any) -> list[torch.Tensor]:
-    """What a value that a module keeps holds of tensors with a history, one level down in functions and objects."""
+    """Return the tensors with autograd history in a stored value, one level deep in functions and objects."""
     if not _is_container(value):
         if isinstance(value, _PLAIN) or not (isinstance(value, _KEEPERS) or _has_slots(type(value))):
             return []
-        # No further: a function may close over a whole program.
+        # No deeper: a function may close over a whole program.
         value = [child for child in _children(value) if _is_container(child)]
     return [tensor for tensor in differentiable_tensors(value) if not tensor.is_leaf]
 
@@ -145,7 +145,7 @@ _KEEPERS = (types.FunctionType, functools.partial, types.SimpleNamespace)
 
 
 def _has_slots(kind: type) -> bool:
-    """Whether a class, or one that it is made of, declares parameters in Python."""
+    """Return whether a class or one of its bases declares slots in Python."""
     return any(_slots_of(each) for each in kind.__mro__)
 
 

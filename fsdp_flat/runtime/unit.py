@@ -310,8 +310,7 @@ class Unit:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
 
         With ``keep_buffers`` the unit counts as sharded, but the next backward reuses the buffers, unless
-        :meth:`free_kept_buffers`
-        frees them before.
+        :meth:`free_kept_buffers` frees them before.
         """
         if self.is_sharded:
             self.free_kept_buffers()

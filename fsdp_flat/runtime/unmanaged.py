@@ -1,9 +1,10 @@
-"""Tensors that no unit manages: ignored and later added trainable parameters, and buffers. Each rank has its own.
+"""Compares and averages tensors that no unit manages: ignored and later added trainable parameters, and buffers.
 
-Those that drift apart are named, and averaged where the caller asks for it. Ranks compare values at the end of the
-first backward that reduces gradients, and of the first one after an optimizer has changed such a parameter; where all
-units are frozen, and no backward reduces anything, at the begin of a few forwards. Values, not gradients: a script that
-averages ignored gradients by hand, or ranks that hold experts of their own, are no mistake.
+Each rank has its own copy of these. Ranks compare the values and warn of those that differ; they average gradients and
+buffers only at the caller's request. They compare at the end of the first backward that reduces gradients, and of the
+first one after an optimizer has changed such a parameter. If all units are frozen, no backward reduces anything, so
+they compare at the start of a few forwards. Gradients are not compared, because they may differ on purpose: a script
+may average ignored gradients by hand, or each rank may hold different experts.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ _WORDS = ErrorTexts(
 
 
 def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter]:
-    """Trainable parameters below ``root`` whose gradients nobody reduces, by name."""
+    """Return by name the trainable parameters below ``root`` whose gradients nothing reduces."""
     views = [handle.views for unit in units for handle in unit.handles]
     managed = {param for view in views for param in (*view.visible_params(), *view.unsharded_params)}
-    # DistributedDataParallel and DTensors reduce their own.
+    # DistributedDataParallel and DTensors reduce their own gradients.
     for module in modules_of(root):
         if isinstance(module, DistributedDataParallel):
             managed.update(module.parameters())
@@ -61,7 +62,7 @@ def _trainable(root: nn.Module, units: Sequence[Unit]) -> dict[str, nn.Parameter
 
 
 def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers below ``root`` that a state dict holds, each once, without DTensors."""
+    """Return by name the persistent buffers below ``root``, each once, without DTensors."""
     found: dict[int, tuple[str, torch.Tensor]] = {}
     for path, module in root.named_modules():
         for name, buffer in module._buffers.items():
@@ -72,7 +73,7 @@ def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _real_axes(groups: ShardingGroups) -> list[RankGroup]:
-    """Axes on which there are other ranks."""
+    """Return the groups that have other ranks and a real backend."""
     return [
         rank_group
         for rank_group in groups.rank_groups
@@ -91,16 +92,16 @@ class DriftCheck:
     def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
         self._root_module = weakref.ref(root_module)
         self._units = units
-        # Parameters to look at again, and the sum of their versions when ranks compared; None before the first time.
+        # Parameters to check again, and the sum of their versions at the last comparison; None before the first one.
         self._params: list[weakref.ref[nn.Parameter]] = []
         self._versions: int | None = None
         self._is_over = False
-        # Different from the start, so on purpose, or named already.
+        # Names that differed from the start, so on purpose, or that a warning has listed already.
         self._passed_over: set[str] = set()
 
     @property
     def is_due(self) -> bool:
-        """Whether this rank asks the others to compare: it never did, or its parameters have changed since."""
+        """Return whether this rank requests a comparison: the first one, or one after its parameters have changed."""
         if self._versions is None and not self._is_over:
             root_module = self._root_module()
             self._is_over = root_module is None or not (
@@ -113,11 +114,11 @@ class DriftCheck:
         return sum([param._version for ref in self._params if (param := ref()) is not None])
 
     def compare(self, groups: Iterable[ShardingGroups], *, buffers: bool | None = None) -> None:
-        """Compares with the ranks of ``groups``, all of which must call this, and warns on the first rank of each.
+        """Compare values over ``groups``, and warn on the first rank of each. Every rank of the groups must call this.
 
         Args:
-            groups: with whose ranks.
-            buffers: look at buffers too; None the first time only.
+            groups: groups over which to compare.
+            buffers: compare buffers too; None for the first comparison only.
         """
         root_module = self._root_module()
         if root_module is None:
@@ -137,7 +138,7 @@ class DriftCheck:
         for each in groups:
             differing = _differing(prints, each, self._units[0].options.device) - self._passed_over
             self._passed_over |= differing
-            # Ignored parameters that differ at the start are each rank's own on purpose, as experts are.
+            # Ignored parameters that differ at the start do so on purpose, as experts do.
             named = [n for n in sorted(differing) if not is_first or averages or kinds.get(n) != _IGNORED]
             if all(rank_group.rank == 0 for rank_group in each.rank_groups):
                 _warn({name: kinds[name] for name in named if name in kinds})
@@ -152,11 +153,11 @@ def _print(tensor: torch.Tensor) -> int:
 
 
 def _differing(prints: Mapping[str, int], groups: ShardingGroups, device: torch.device) -> set[str]:
-    """Names that more than one rank has, with different fingerprints. Every rank of ``groups`` must call this."""
+    """Return names whose fingerprints differ between ranks that have them. Every rank of ``groups`` must call this."""
     found = {name: {value} for name, value in prints.items()}
     for rank_group in _real_axes(groups):
         assert rank_group.group is not None
-        # All that was found on one group goes along the next.
+        # Fingerprints found over one group are exchanged over the next.
         text = "\n".join(f"{name}\t{' '.join(map(str, sorted(found[name])))}" for name in sorted(found))
         rows = exchange_ints([digest_of(text.encode())], rank_group.group, device)
         if len({row[0] for row in rows}) == 1:
@@ -164,7 +165,7 @@ def _differing(prints: Mapping[str, int], groups: ShardingGroups, device: torch.
         for payload in exchange_bytes(text.encode(), rank_group.group, device):
             for line in filter(None, payload.decode().split("\n")):
                 name, _, values = line.partition("\t")
-                # Two are enough to show that they differ.
+                # Two values are enough to show a difference.
                 found[name] = set(sorted(found.get(name, set()) | set(map(int, values.split())))[:2])
     return {name for name, values in found.items() if len(values) > 1}
 
@@ -196,7 +197,8 @@ class GradientAverage:
     Args:
         root_module: the outermost wrapper.
         units: its units, the outermost first.
-        any_rank: whether each flag is true on any rank of the outermost unit's groups, found without the device.
+        any_rank: returns for each flag whether it is true on any rank of the outermost unit's groups, without waiting
+            for the device.
     """
 
     def __init__(
@@ -222,20 +224,20 @@ class GradientAverage:
 
     @property
     def state(self) -> int:
-        """What this rank asks of the others: 0 nothing, 1 to average, 2 to compare before what they average."""
+        """Request of this rank: 0 for none, 1 to average, 2 to compare the parameters and then average."""
         if not self._is_wanted:
             return 0
         return 1 if self._lines(self._params()) == self._agreed else 2
 
     def average(self, *, compare: bool) -> None:
-        """Replaces each gradient by the mean over ranks, with zeros for ranks that have none.
+        """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
 
-        One that no rank has stays None; sparse ones become dense. A gradient that was averaged before and has gained a
-        part since gets the mean of both, so this may follow each backward of an accumulation. Every rank of the
-        outermost unit's groups must call this.
+        A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
+        backward has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of
+        the outermost unit's groups must call this.
 
         Args:
-            compare: compare first what ranks average; the same on every rank.
+            compare: first compare the parameters to average; the same on every rank.
 
         Raises:
             UsageError: gradients of units are not averaged, but divided by a factor or combined by a hook.
@@ -267,7 +269,7 @@ class GradientAverage:
 
 
 def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[RankGroup], num_ranks: int) -> None:
-    # In fp32 at least, as sums of short dtypes lose digits or overflow.
+    # Sum in fp32 at least: sums in short dtypes lose digits or overflow.
     dtype = torch.promote_types(params[0].dtype, torch.float32)
     parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
     flat = torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1).to(dtype) for part in parts])
@@ -282,13 +284,13 @@ def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[Ran
 
 
 def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
-    """Replaces each buffer that a state dict holds by its mean over ranks, an integer one by the largest.
+    """Replace each persistent buffer by its mean over ranks; an integer one by the maximum.
 
-    Every rank of the groups must call this, with the same buffers.
+    Boolean buffers are unchanged. Every rank of the groups must call this, with the same buffers.
 
     Args:
         root: the outermost wrapper.
-        groups: the ranks.
+        groups: groups over which to average.
 
     Raises:
         RankMismatchError: ranks have different buffers.

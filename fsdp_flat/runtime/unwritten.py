@@ -17,7 +17,7 @@ from fsdp_flat.runtime.agreement import ErrorTexts, agree
 
 __all__ = ["MarksEmpty", "Unwritten", "check_written", "is_marked"]
 
-# By bytes an element: the dtype for reading the bits, and a pattern, a NaN in every floating-point dtype, that no
+# By bytes per element: the dtype for reading the bits, and a pattern, a NaN in every floating-point dtype, that no
 # initialisation writes.
 _MARKS = {
     8: (torch.int64, 0x7FFDF1A77FEDF1A7),
@@ -72,7 +72,7 @@ class Unwritten:
 
     Attributes:
         fqn: its name relative to the unit's module.
-        read: returns this rank's part of it now.
+        read: returns this rank's current part of it.
         is_param: True for a parameter, False for a buffer.
     """
 
@@ -82,7 +82,7 @@ class Unwritten:
 
     @property
     def is_still(self) -> bool:
-        """True if the tensor has no values yet."""
+        """Return whether the tensor still has no values."""
         with unguarded():
             tensor = self.read()
             if tensor is None or tensor.numel() == 0:
@@ -104,7 +104,7 @@ def check_written(
         entries: names of units, and their tensors that had no values when the unit was built.
         rank_groups: groups over which to compare.
         device: the compute device.
-        found: what was found over other groups, of which ranks of these are told.
+        found: error found over other groups, which is reported to the ranks of these.
 
     Raises:
         UsageError: a parameter has no values on this rank.
