@@ -252,6 +252,10 @@ class MatrixOptimizer(Optimizer):
             self._check_grads()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
+        held = {param for group in self.param_groups for param in group["params"]}
+        # The inner optimizer holds parameters that no unit manages itself; they are updated in the first round alone.
+        unmanaged = [param for group in self._inner.param_groups for param in group["params"] if param in held]
+        grads = [param.grad for param in unmanaged]
         for entries in self._rounds or [[]]:
             with unguarded():
                 self._gather(entries)
@@ -265,6 +269,10 @@ class MatrixOptimizer(Optimizer):
                     error = found
             with unguarded():
                 self._scatter(entries)
+            for param in unmanaged:
+                param.grad = None
+        for param, grad in zip(unmanaged, grads, strict=True):
+            param.grad = grad
         if error is not None:
             raise error
         for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):

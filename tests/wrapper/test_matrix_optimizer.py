@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from fsdp_flat import CPUOffload, MatrixOptimizer, MixedPrecision, matrix_optimizer, matrix_params
+from fsdp_flat import CPUOffload, MatrixOptimizer, MixedPrecision, matrix_params
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError, UnsupportedError, UsageError
+from fsdp_flat.extras import matrix_optimizer
 from fsdp_flat.flat import set_grad
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, groups_of, load, save
 from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import Model, Tied, batch, seeded, shard, square_loss, whole_grads, whole_state
@@ -244,6 +246,21 @@ def test_a_bound_on_memory_cuts_the_step_and_counts_in_groups_stay_right(rank: i
     compare(model, plain, ours, theirs, rank)
     assert len(seen) > 3
     assert ours.param_groups[0]["count"] == theirs.param_groups[0]["count"] == 3
+
+
+@on_ranks(2)
+def test_parameters_that_no_unit_manages_are_updated_once_in_a_step_of_several_rounds(rank: int) -> None:
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    model = FSDP(
+        layers, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True, ignored_modules=[layers[3]]
+    )
+    optimizer = MatrixOptimizer(model, torch.optim.SGD, params=model.parameters(), max_nbytes=1, lr=0.1)
+    weight = layers[3].weight
+    before = weight.detach().clone()
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert_equal(weight.detach(), before - 0.1 * weight.grad)
 
 
 @on_ranks(3)

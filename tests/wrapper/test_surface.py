@@ -403,8 +403,8 @@ def test_an_optimizer_built_before_wrapping_is_named_without_wrapper_words() -> 
     model = seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapped = shard(model)
+    square_loss(wrapped, batch(0)).backward()
     with pytest.raises(RuntimeError) as caught:
-        square_loss(wrapped, batch(0)).backward()
+        optimizer.step()
     assert "_fsdp_wrapped_module" not in str(caught.value)
     assert "'first.weight'" in str(caught.value)
-    del optimizer
