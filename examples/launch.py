@@ -1,8 +1,8 @@
 """Starts the ranks of a job on this machine, and stops the job with an error message when one of them fails.
 
 `torchrun` does not need this file; under it, `run_rank` only calls `main`. This launcher is for
-`python train_gpt.py --ranks 2`. It needs no port (the rendezvous uses a file), and it distinguishes the rank that failed
-first from ranks that failed because another rank was gone.
+`python train_gpt.py --ranks 2`. It needs no port (the rendezvous uses a file), and it distinguishes the rank that
+failed first from ranks that failed because another rank was gone.
 """
 
 import contextlib
