@@ -9,35 +9,35 @@ SOURCES := fsdp_flat tests $(wildcard examples benchmarks setup.py)
 demo: $(INSTALLED)
 	$(BIN)/python examples/train_gpt.py --demo
 
-# One thread per process: the multi-rank tests run several processes on few cores.
+# One thread per process, since multi-rank tests run several processes on few cores.
 test: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
-# Every combination of the parameters of every test; make test has every value of every parameter at least once.
+# Every combination of the parameters of every test; make test covers every value of every parameter at least once.
 test-all: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --all-combinations
 
-# The released accelerate, transformers, lightning and peft on fsdp_flat; they live in an environment of their own.
+# Released accelerate, transformers, lightning and peft on fsdp_flat, in a separate environment.
 test-clients: .venv-clients/.installed
 	OMP_NUM_THREADS=1 .venv-clients/bin/python -m pytest -q tests/clients
 
-# A selection of the tests (tests/versions/selection.py) on each torch that README names, in .venv-versions/<version>:
-# downloads up to 5 GB a version. Other ones: make test-versions VERSIONS=2.8,newest.
+# A selection of the tests (tests/versions/selection.py) on each torch that README names, in .venv-versions/<version>.
+# Downloads up to 5 GB per version. To select versions: make test-versions VERSIONS=2.8,newest.
 VERSIONS ?= 2.8,2.11,2.13,newest
 
 test-versions:
 	$(PYTHON) -m tests.versions --versions $(VERSIONS)
 
-# A minute of tests on the newest torch; says so where it cannot be installed, or not in 15 minutes.
+# A minute of tests on the newest torch; prints a message if it cannot be installed within 15 minutes.
 test-newest:
 	$(PYTHON) -m tests.versions --versions newest --short --if-possible --remove --limit 900
 
-# All that needs an accelerator: tests marked gpu, the stream sanitizer, benchmarks.gpu. Without one: stand-ins.
-# Other sizes or rounds of the benchmark: make gpu BENCH="--rounds 5 --layers 8".
+# Everything that needs an accelerator: tests marked gpu, the stream sanitizer, benchmarks.gpu. Without one, CPU
+# substitutes. To change sizes or rounds of the benchmark: make gpu BENCH="--rounds 5 --layers 8".
 gpu: $(INSTALLED)
 	$(BIN)/python -m tests.gpu $(BENCH)
 
-# Random programs beside a plain replica; failing ones are shrunken, printed, and appended to a file.
+# Random programs compared with a plain replica; failing ones are shrunk, printed, and appended to a file.
 SEEDS ?= 1000
 RANKS ?= 2,3,4
 FAILURES ?= fuzz-failures.txt
@@ -55,7 +55,7 @@ fix: $(INSTALLED)
 	$(BIN)/ruff format $(SOURCES)
 	$(BIN)/ruff check --fix $(SOURCES)
 
-# Which sizes, ranks and implementations: make bench BENCH="--preset communication --rounds 3".
+# To select sizes, ranks and implementations: make bench BENCH="--preset communication --rounds 3".
 bench: $(INSTALLED)
 	$(BIN)/python -m benchmarks $(BENCH)
 	$(BIN)/python -m benchmarks --states $(BENCH)

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: time, memory and bytes of every implementation, side by side."""
+"""Measures time, memory and bytes of every implementation: ``python -m benchmarks``."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FLAGS = list(fields(Setting))
 
 
 def main(argv: list[str] | None = None) -> Path:
-    """Run what the command line asks for; returns the path of the JSON."""
+    """Run the measurements that the command line selects; return the path of the JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--preset", choices=PRESETS, default="compute", help="sizes; other flags change single ones")
+    parser.add_argument("--preset", choices=PRESETS, default="compute", help="sizes; other flags override single ones")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of fresh processes")
     parser.add_argument("--only", nargs="+", choices=IMPLEMENTATIONS, help="implementations (default: all)")
     parser.add_argument(
-        "--states", action="store_true", help="state dicts of every kind, saved and loaded, in place of steps"
+        "--states", action="store_true", help="save and load state dicts of every kind, instead of steps"
     )
     parser.add_argument(
-        "--against", type=Path, help="another checkout: its fsdp_flat runs too, in the same rounds, as 'before'"
+        "--against", type=Path, help="another checkout whose fsdp_flat runs too, in the same rounds, as 'before'"
     )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder for JSON, table, picture")
-    parser.add_argument("--name", help="name of the files (default: made of the flags)")
+    parser.add_argument("--name", help="name of the files (default: made from the flags)")
     for field in FLAGS:
         if isinstance(field.default, bool):
             parser.add_argument(f"--{field.name}", action=argparse.BooleanOptionalAction, default=None)

@@ -1,4 +1,4 @@
-"""Bytes sent and bytes alive, counted at every operator of a step that is not timed."""
+"""Counts bytes sent and bytes alive at every operator of an untimed step."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Counter"]
 
 
 class Counter(TorchDispatchMode):
-    """Sees every operator and every collective, also those that backward and DistributedDataParallel begin.
+    """Intercepts every operator and every collective, also those that backward and DistributedDataParallel start.
 
-    Bytes sent are those that leave a rank on average, by what gloo does: a gather or an exchange sends
-    (W-1)/W of the whole tensor, an all-reduce twice that, and so does gloo's reduce_scatter, which is an
-    all-reduce of a copy; messages through shared memory count once for each rank that reads them. Bytes alive are
-    those of every storage that a tensor here ever had, asked again at every operator, so memory that comes back
-    under the same storage is seen. What a collective allocates inside of itself is not, so neither is the memory
-    by which ranks of one host exchange messages; ``shared`` tells how much that is.
+    Bytes sent are those that a rank sends on average under gloo's algorithms: an all-gather or all-to-all sends (W-1)/W
+    of the full tensor, and an all-reduce twice that. So does gloo's reduce_scatter, which is an all-reduce of a copy.
+    Messages through shared memory count once for each rank that reads them. Bytes alive are those of every storage that
+    a tensor in this process ever had, queried at every operator, so memory that a storage gets back later counts.
+    Memory that a collective allocates internally does not count, nor does the shared memory through which ranks of one
+    host exchange messages; ``shared`` reports the latter.
 
     Args:
-        ranks: size of the group.
+        ranks: size of the process group.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -44,12 +44,12 @@ class Counter(TorchDispatchMode):
 
     @property
     def sent(self) -> float:
-        """Bytes sent so far."""
+        """Return the bytes sent so far."""
         return self._sent + sent_nbytes() - self._sent_before
 
     @property
     def shared(self) -> int:
-        """Bytes of memory for messages to other ranks of this host."""
+        """Return the bytes of shared memory for messages to other ranks of this host."""
         return shared_nbytes()
 
     def _note(self, tensors: Iterable[Any]) -> None:
@@ -59,13 +59,13 @@ class Counter(TorchDispatchMode):
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):
-                continue  # meta tensors of other kinds, wrappers: what they hold is seen by itself
-            # Memory that torch has not allocated cannot be resized: files that are mapped, such as those of messages.
+                continue  # other kinds of meta tensors, and wrappers, whose inner tensors are counted on their own
+            # Memory that torch did not allocate cannot be resized: mapped files, such as those of messages.
             if storage.device.type != "meta" and storage.resizable() and storage._cdata not in self._storages:
                 self._storages[storage._cdata] = StorageWeakRef(storage)
 
     def alive(self) -> int:
-        """Bytes of every storage that is alive now."""
+        """Return the bytes of every storage that is alive now."""
         total = 0
         for key, ref in list(self._storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
@@ -92,7 +92,7 @@ class Counter(TorchDispatchMode):
         if name in ("_allgather_base_", "allgather_"):
             self._sent += share * first
         elif name == "alltoall_base_":
-            # What a rank sends to itself does not leave it; without splits it is one part of all.
+            # A rank's share for itself is not sent; without splits it is 1/W of the tensor.
             splits = args[4] or [1] * self.ranks
             self._sent += args[1].nbytes * (1 - splits[dist.get_rank()] / max(1, sum(splits)))
         elif name in ("allreduce_",):
@@ -100,7 +100,7 @@ class Counter(TorchDispatchMode):
         elif name in ("_reduce_scatter_base_", "reduce_scatter_"):
             self._sent += 2 * share * first * self.ranks
         elif name == "broadcast_":
-            # One rank sends to all others; this is the average over ranks.
+            # One rank sends to all others: take the average over ranks.
             self._sent += share * first
         elif name == "send":
             self._sent += first

@@ -1,10 +1,10 @@
-"""For one GPU: ``python -m benchmarks.gpu``; ``--device cpu --tiny`` tries the command out where there is none.
+"""Measures one GPU: ``python -m benchmarks.gpu``; ``--device cpu --tiny`` tries out the command without a GPU.
 
-One process is rank 0 of a group that only pretends to communicate and trains a GPT of about 1B parameters in bf16 with
-fp32 masters, with real compute: time of a step, time that the host needs to issue it, and memory, for plain training,
-torch's FSDP1 and ``fully_shard``, and fsdp_flat. An all-gather writes the whole buffer and a reduce-scatter this rank's
-slice, from what this rank has, and nothing is sent: the figures tell what a library adds to compute, not how well
-communication is hidden.
+One process is rank 0 of a simulated process group. It trains a GPT of about 1B parameters in bf16 with fp32 master
+weights, and measures the time of a step, the time in which the host issues it, and memory, for plain training, torch's
+FSDP1 and ``fully_shard``, and fsdp_flat. Compute is real; nothing is sent. From this rank's own data, an all-gather
+fills the full buffer and a reduce-scatter the local shard. The figures show a library's overhead over compute, not how
+well communication overlaps with it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LABELS = {
 }
 _FULL_PEERS = ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")
 _GRAD_OP_PEERS = ("fsdp1-grad-op", "fsdp1-grad-op-flat", "fsdp2-no-reshard")
-# For each of ours the others with the same resharding, of which the best in each round is compared with.
+# For each fsdp_flat variant, the torch implementations with the same resharding; the best in each round counts.
 PEERS = {
     "flat-full-flat": _FULL_PEERS,
     "flat-full-orig": _FULL_PEERS,
@@ -58,7 +58,7 @@ _REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")
 
 
 class _Done:
-    """Work whose result the current stream has."""
+    """Stands for a finished collective, whose result is ready on the current stream."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -68,17 +68,18 @@ class _Done:
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return output and input of a collective, flat, whatever this version of torch calls them."""
+    """Return output and input of a collective, flattened, under the argument names of any torch version."""
     values = [*args, *(kwargs[name] for name in ("output", "output_tensor", "input", "input_tensor") if name in kwargs)]
     return values[0].view(-1), values[1].view(-1)
 
 
 @contextmanager
 def pretended(world: int) -> Iterator[None]:
-    """Make this process rank 0 of ``world`` that only pretend to communicate, inside the block.
+    """Make this process rank 0 of ``world`` simulated ranks inside the block.
 
-    torch's own pretended collectives launch one copy for each rank and leave the result of a reduction undefined; these
-    launch a copy or two and give this rank's slice, so that host time is the library's and values stay finite.
+    The collectives of torch's fake backend launch one copy per rank and leave the result of a reduction undefined.
+    These launch one or two copies and return this rank's shard, so that host time is the library's and values stay
+    finite.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -87,7 +88,7 @@ def pretended(world: int) -> Iterator[None]:
     def all_gather(*args: Any, **kwargs: Any) -> _Done:
         output, own = _tensors(args, kwargs)
         rows = output.view(world, -1)
-        # The slice may be the first row itself.
+        # The local shard may be the first row itself.
         if own.data_ptr() != output.data_ptr():
             rows[0].copy_(own)
         rows[1:].copy_(own)
@@ -117,7 +118,7 @@ def pretended(world: int) -> Iterator[None]:
 
 
 def measure(name: str, setting: Setting, device: str, world: int) -> dict[str, float]:
-    """Train in this process, as rank 0 of ``world`` pretended ranks.
+    """Train in this process, as rank 0 of ``world`` simulated ranks.
 
     Args:
         name: a key of ``LABELS``.
@@ -126,10 +127,10 @@ def measure(name: str, setting: Setting, device: str, world: int) -> dict[str, f
         world: ranks.
 
     Returns:
-        ``step`` and ``least`` (seconds; median and least time of the device for a step, of steps that are issued one
-        after the other), ``host`` and ``host_least`` (seconds until the host has issued a step to an idle device),
-        ``peak``, ``reserved``, ``held`` (bytes; after a step), ``drift`` (bytes by which ``held`` differs between
-        steps), ``parameters``. On the CPU issuing is computing, and memory is 0.
+        ``step`` and ``least`` (seconds; median and minimum device time of a step, over steps issued one after the
+        other), ``host`` and ``host_least`` (seconds; median and minimum time in which the host issues a step to an idle
+        device), ``peak``, ``reserved``, ``held`` (bytes; after a step), ``drift`` (bytes; maximum minus minimum of
+        ``held`` over steps), ``parameters``. On the CPU, issuing a step includes computing it, and memory is 0.
     """
     where_to = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     with pretended(world), quiet():
@@ -185,40 +186,40 @@ def _train(name: str, setting: Setting, device: torch.device) -> dict[str, float
 
 
 class _Clock:
-    """Takes times on the CPU, which has no statistics of memory."""
+    """Measures time on the CPU, which has no memory statistics."""
 
     def __init__(self) -> None:
         self._marks: list[Any] = []
 
     def mark(self) -> None:
-        """Take the time when everything issued so far is done."""
+        """Record the time at which everything issued so far is done."""
         self._marks.append(time.perf_counter())
 
     def seconds_between_marks(self) -> list[float]:
-        """Return seconds from each mark to the next, once all are reached."""
+        """Return the seconds from each mark to the next, once all are reached."""
         return [later - earlier for earlier, later in zip(self._marks, self._marks[1:], strict=False)]
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""
 
     def reset_peak(self) -> None:
-        """Begin to look for the most memory."""
+        """Restart the recording of peak memory."""
 
     def allocated(self) -> int:
-        """Return bytes of tensors now."""
+        """Return the bytes of tensors that are allocated now."""
         return 0
 
     def peak(self) -> int:
-        """Return the most bytes of tensors since :meth:`reset_peak`."""
+        """Return the peak bytes of tensors since :meth:`reset_peak`."""
         return 0
 
     def reserved(self) -> int:
-        """Return the most bytes that the allocator had since :meth:`reset_peak`."""
+        """Return the peak bytes reserved by the allocator since :meth:`reset_peak`."""
         return 0
 
 
 class _DeviceClock(_Clock):
-    """Takes times by events of a CUDA device."""
+    """Measures time with events of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -251,7 +252,7 @@ class _DeviceClock(_Clock):
 
 
 def gpu_table(results: Mapping[str, Any]) -> str:
-    """Make the table in Markdown: medians over rounds, and ratios within a round to the best of the peers.
+    """Make the table: medians over rounds, and ratios within a round to the best torch implementation.
 
     Args:
         results: ``rounds`` (a list of {name: figures of :func:`measure`}) and ``setting`` (plain values).
@@ -259,8 +260,8 @@ def gpu_table(results: Mapping[str, Any]) -> str:
     rows = medians(results)
     units = results["setting"]["layers"] + 1
     local = rows.get("local", {}).get("host_least")
-    header = ["implementation", "step ms", "least", "x local", "x peer", "host ms", "host x peer", "host ms a unit"]
-    header += ["peak MB", "peak x peer", "reserved MB", "held MB", "drift MB"]
+    header = ["implementation", "step ms", "least", "x local", "x torch", "host ms", "host x torch", "host ms a unit"]
+    header += ["peak MB", "peak x torch", "reserved MB", "held MB", "drift MB"]
     table = []
     for name, row in rows.items():
         peers = PEERS.get(name, ())
@@ -294,8 +295,8 @@ def _describe(results: Mapping[str, Any]) -> str:
     first = next(iter(results["rounds"][0].values()))
     return (
         f"{first['parameters'] / 1e9:.2f}B parameters: {s['layers']} blocks, width {s['width']}, vocabulary "
-        f"{s['vocab']}, sequence {s['seq']}, batch {s['batch']}; rank 0 of {results['world']} pretended ranks; "
-        f"{'bf16 compute, fp32 reduction and masters' if s['bf16'] else 'fp32'}; "
+        f"{s['vocab']}, sequence {s['seq']}, batch {s['batch']}; rank 0 of {results['world']} simulated ranks; "
+        f"{'bf16 compute, fp32 reduction and master weights' if s['bf16'] else 'fp32'}; "
         f"{'activations recomputed; ' if s['checkpoint'] else ''}{'fused ' if s['fused'] else ''}Adam. "
         f"{len(results['rounds'])} rounds of fresh processes, {s['steps']} timed steps each.\n"
         f"{results['device']}, Python {place['python']}, torch {place['torch']}, {place['date']}.\n"
@@ -305,7 +306,7 @@ def _describe(results: Mapping[str, Any]) -> str:
 def _in_new_process(name: str, setting: Setting, device: str, world: int) -> dict[str, float]:
     job = json.dumps({"name": name, "setting": asdict(setting), "device": device, "world": world})
     command = [sys.executable, "-m", "benchmarks.gpu", "--here", job]
-    # On the CPU kernels are too small for several threads.
+    # On the CPU, kernels are too small for several threads.
     environ = {**os.environ, "OMP_NUM_THREADS": "1"} if device == "cpu" else None
     done = subprocess.run(command, cwd=ROOT, env=environ, text=True, capture_output=True)
     if done.returncode != 0:
@@ -319,7 +320,7 @@ def _measure_rounds(
     found = []
     for index in range(rounds):
         row: dict[str, Any] = {}
-        # Every other round backwards, so that a device that slows down slows everybody down.
+        # Reverse every other round, so that a device that slows down affects every implementation.
         for name in names if index % 2 == 0 else reversed(names):
             row[name] = one = _in_new_process(name, setting, device, world)
             say(
@@ -331,20 +332,20 @@ def _measure_rounds(
 
 
 def default_folder() -> Path:
-    """Return the folder for results: what ``$OUT`` names, else ``benchmarks/results``."""
+    """Return the folder for results: ``$OUT`` if set, otherwise ``benchmarks/results``."""
     return Path(os.environ.get("OUT") or "benchmarks/results")
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure in fresh processes, write JSON and a table."""
+    """Measure in fresh processes; write JSON and a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--world", type=int, default=8, help="pretended ranks; parameters are split over as many")
+    parser.add_argument("--world", type=int, default=8, help="simulated ranks, over which parameters are sharded")
     parser.add_argument("--tiny", action="store_true", help="sizes for trying the command out")
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of fresh processes")
     parser.add_argument("--only", nargs="+", choices=LABELS, default=list(LABELS), help="implementations")
     parser.add_argument("--out", type=Path, default=default_folder(), help="folder for JSON and table")
-    parser.add_argument("--here", metavar="JOB", help="measure one implementation in this process, and print it")
+    parser.add_argument("--here", metavar="JOB", help="measure one implementation in this process and print the result")
     sizes = [field for field in fields(Setting) if field.name not in ("ranks", "accumulate")]
     for field in sizes:
         if isinstance(field.default, bool):
@@ -372,7 +373,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     args.out.mkdir(parents=True, exist_ok=True)
     text = f"{_describe(results)}\n{gpu_table(results)}"
-    # Figures of a trial must never get onto the page.
+    # Results of a trial must not appear in docs/performance.md.
     name = "gpu" if args.device == "cuda" and not args.tiny else "gpu-trial"
     (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))
     (args.out / f"{name}.md").write_text(text)

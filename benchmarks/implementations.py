@@ -1,4 +1,4 @@
-"""How each implementation wraps the model, and how it holds back the reduction while gradients accumulate."""
+"""Wraps the model in each implementation, and skips gradient reduction during gradient accumulation."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ CPU = torch.device("cpu")
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the peers' notices of deprecation, which differ between versions."""
+    """Silence torch's deprecation warnings, which differ between versions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 def library_of(name: str) -> ModuleType | None:
-    """The package of an implementation in the FSDP1 style, imported now; None for the others.
+    """Import and return the package of an implementation with FSDP1's or FSDP2's API; None for the others.
 
-    Importing is not wrapping: call this before wrapping is timed.
+    Call this before wrapping is timed, so that the import does not count.
     """
     if name.startswith(("fsdp1", "fsdp2")):
         return importlib.import_module("torch.distributed.fsdp")
@@ -41,7 +41,7 @@ def library_of(name: str) -> ModuleType | None:
 
 
 def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) -> nn.Module:
-    """``model`` as the implementation ``name`` trains it. Every rank must call this.
+    """Wrap ``model`` in the implementation ``name``. Every rank must call this.
 
     Args:
         name: a key of ``IMPLEMENTATIONS``.
@@ -84,7 +84,7 @@ def _fsdp2(model: GPT, setting: Setting, *, reshard: bool) -> nn.Module:
 
 @contextmanager
 def unreduced(name: str, model: nn.Module) -> Iterator[None]:
-    """Backward inside keeps gradients to this rank."""
+    """Do not reduce gradients of a backward inside the block."""
     if name.startswith("fsdp2"):
         model.set_requires_gradient_sync(False)
         yield
@@ -95,11 +95,11 @@ def unreduced(name: str, model: nn.Module) -> Iterator[None]:
 
 
 def autocast_for(name: str, setting: Setting, device: str = "cpu") -> AbstractContextManager[Any]:
-    """bf16 for the implementations that have no mixed precision of their own."""
+    """Return bf16 autocast for the implementations without mixed precision of their own."""
     on = setting.bf16 and name in ("local", "ddp")
     return torch.autocast(device, torch.bfloat16) if on else nullcontext()
 
 
 def optimizer_for(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """Adam on what the implementation shows as parameters."""
+    """Create Adam on ``model.parameters()``."""
     return torch.optim.Adam(model.parameters(), lr=1e-4, fused=True if setting.fused else None)

@@ -1,4 +1,4 @@
-"""Collectives alone, by route and size: ``python -m benchmarks.micro``. It is what the choice of route rests on."""
+"""Measures collectives alone, by algorithm and size, to choose the algorithm: ``python -m benchmarks.micro``."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
 
 __all__ = ["NOTE", "main", "measure_routes"]
 
-NOTE = (
-    "Sizes are those of the whole buffer. fsdp_flat takes shared memory between ranks of one host; else it gathers by "
-    "broadcasts and reduces by all_to_all and add. Send and receive is about as fast as those.\n"
-)
+NOTE = """\
+Sizes are those of the unsharded buffer. fsdp_flat uses shared memory between ranks of one host. Otherwise it uses
+broadcasts for all-gather, and all_to_all and add for reduce-scatter. Send and receive is about as fast as these.
+"""
 
 SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 1 << 26)
 
 
 def measure_routes(dtype: torch.dtype = torch.float32, seconds: float = 0.25) -> dict[str, float]:
-    """Median seconds by "route, bytes of the whole buffer"; every rank of the default group must call this."""
+    """Return median seconds by "algorithm, bytes of the unsharded buffer". Every rank must call this."""
     results = {}
     for nbytes in SIZES:
         routes = _routes(nbytes // dtype.itemsize, dtype)
         times: dict[str, list[float]] = {name: [] for name in routes}
         begun = time.perf_counter()
-        # A number of repeats that every rank agrees on, from the first pass over all routes.
+        # Rank 0 decides when to stop, so that every rank repeats equally often.
         for index in range(64):
             for name, run in routes.items():
                 dist.barrier()
@@ -81,14 +81,14 @@ def _routes(numel: int, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
 
     host = collectives_for(RankGroup.of(dist.group.WORLD), torch.device("cpu"))
     return {
-        "gather by shared memory": lambda: host.begin_all_gather(full).wait(),
-        "gather by all_gather_single": lambda: all_gather_single(full, parts[rank]),
-        "gather by broadcasts": broadcasts,
-        "gather by send and receive": direct,
-        "reduce by shared memory": lambda: host.begin_reduce_scatter(full).wait(),
-        "reduce by reduce_scatter_single": lambda: reduce_scatter_single(sums, full),
-        "reduce by all_to_all and add": exchange,
-        "reduce by send and receive, add": direct_sum,
+        "all-gather by shared memory": lambda: host.begin_all_gather(full).wait(),
+        "all-gather by all_gather_single": lambda: all_gather_single(full, parts[rank]),
+        "all-gather by broadcasts": broadcasts,
+        "all-gather by send and receive": direct,
+        "reduce-scatter by shared memory": lambda: host.begin_reduce_scatter(full).wait(),
+        "reduce-scatter by reduce_scatter_single": lambda: reduce_scatter_single(sums, full),
+        "reduce-scatter by all_to_all and add": exchange,
+        "reduce-scatter by send and receive, add": direct_sum,
     }
 
 

@@ -1,4 +1,4 @@
-"""The GPT that every implementation trains: plain PyTorch, its head is a layer of its own."""
+"""Defines the GPT that every implementation trains: plain PyTorch, with an untied head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GPT", "Block", "batch_of", "loss_of"]
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each after a norm and beside a residual path."""
+    """Applies attention and an MLP, each after a norm and with a residual connection."""
 
     def __init__(self, width: int, heads: int, *, recompute: bool) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings, blocks, and an untied head; what is outside of the blocks belongs to the outermost unit."""
+    """Applies embeddings, blocks and an untied head. Modules outside the blocks belong to the outermost unit."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__()
@@ -61,12 +61,12 @@ class GPT(nn.Module):
 
 
 def batch_of(setting: Setting, rank: int, index: int, device: str = "cpu") -> torch.Tensor:
-    """Token ids (batch, seq + 1) of one rank and one micro-batch."""
+    """Return token ids (batch, seq + 1) of one rank and one micro-batch."""
     generator = torch.Generator().manual_seed(10_000 * rank + index)
     return torch.randint(0, setting.vocab, (setting.batch, setting.seq + 1), generator=generator).to(device)
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss, in fp32."""
+    """Return the mean next-token loss, in fp32."""
     logits = model(tokens[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())

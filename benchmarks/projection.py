@@ -1,7 +1,7 @@
-"""What a step costs on many GPUs, by bytes and FLOPs: a model, not a measurement.
+"""Estimates the cost of a step on many GPUs from bytes and FLOPs, without measuring.
 
-Compute is 6 FLOPs a parameter and token (8 with activations recomputed). Communication is the lower bound of
-full sharding: each unit is gathered twice and reduced once, and each time (W-1)/W of its bytes leave a rank.
+Compute is 6 FLOPs per parameter and token (8 with activations recomputed). Communication is the lower bound of full
+sharding: each unit has two all-gathers and one reduce-scatter, in each of which a rank sends (W-1)/W of its bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["MACHINE", "MODELS", "Machine", "Model", "bytes_held", "bytes_sent", 
 
 @dataclass(frozen=True)
 class Machine:
-    """Assumptions about one GPU and its network, per GPU.
+    """Holds the assumptions about one GPU and its network, per GPU.
 
     Attributes:
         flops: sustained bf16 FLOP/s (half of an H100's 989e12).
         node: GPUs in a node.
-        inside, across: bytes/s of a large collective, within a node and across nodes (8 links of 400 Gb/s a node).
-        hop: seconds a ring step adds to a collective.
+        inside, across: bytes/s of a large collective, within a node and across nodes (8 links of 400 Gb/s per node).
+        hop: seconds that a ring step adds to a collective.
     """
 
     flops: float = 0.5 * 989e12
@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Model:
-    """A transformer: parameters, units (blocks and the outermost one), tokens of a rank and step."""
+    """Describes a transformer: parameters, units (blocks and the outermost one), tokens per rank and step."""
 
     name: str
     numel: float
@@ -44,18 +44,18 @@ MODELS = (Model("7B", 6.74e9, 33, 8192), Model("70B", 69e9, 81, 8192))
 
 
 def bytes_sent(numel: float, ranks: int, *, gather_itemsize: int, reduce_itemsize: int) -> float:
-    """Bytes that leave a rank in a step of full sharding in which every unit is gathered twice and reduced once."""
+    """Return the bytes that a rank sends in a fully sharded step: two all-gathers and one reduce-scatter per unit."""
     return numel * (2 * gather_itemsize + reduce_itemsize) * (ranks - 1) / ranks
 
 
 def bytes_held(model: Model, ranks: int) -> float:
-    """Bytes of a rank at the peak: fp32 masters, gradients and Adam's two states; three units in bf16, one in fp32."""
+    """Return a rank's peak bytes: fp32 masters, gradients, two Adam states; three units in bf16, two in fp32."""
     unit = model.numel / model.units
     return 16 * model.numel / ranks + unit * (3 * 2 + 2 * 4)
 
 
 def projection_rows(machine: Machine = MACHINE) -> list[list[str]]:
-    """One row a model and number of GPUs: compute, communication, what is left if they overlap, memory."""
+    """Return one row per model and number of GPUs: compute, communication, time of a step with overlap, memory."""
     rows = []
     for model in MODELS:
         compute = 8 * model.numel * model.tokens / machine.flops
@@ -63,7 +63,7 @@ def projection_rows(machine: Machine = MACHINE) -> list[list[str]]:
             sent = bytes_sent(model.numel, ranks, gather_itemsize=2, reduce_itemsize=4)
             speed = machine.inside if ranks <= machine.node else machine.across
             network = sent / speed + 3 * model.units * (ranks - 1) * machine.hop
-            # The first gather of a step and the last reduction have nothing to hide behind.
+            # The first all-gather of a step and the last reduce-scatter overlap with nothing.
             exposed = network / (3 * model.units) * 2
             step = max(compute, network) + exposed
             rows.append(

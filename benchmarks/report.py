@@ -1,4 +1,4 @@
-"""Writes docs/performance.md from the results: ``python -m benchmarks.report``; ``--measure`` makes them first."""
+"""Writes docs/performance.md from the results: ``python -m benchmarks.report``; ``--measure`` measures first."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, ste
 
 __all__ = ["main"]
 
-# File name, what the command line of ``python -m benchmarks`` adds, and the heading.
+# Name of the result file: flags of ``python -m benchmarks``, and the heading.
 RUNS = {
     "compute": (["--preset", "compute"], "Compute-heavy, fp32"),
     "states": (["--preset", "compute", "--states", "--only", *STATE_PEERS.values(), *STATE_PEERS], "State dicts"),
@@ -28,12 +28,18 @@ RUNS = {
 
 INTRO = """# Performance
 
-Every table comes from one command, in fresh processes of one thread, the implementations taking turns in each round.
-Times are medians; "x local", "x DDP" and "x peer" are medians over rounds of the ratio within a round, the peer
-being the faster of torch's FSDP1 and `fully_shard` with the same resharding. "CPU ms" is the least CPU time of a
-step over all threads of a rank. "MB sent" leaves a rank in a step. "MB counted" is the peak of all tensor storages
-of a forward and backward of five tokens, so parameters, gradients and their buffers; "MB shared" is this rank's memory
-for messages to the others, which gloo's counterpart is not counted for; "MB RSS" is the process's peak, with all of it.
+One command makes each table. It runs every implementation in fresh single-threaded processes and alternates between
+implementations in each round. Columns:
+
+- Times are medians.
+- "x local", "x DDP" and "x torch" are medians over rounds of the ratio within a round. "x torch" compares with the
+  faster of torch's FSDP1 and `fully_shard` with the same resharding.
+- "CPU ms" is the minimum CPU time of a step over all threads of a rank.
+- "MB sent" is the number of bytes that a rank sends in a step.
+- "MB counted" is the peak of all tensor storages of a forward and backward of five tokens: parameters, gradients and
+  their buffers.
+- "MB shared" is this rank's shared memory for messages to other ranks; gloo's buffers are not counted.
+- "MB RSS" is the peak resident memory of the process, which includes all of these.
 
 ```
 make bench                                   # the first two tables
@@ -45,24 +51,25 @@ python -m benchmarks.report --measure        # everything, and this page
 ```
 """
 
-STATES_NOTE = """Rows of boxes are `ShardedStateDictConfig(boxes=True)`, compared with the peer's sharded dict. A value
-has memory of its own everywhere but in boxes and local dicts.
+STATES_NOTE = """\
+Rows with "boxes" use `ShardedStateDictConfig(boxes=True)` and are compared with FSDP1's sharded state dict. Values have
+their own memory everywhere except in boxes and local state dicts.
 """
 
 
 GPU_NOTE = """\
-`python -m benchmarks.gpu`, which `make gpu` ends with, trains about 1B parameters in bf16 on one GPU as rank 0 of
-8 ranks that only pretend to communicate: an all-gather writes the whole buffer, nothing is sent. "step ms" is by CUDA
-events, of steps issued one after the other; "host ms" is the time until the host has issued a step to an idle device,
-and "host ms a unit" the least of it over that of plain training, by units. Ratios are within a round, to the best of
-the peers with the same resharding; "drift MB" is how much the memory held after a step differs between steps. Results
-go to `$OUT`, or to `benchmarks/results`. `make gpu BENCH="--rounds 5"` passes flags on.
+`python -m benchmarks.gpu`, the last part of `make gpu`, trains about 1B parameters in bf16 on one GPU as rank 0 of
+8 simulated ranks: an all-gather fills the full buffer, and nothing is sent. "step ms" is measured by CUDA events, over
+steps issued one after the other. "host ms" is the time in which the host issues a step to an idle device; "host ms a
+unit" is its minimum, less that of plain training, divided by the number of units. Ratios are within a round, to the
+best torch implementation with the same resharding. "drift MB" is the variation between steps of the memory held after a
+step. Results are written to `$OUT`, or to `benchmarks/results`. `make gpu BENCH="--rounds 5"` passes flags on.
 """
-NO_GPU_NOTE = "No figures have been taken on a GPU yet.\n"
+NO_GPU_NOTE = "Nothing has been measured on a GPU yet.\n"
 
 
 def page(results: Path, pictures: Path, *, note: str = "") -> str:
-    """The page in Markdown, from the JSON files in ``results``; pictures go to ``pictures``."""
+    """Return the page in Markdown, from the JSON files in ``results``; write pictures to ``pictures``."""
     parts = [INTRO, f"{note}\n"] if note else [INTRO]
     for name, (_, heading) in RUNS.items():
         found = _read(results / f"{name}.json")
@@ -91,11 +98,12 @@ def _projection(results: Path) -> list[str]:
     m = projection.MACHINE
     parts = [
         "## 8, 64 and 1024 GPUs, by arithmetic\n",
-        f"No measurement. Assumed: {m.flops / 1e12:.0f} TFLOP/s sustained in bf16, {m.inside / 1e9:.0f} GB/s a GPU for "
-        f"large collectives within a node of {m.node} and {m.across / 1e9:.0f} GB/s across nodes, "
-        f"{1e6 * m.hop:.1f} microseconds a ring step, 8192 tokens a GPU, activations recomputed, bf16 gathers, fp32 "
-        "reductions; memory without activations. Where communication is longer than compute, larger batches, hybrid "
-        "sharding or 8-bit collectives (`fsdp_flat.collectives`) shorten it.\n",
+        "These figures are computed, not measured. Assumptions: "
+        f"{m.flops / 1e12:.0f} TFLOP/s sustained in bf16, {m.inside / 1e9:.0f} GB/s a GPU for large\n"
+        f"collectives within a node of {m.node} and {m.across / 1e9:.0f} GB/s across nodes, "
+        f"{1e6 * m.hop:.1f} microseconds a ring step, 8192 tokens a GPU, activations\n"
+        "recomputed, bf16 all-gathers, fp32 reduce-scatters; memory without activations. If communication takes longer "
+        "than\ncompute, larger batches, hybrid sharding or 8-bit collectives (`fsdp_flat.collectives`) shorten it.\n",
         markdown(
             ["model", "compute ms", "GB sent", "network ms", "step ms", "compute share", "GiB held"],
             projection.projection_rows(),
@@ -109,8 +117,9 @@ def _projection(results: Path) -> list[str]:
             checked.append([name, f"{_lower_bound(found['setting']) / 1e6:.1f}", f"{counted['sent'] / 1e6:.1f}"])
     if checked:
         parts += [
-            "The formula for bytes against what was counted (the outermost unit and the last of the forward stay, so "
-            "are gathered once; the rest of the difference is padding and the flags of used parameters):\n",
+            "Bytes by the formula and as counted (the outermost unit and the last unit of the forward are not "
+            "resharded, so they are\nall-gathered once; the rest of the difference is padding and the flags of used "
+            "parameters):\n",
             markdown(["setting", "formula MB", "counted MB"], checked),
         ]
     return parts
@@ -127,13 +136,13 @@ def _lower_bound(setting: dict[str, Any]) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Write the page, after measuring if asked."""
+    """Write the page; with ``--measure``, measure first."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
     parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "performance.md")
     parser.add_argument("--measure", action="store_true", help="run every benchmark first")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--note", default="", help="a sentence for the head of the page, about the conditions")
+    parser.add_argument("--note", default="", help="a sentence about the conditions, for the top of the page")
     args = parser.parse_args(argv)
     if args.measure:
         for name, (flags, _) in RUNS.items():

@@ -1,4 +1,4 @@
-"""Fresh processes a job, rounds interleaved over the implementations."""
+"""Runs each job in fresh processes, in rounds that alternate between the implementations."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parent.parent
 
 
 class JobError(RuntimeError):
-    """A rank of a job failed; the text is what it wrote last."""
+    """Reports that a rank of a job failed; the text is the end of its output."""
 
 
 def where() -> dict[str, Any]:
-    """The machine and the versions, for the page."""
+    """Return the machine and the versions, for the page."""
     model = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
         platform.processor(),
@@ -50,11 +50,11 @@ def _lines(path: str) -> list[str]:
 
 
 def run_processes(job: Job, timeout_s: float = 900, root: Path = ROOT) -> list[dict[str, Any]]:
-    """Run one job in ``job.setting.ranks`` new processes of one thread each; their results by rank.
+    """Run one job in ``job.setting.ranks`` new single-threaded processes; return their results by rank.
 
     Args:
         job: the job.
-        timeout_s: seconds until it has failed.
+        timeout_s: seconds after which the job counts as failed.
         root: the checkout whose fsdp_flat and benchmarks run.
 
     Raises:
@@ -109,9 +109,9 @@ def measure(
     say: Callable[[str], None],
     against: Path = ROOT,
 ) -> dict[str, Any]:
-    """Time the steps of ``names`` in ``rounds`` interleaved rounds and count each once, or with ``states`` state dicts.
+    """Time the steps of ``names`` in interleaved rounds and count bytes once; with ``states``, time state dicts.
 
-    Names that begin with ``before-`` run in the checkout ``against``.
+    Names that start with ``before-`` run in the checkout ``against``.
 
     Returns:
         ``rounds`` (a list of {name: mean over ranks}), ``counts`` by name, ``states`` (a list of {name: {kind: seconds
@@ -125,7 +125,7 @@ def measure(
     results: dict[str, Any] = {"rounds": [], "counts": {}, "states": []}
     for index in range(rounds):
         row: dict[str, Any] = {}
-        # Every other round backwards, so that a machine that slows down slows everybody down.
+        # Reverse every other round, so that a machine that slows down affects every implementation.
         for name in names if index % 2 == 0 else reversed(names):
             if states:
                 row[name] = run(name, "states")[0]
@@ -142,7 +142,7 @@ def measure(
 
 
 def _over_ranks(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over ranks, and the largest for memory."""
+    """Return means over ranks, and the maximum for memory."""
     largest = ("rss", "alive")
     return {
         key: max(r[key] for r in results) if key in largest else sum(r[key] for r in results) / len(results)

@@ -1,8 +1,7 @@
-"""What a unit and a rank cost: ``python -m benchmarks.scale``.
+"""Measures the cost per unit and per rank: ``python -m benchmarks.scale``.
 
-A group of torch's "fake" backend lets one process be rank 0 of any number of ranks: nothing is sent and
-the results are not right, so what remains is host time and memory. Models are small enough that kernels cost next
-to nothing.
+With a process group of torch's "fake" backend, one process is rank 0 of any number of ranks. Nothing is sent and
+results are wrong, so only host time and memory are measured. Models are so small that kernels take almost no time.
 """
 
 from __future__ import annotations
@@ -28,26 +27,26 @@ from benchmarks.tables import markdown
 
 __all__ = ["NOTE", "main", "measure_here", "scale_table"]
 
-NOTE = (
-    "A group that only pretends to communicate, tiny models, one process as rank 0. Host time is the least CPU time of "
-    "a forward and backward, over all rounds, over that of the unwrapped model. FSDP1's growth with the ranks is the "
-    "list of one tensor a rank that its gather takes on the CPU; on accelerators it gathers into one tensor.\n"
-)
+NOTE = """\
+Tiny models; one process is rank 0 of a fake process group that does not communicate. Host time is the minimum CPU time
+of a forward and backward over all rounds, less that of the unwrapped model. FSDP1's time grows with the number of ranks
+because its all-gather on the CPU takes a list of one tensor per rank; on accelerators it all-gathers into one tensor.
+"""
 
 NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig")
 
 
 def setting_for(units: int) -> Setting:
-    """A model of ``units`` blocks and an outermost unit, all tiny."""
+    """Return the setting of a tiny model of ``units`` units: blocks and the outermost unit."""
     return Setting(layers=units - 1, width=16, heads=2, vocab=32, seq=4, batch=1)
 
 
 def measure_here(name: str, world: int, units: int, steps: int = 15) -> dict[str, float]:
-    """Wrap and train in this process, as rank 0 of ``world`` pretended ranks.
+    """Wrap and train in this process, as rank 0 of ``world`` simulated ranks.
 
     Returns:
-        ``wrap`` and ``step`` (seconds; the lowest CPU time of a step without optimizer), ``held`` (bytes by
-        which the resident memory grew from before wrapping to after the steps).
+        ``wrap`` and ``step`` (seconds; minimum CPU time of a step without optimizer), ``held`` (bytes by which
+        resident memory grew from before wrapping to after the steps).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -77,7 +76,7 @@ def measure_here(name: str, world: int, units: int, steps: int = 15) -> dict[str
 
 
 class _Done:
-    """Work that is over."""
+    """Stands for a finished collective."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -87,7 +86,7 @@ class _Done:
 
 
 def _move_nothing() -> None:
-    """The "fake" backend still copies into every slice of a gather, one by one, which is no cost of a library."""
+    """Replace the collectives of the "fake" backend, whose copies for every rank are no cost of a library."""
     from fsdp_flat.comm import _torch
 
     def nothing(*_: Any, **__: Any) -> _Done:
@@ -116,7 +115,7 @@ def _measure(name: str, world: int, units: int) -> dict[str, float]:
 
 
 def scale_table(results: dict[str, Any]) -> str:
-    """Markdown: wrapping, host time a unit and step over plain training, memory, by implementation, units and ranks."""
+    """Make the table of wrapping time, host time per unit and step less plain training, and memory."""
     local = {row["units"]: row["step"] for row in results["rows"] if row["name"] == "local"}
     rows = [
         [
@@ -134,11 +133,11 @@ def scale_table(results: dict[str, Any]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Measure every combination in a process of its own; write JSON and a table."""
+    """Measure every combination in a separate process; write JSON and a table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4096])
     parser.add_argument("--units", type=int, nargs="+", default=[25, 200])
-    parser.add_argument("--rounds", type=int, default=3, help="times that every combination is measured, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of all combinations")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--here", nargs=3, metavar=("NAME", "RANKS", "UNITS"), help="measure one in this process")
@@ -156,7 +155,7 @@ def main(argv: list[str] | None = None) -> None:
                     found.setdefault((name, world, units), []).append(one)
                     what = f"round {index + 1}: {name}, {units} units, {world} ranks"
                     print(f"{what}: {1e3 * one['step']:.1f} ms a step", flush=True)
-    # The least of everything: what else the machine does can only add.
+    # Take the minimum of everything: other load on the machine can only add.
     rows = [
         {"name": name, "world": world, "units": units, **{key: min(one[key] for one in some) for key in some[0]}}
         for (name, world, units), some in found.items()

@@ -1,4 +1,4 @@
-"""What is measured: settings, presets, and the implementations by name."""
+"""Defines settings, presets, and the implementations by name."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["BEFORE", "IMPLEMENTATIONS", "PRESETS", "Job", "Setting", "title_of"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One model and one way to train it.
+    """Describes one model and one way to train it.
 
     Attributes:
         layers, width, heads, vocab: sizes of the GPT.
-        seq, batch: tokens of a sequence, sequences of a rank and micro-batch.
+        seq, batch: tokens per sequence, sequences per rank and micro-batch.
         ranks: processes, one thread each.
-        steps, warmup: timed steps of a process, and steps before them.
-        bf16: compute in bf16, reduce in fp32, keep fp32 masters.
-        accumulate: micro-batches of a step; all but the last are not reduced.
+        steps, warmup: timed steps per process, and steps before them.
+        bf16: compute in bf16, reduce in fp32, store fp32 master weights.
+        accumulate: micro-batches per step; gradients are reduced in the last one only.
         checkpoint: recompute each block's activations in backward.
-        fused: the optimizer's fused form.
+        fused: use the optimizer's fused implementation.
     """
 
     layers: int = 12
@@ -38,7 +38,7 @@ class Setting:
     fused: bool = False
 
     def small(self) -> Setting:
-        """The same parameters with as few activations as possible, for counting bytes."""
+        """Return the setting with the same parameters and as few activations as possible, for counting bytes."""
         return replace(self, batch=1, accumulate=1)
 
 
@@ -48,7 +48,7 @@ PRESETS = {
     "tiny": Setting(layers=24, width=48, heads=2, vocab=64, seq=16, batch=1, steps=20, warmup=5),
 }
 
-# Name, and what it is called on the page.
+# Name: title on the page.
 IMPLEMENTATIONS = {
     "local": "no communication",
     "ddp": "DistributedDataParallel",
@@ -63,19 +63,19 @@ IMPLEMENTATIONS = {
 }
 
 
-# A name that begins so is fsdp_flat as another checkout has it, with --against.
+# Prefix of the names that run fsdp_flat of another checkout, with --against.
 BEFORE = "before-"
 
 
 def title_of(name: str) -> str:
-    """The name of an implementation on the page."""
+    """Return the title of an implementation on the page."""
     kind = name.removeprefix(BEFORE)
     return IMPLEMENTATIONS[kind] + (", before" if name != kind else "")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What one group of fresh processes does.
+    """Describes the work of one group of fresh processes.
 
     Attributes:
         implementation: a key of ``IMPLEMENTATIONS``.
@@ -88,10 +88,10 @@ class Job:
     setting: Setting
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values."""
+        """Return the job as plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Job:
-        """The inverse of :meth:`as_json`."""
+        """Create the job from plain values: the inverse of :meth:`as_json`."""
         return cls(values["implementation"], values["task"], Setting(**values["setting"]))

@@ -1,4 +1,4 @@
-"""Every kind of state dict, saved and loaded."""
+"""Saves and loads every kind of state dict, and measures the time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = tuple[str, Callable[[], Any], "Callable[[Any], Any] | None"]
 
 
 def measure_states(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, repeats: int = 3) -> dict[str, Any]:
-    """Median seconds by kind: "model full", "load model full", ...; None where it raised, with the reason.
+    """Return median seconds by kind: "model full", "load model full", ...; the error as a string if a kind raised.
 
     Every rank must call this. The optimizer must have stepped.
     """
@@ -92,7 +92,7 @@ def _fsdp1_kinds(name: str, model: Any, optimizer: torch.optim.Optimizer) -> Ite
             with typed():
                 optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, state))
 
-        # Local state dicts are for flat parameters alone, and a whole one is given to every rank for loading.
+        # Local state dicts need flat parameters; full ones are loaded from the same dict on every rank.
         if kind == "local" and not name.endswith("flat"):
             continue
         yield f"model {kind}", save, None if kind == "full, rank 0" else load

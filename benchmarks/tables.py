@@ -1,4 +1,4 @@
-"""From measured numbers to a table and a picture."""
+"""Makes tables and a picture from measured numbers."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ __all__ = [
     "write_table",
 ]
 
-# For each of ours, the peers of which the faster one in each round is compared with.
+# For each fsdp_flat variant, the torch implementations; it is compared with the fastest of them in each round.
 PEERS = {
     "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
 }
-# For each of ours, whose state dicts its own are compared with.
+# For each fsdp_flat variant, the torch implementation whose state dicts it is compared with.
 STATE_PEERS = {"flat-full-flat": "fsdp1-full-flat", "flat-full-orig": "fsdp1-full-orig"}
 
 
 def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """For each implementation the median of every figure over the rounds; the lowest for CPU time."""
+    """Return, by implementation, the median of every figure over the rounds; the minimum for CPU time."""
     rows: Sequence[Mapping[str, Any]] = results["rounds"]
     return {
         name: {
@@ -45,7 +45,7 @@ def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def ratios(results: Mapping[str, Any], name: str, others: Sequence[str], key: str = "step") -> float | None:
-    """Median over rounds of ``name``'s figure over the smallest one of ``others`` in the same round; None without."""
+    """Return the median over rounds of ``name``'s figure over the smallest of ``others`` in the round, or None."""
     rows = results["rounds"]
     others = [other for other in others if other in rows[0]]
     if not others or name not in rows[0]:
@@ -58,16 +58,16 @@ def _number(value: float | None, form: str = ".2f") -> str:
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown: text in the first column, numbers in the others."""
+    """Make a Markdown table: text in the first column, numbers in the others."""
     lines = ["| " + " | ".join(header) + " |", "|" + "|".join(["---"] + ["---:"] * (len(header) - 1)) + "|"]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
 
 
 def step_table(results: Mapping[str, Any]) -> str:
-    """Time, memory and bytes of a step, in Markdown; empty if none were measured."""
+    """Make the table of time, memory and bytes of a step; empty if none were measured."""
     if not results["rounds"]:
         return ""
-    header = ["implementation", "step ms", "forward", "backward", "optimizer", "CPU ms", "x local", "x DDP", "x peer"]
+    header = ["implementation", "step ms", "forward", "backward", "optimizer", "CPU ms", "x local", "x DDP", "x torch"]
     header += ["MB sent", "MB counted", "MB shared", "MB RSS", "wrap ms"]
     rows = []
     for name, row in medians(results).items():
@@ -90,7 +90,7 @@ def step_table(results: Mapping[str, Any]) -> str:
 
 
 def states_table(results: Mapping[str, Any]) -> str:
-    """Milliseconds by kind of state dict and implementation, and ratios, in Markdown; empty if none were measured."""
+    """Make the table of milliseconds by kind of state dict and implementation; empty if none were measured."""
     rows: Sequence[Mapping[str, Any]] = results["states"]
     if not rows:
         return ""
@@ -114,7 +114,7 @@ def states_table(results: Mapping[str, Any]) -> str:
 
 
 def _of_peer(rows: Sequence[Mapping[str, Any]], kind: str, ours: str, theirs: str) -> float | None:
-    """Median over rounds of our time over the peer's, which has chunks where we have boxes too."""
+    """Return the median over rounds of our time over FSDP1's; boxes are compared with its sharded state dicts."""
     pairs = [(row[ours].get(kind), row[theirs].get(kind.replace("boxes", "sharded"))) for row in rows]
     if not all(isinstance(one, float) and isinstance(other, float) for one, other in pairs):
         return None
@@ -122,17 +122,17 @@ def _of_peer(rows: Sequence[Mapping[str, Any]], kind: str, ours: str, theirs: st
 
 
 def describe(results: Mapping[str, Any]) -> str:
-    """One line about the setting, one about the machine."""
+    """Describe the setting and the machine, in a few lines."""
     s, w = results["setting"], results["where"]
     extras = [
-        *(["bf16 compute, fp32 reduction and masters"] if s["bf16"] else []),
+        *(["bf16 compute, fp32 reduction and master weights"] if s["bf16"] else []),
         *([f"{s['accumulate']} micro-batches a step"] if s["accumulate"] > 1 else []),
         *(["activations recomputed"] if s["checkpoint"] else []),
         "fused Adam" if s["fused"] else "Adam",
     ]
     return (
-        f"{s['layers']} blocks, width {s['width']}, vocabulary {s['vocab']}, sequence {s['seq']}, batch {s['batch']}, "
-        f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}. "
+        f"{s['layers']} blocks, width {s['width']}, vocabulary {s['vocab']}, sequence {s['seq']}, batch {s['batch']}.\n"
+        f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}.\n"
         f"{len(results['rounds'] or results['states'])} rounds of fresh processes, "
         f"{str(s['steps']) + ' timed steps' if results['rounds'] else 'the median of 3 times'} each.\n"
         f"{w['cores']} cores ({w['cpu']}), {w['system']}, Python {w['python']}, torch {w['torch']}, {w['date']}.\n"
@@ -140,14 +140,14 @@ def describe(results: Mapping[str, Any]) -> str:
 
 
 def write_table(results: Mapping[str, Any], path: Path) -> str:
-    """Write the tables of ``results`` to ``path``; returns them."""
+    """Write the tables of ``results`` to ``path``, and return them."""
     text = "\n".join(part for part in (describe(results), step_table(results), states_table(results)) if part)
     path.write_text(text)
     return text
 
 
 def write_picture(results: Mapping[str, Any], path: Path) -> None:
-    """Draw step times, split, and peak memory as bars into a PNG."""
+    """Draw step times by phase and peak memory as bars into a PNG."""
     import matplotlib
 
     matplotlib.use("agg")

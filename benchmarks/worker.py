@@ -1,4 +1,4 @@
-"""One rank of one job in a process of its own: ``python -m benchmarks.worker <json>``."""
+"""Runs one rank of one job in a separate process: ``python -m benchmarks.worker <json>``."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ __all__ = ["main", "run_job"]
 
 
 class Training:
-    """A wrapped model, its optimizer and the batches of one rank."""
+    """Holds a wrapped model, its optimizer and the batches of one rank."""
 
     def __init__(self, name: str, setting: Setting, rank: int) -> None:
         self.name, self.setting = name, setting
         torch.manual_seed(0)
         model = GPT(setting)
         library_of(name)
-        # Waiting for a rank that makes its model more slowly is not wrapping either.
+        # Do not count the time to wait for a rank that creates its model more slowly.
         dist.barrier()
         started = time.perf_counter()
         self.model: nn.Module = wrap(name, model, setting)
@@ -44,7 +44,7 @@ class Training:
         self.batches = [batch_of(setting, rank, index) for index in range(setting.accumulate)]
 
     def forward_backward(self) -> tuple[float, float, float]:
-        """One step without the optimizer; seconds in forward and in backward, and the loss."""
+        """Run a step without the optimizer; return seconds in forward and in backward, and the loss."""
         forward = backward = loss_sum = 0.0
         for index, tokens in enumerate(self.batches):
             last = index == len(self.batches) - 1
@@ -60,7 +60,7 @@ class Training:
         return forward, backward, loss_sum
 
     def step(self) -> dict[str, float]:
-        """One step; seconds and the loss."""
+        """Run a step; return seconds and the loss."""
         begun, cpu = time.perf_counter(), time.process_time()
         forward, backward, loss = self.forward_backward()
         middle = time.perf_counter()
@@ -92,7 +92,7 @@ def _time(job: Job, rank: int) -> dict[str, Any]:
 
 def _count(job: Job, rank: int) -> dict[str, Any]:
     training = Training(job.implementation, job.setting.small(), rank)
-    # As few tokens as can be, so that what is counted is parameters, gradients and the buffers of either.
+    # Few tokens, so that the count consists of parameters, gradients and their buffers.
     training.batches = [tokens[:, :5] for tokens in training.batches]
     for _ in range(2):
         training.forward_backward()
@@ -124,12 +124,12 @@ TASKS: dict[str, Callable[[Job, int], dict[str, Any]]] = {
 
 
 def run_job(job: Job, rank: int) -> dict[str, Any]:
-    """What one rank measures; the default process group is there."""
+    """Run the job on one rank and return its results. The default process group must exist."""
     return TASKS[job.task](job, rank)
 
 
 def main(arguments: dict[str, Any]) -> None:
-    """Join the group, measure, write the result.
+    """Join the process group, measure, and write the result.
 
     Args:
         arguments: ``job`` (see :class:`Job`), ``rank``, ``store`` (a path for the rendezvous), ``out`` (a path).

@@ -1,7 +1,7 @@
-"""Every way to save and load a sharded model, each checked as it goes.
+"""Saves and loads a sharded model in every way, and checks each result.
 
-Run it with `torchrun --nproc-per-node 2 examples/checkpoints.py`, then again with another number of ranks: the second
-run goes on from the checkpoint of the first. torch's own FSDP1 and FSDP2 appear in it to exchange checkpoints with.
+Run `torchrun --nproc-per-node 2 examples/checkpoints.py`, then again with another number of ranks: the second run
+resumes from the checkpoint of the first. The example also exchanges checkpoints with torch's FSDP1 and FSDP2.
 """
 
 import argparse
@@ -33,26 +33,26 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Sequential):
-    """The unit in which the model is sharded."""
+    """A block of the model, wrapped as one unit."""
 
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
 
 def plain_model(seed: int = 0) -> nn.Module:
-    """The model before it is wrapped."""
+    """Creates the plain model, before it is wrapped."""
     torch.manual_seed(seed)
     return nn.Sequential(*[Block(16) for _ in range(2)])
 
 
 def sharded_model(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A wrapped model with its optimizer."""
+    """Creates a wrapped model and its optimizer."""
     model = FSDP(plain_model(seed), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """One training step on data that depends on its number; the loss over all ranks."""
+    """Takes one training step on data that depends on its number; returns the mean loss over all ranks."""
     numbers = torch.randn(64, 16, generator=torch.Generator().manual_seed(number))
     own = numbers.chunk(dist.get_world_size())[dist.get_rank()]
     loss = nn.functional.mse_loss(model(own), own.sort().values)
@@ -65,20 +65,20 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> flo
 
 
 def say(text: str) -> None:
-    """Print on one rank."""
+    """Prints on rank 0."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 def check(what: str, mine: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
-    """Say, and require, that two dicts of whole tensors are the same on this rank."""
+    """Checks that two dicts of full tensors are equal on this rank, and prints the result."""
     if sorted(mine) != sorted(others) or not all(torch.equal(mine[name], others[name]) for name in mine):
         raise SystemExit(f"{what}: other values on rank {dist.get_rank()}")
     say(f"{what}: same values")
 
 
 def train_and_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """A training run that may be killed at any moment, and started again with any number of ranks."""
+    """Trains in a run that may be killed at any moment and resumed with any number of ranks."""
     found = load_checkpoint(folder, model, optimizer)
     first = 0 if found is None else found.extra["next step"]
     if found is not None:
@@ -86,12 +86,12 @@ def train_and_resume(folder: Path, model: nn.Module, optimizer: torch.optim.Opti
     for number in range(first, first + 10):
         loss = step(model, optimizer, number)
     saving = save_checkpoint(folder, model, optimizer, {"next step": first + 10}, background=True)
-    say(f"step {first + 9}: loss {loss:.4f}")  # training may go on while the files are written
+    say(f"step {first + 9}: loss {loss:.4f}")  # training may continue while the files are written
     saving.wait()
 
 
 def whole_in_files(folder: Path, model: nn.Module) -> None:
-    """The whole model for inference or another library: safetensors, one parameter in memory at a time."""
+    """Saves the full model for inference or another library: safetensors, one parameter in memory at a time."""
     save_full(model, folder, dtype=torch.float32)
     other, _ = sharded_model(seed=1)
     load_full(other, folder)
@@ -99,7 +99,7 @@ def whole_in_files(folder: Path, model: nn.Module) -> None:
 
 
 def whole_on_one_rank(model: nn.Module) -> None:
-    """The whole model as a state dict on rank 0, as FSDP1 gives it; a plain model loads it."""
+    """Gets a full state dict on rank 0, as FSDP1 does, and loads it into a plain model."""
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         full = model.state_dict()
     if dist.get_rank() == 0:
@@ -109,9 +109,9 @@ def whole_on_one_rank(model: nn.Module) -> None:
 
 
 def sharded_in_files(folder: Path, model: nn.Module) -> None:
-    """For torch.distributed.checkpoint: boxes of the shards as they are, made without communication.
+    """Saves shards as chunks for torch.distributed.checkpoint, without communication (`boxes=True`).
 
-    Files of another number of ranks or another wrapping load the same way.
+    Files written by another number of ranks or another wrapping load the same way.
     """
     boxes = ShardedStateDictConfig(boxes=True)
     with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, boxes):
@@ -125,7 +125,7 @@ def sharded_in_files(folder: Path, model: nn.Module) -> None:
 
 
 def to_and_from_torch(folder: Path, model: nn.Module) -> None:
-    """torch's own FSDPs read the files that were written above, and what they write is read here."""
+    """Loads the files from above into torch's FSDP2, and loads state dicts of torch's FSDP1 and FSDP2."""
     full = model.state_dict()
     theirs = plain_model(seed=3)
     for block in theirs:
@@ -151,7 +151,7 @@ def to_and_from_torch(folder: Path, model: nn.Module) -> None:
 
 
 def optimizer_by_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """The optimizer under parameter names, whole; it fits any wrapping, and torch's FSDP1."""
+    """Saves the full optimizer state under parameter names; it fits any wrapping, and torch's FSDP1."""
     states = FSDP.optim_state_dict(model, optimizer)
     other = FSDP(plain_model(seed=6), use_orig_params=False)
     other.load_state_dict(model.state_dict())
@@ -165,7 +165,7 @@ def optimizer_by_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> No
 
 
 def local(model: nn.Module) -> None:
-    """This rank's flat shards, for the same wrapping and number of ranks only. Nothing is faster."""
+    """Saves this rank's flat shards: the fastest type, for the same wrapping and number of ranks only."""
     before = model.state_dict()
     with FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT, LocalStateDictConfig(offload_to_cpu=True)):
         shards = model.state_dict()
@@ -177,12 +177,12 @@ def local(model: nn.Module) -> None:
 
 
 def one_by_one(model: nn.Module) -> None:
-    """One parameter after another, for whatever else there is to do with them."""
+    """Iterates over the full parameters, one at a time, for any other use."""
     check("one by one", model.state_dict(), dict(iter_full_state_dict(model, dst=None)))
 
 
 def run(folder: Path) -> None:
-    """Train a little, and save and load in every form."""
+    """Trains for a few steps, then saves and loads in every way."""
     model, optimizer = sharded_model()
     train_and_resume(folder / "run", model, optimizer)
     whole_in_files(folder / "hub", model)
@@ -195,12 +195,12 @@ def run(folder: Path) -> None:
 
 
 def main() -> None:
-    """Parse the command line and run."""
+    """Parses the command line and runs the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="folder of all files")
+    parser.add_argument("--out", type=Path, default=Path("checkpoints"), help="folder for all files")
     options = parser.parse_args()
     dist.init_process_group("gloo")
-    # torch's own: torch.distributed.checkpoint asks torch for names that it has deprecated.
+    # torch.distributed.checkpoint uses names that torch has deprecated.
     warnings.filterwarnings("ignore", module="torch")
     run(options.out)
     dist.destroy_process_group()

@@ -1,9 +1,10 @@
-"""Fine-tunes a small GPT by low-rank adapters (LoRA): the model's own weights are frozen, in bf16.
+"""Fine-tunes a small GPT with low-rank adapters (LoRA); the model's own weights are frozen, in bf16.
 
     torchrun --nproc-per-node 2 examples/finetune_adapters.py
 
-The frozen weights stay in bf16; the adapters are bf16 too, but sharded with fp32 masters, so small steps are not lost.
-Gradients are accumulated over micro batches and clipped. The file that comes out, `adapters.pt`, holds adapters only.
+The frozen weights stay in bf16. The adapters are bf16 too, but their shards are fp32 master weights, so that small
+updates are not lost. Gradients are accumulated over micro-batches and clipped. The output file, `adapters.pt`, holds
+the adapters only.
 """
 
 import os
@@ -25,22 +26,22 @@ STEPS, MICRO_BATCHES, BATCH_SIZE = 24, 2, 16
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer plus a trainable product of two thin matrices, as LoRA has it."""
+    """A frozen linear layer plus a trainable product of two low-rank matrices (LoRA)."""
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
         super().__init__()
         self.frozen = frozen.requires_grad_(False)
         options = {"dtype": frozen.weight.dtype, "device": frozen.weight.device}
         self.adapter_down = nn.Parameter(torch.randn(rank, frozen.in_features, **options) / frozen.in_features**0.5)
-        self.adapter_up = nn.Parameter(torch.zeros(frozen.out_features, rank, **options))  # starts as no change
+        self.adapter_up = nn.Parameter(torch.zeros(frozen.out_features, rank, **options))  # zero at first: no change
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns what the frozen layer gives, changed by the adapter."""
+        """Returns the frozen layer's output plus the adapter's."""
         return self.frozen(x) + F.linear(F.linear(x, self.adapter_down), self.adapter_up)
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:
-    """Freezes the model and adapts every linear layer of its blocks."""
+    """Freezes the model and adds an adapter to every linear layer of its blocks."""
     model.requires_grad_(False)
     for block in [module for module in model.modules() if isinstance(module, Block)]:
         for module in list(block.modules()):
@@ -60,17 +61,17 @@ def print_bytes(model: nn.Module) -> None:
 
 
 def adapters_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapters by name, on rank 0; empty on the others. Every rank must call this."""
+    """Returns the adapters by name on rank 0, nothing on the others. Every rank must call this."""
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
         full = model.state_dict()
     return {name: value for name, value in full.items() if "adapter_" in name}
 
 
 def main() -> None:
-    """What every rank does."""
+    """Runs the fine-tuning on every rank."""
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # every rank starts from the same weights; in earnest they come from a checkpoint
+    torch.manual_seed(0)  # every rank starts from the same weights; normally they come from a checkpoint
     model = GPT(CONFIG).to(torch.bfloat16)
     add_adapters(model, ADAPTER_RANK)
     model = FSDP(
@@ -92,12 +93,12 @@ def main() -> None:
 
     for step in range(STEPS):
         first = step * MICRO_BATCHES
-        with model.no_sync():  # all but the last micro batch stay on this rank
+        with model.no_sync():  # all micro-batches but the last keep their gradients on this rank
             losses = [micro_loss(index) for index in range(first, first + MICRO_BATCHES - 1)]
             for loss in losses:
                 loss.backward()
         losses.append(micro_loss(first + MICRO_BATCHES - 1))
-        losses[-1].backward()  # reduces the sum of all
+        losses[-1].backward()  # reduces the sum over all micro-batches
         norm = model.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()

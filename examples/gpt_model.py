@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: nothing in this file knows that it will be sharded."""
+"""Defines a small GPT in plain PyTorch, without any code for sharding."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class GPTConfig:
     Args:
         layers: number of blocks.
         width: features of a token, divisible by `heads`.
-        heads: attention heads of a block.
+        heads: attention heads per block.
         seq_len: longest sequence, in tokens.
         vocab: number of different tokens; 256 for bytes.
     """
@@ -48,7 +48,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block: the unit in which the model is sharded."""
+    """A pre-norm transformer block, wrapped as one unit."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -66,9 +66,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer with learned positions, whose head is its token embedding.
+    """A decoder-only transformer with learned positions, whose head is tied to its token embedding.
 
-    Everything outside the blocks, the shared embedding included, belongs to the outermost unit.
+    Everything outside the blocks, including the tied embedding, belongs to the outermost unit.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -80,7 +80,7 @@ class GPT(nn.Module):
         self._initialize(config)
 
     def _initialize(self, config: GPTConfig) -> None:
-        """GPT-2's initialization: small weights, smaller still where a block adds to the residual stream."""
+        """Initializes as GPT-2: small weights, and smaller ones where a block adds to the residual stream."""
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 nn.init.normal_(module.weight, std=0.02)

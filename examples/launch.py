@@ -1,8 +1,8 @@
-"""Starts the ranks of a job on this machine, and ends the job with the reason when one of them fails.
+"""Starts the ranks of a job on this machine, and stops the job with an error message when one of them fails.
 
-Under `torchrun` none of this is needed and `run_rank` leaves everything to it. This launcher is for
-`python train_gpt.py --ranks 2`: it needs no port (the ranks meet in a file), and it tells the rank that failed first
-from those that failed because their peer was gone.
+`torchrun` does not need this file; under it, `run_rank` only calls `main`. This launcher is for
+`python train_gpt.py --ranks 2`. It needs no port (the rendezvous uses a file), and it distinguishes the rank that
+failed first from ranks that failed because another rank was gone.
 """
 
 import contextlib
@@ -25,17 +25,17 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 FOLDER_VARIABLE = "EXAMPLE_LAUNCH_FOLDER"  # set in ranks started here, not in those of torchrun
 POLL_S = 0.05
-SETTLE_S = 0.3  # after the first failure: time for the others to say that they failed earlier
-TERMINATE_S = 3.0  # between asking the other ranks to end and killing them
+SETTLE_S = 0.3  # time after the first failure in which other ranks can report an earlier one
+TERMINATE_S = 3.0  # time between SIGTERM and SIGKILL for the other ranks
 
 
 class JobFailedError(RuntimeError):
-    """A rank failed; the others were stopped."""
+    """Reports that a rank failed; the others were stopped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a rank ended: `culprit` is True where no failure of another rank can have been the cause."""
+    """Describes why a rank ended; `culprit` is True if no failure of another rank can be the cause."""
 
     rank: int
     time: float
@@ -53,10 +53,10 @@ def inside_rank() -> bool:
 
 
 def run_rank(main: Callable[[], None]) -> None:
-    """Runs `main` as this rank, and leaves the reason for its launcher if it fails."""
+    """Runs `main` as this rank; if it fails, writes the reason for the launcher."""
     folder = os.environ.get(FOLDER_VARIABLE)
     if folder is None:
-        record(main)()  # torchrun's own way to learn the reason
+        record(main)()  # reports the error to torchrun
         return
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -72,26 +72,26 @@ def run_rank(main: Callable[[], None]) -> None:
         _failure_file(folder, int(os.environ["RANK"])).write_text(json.dumps(failure))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # not sys.exit: cleaning up could wait for peers that never answer
+        os._exit(1)  # not sys.exit: cleanup could wait for ranks that never answer
 
 
 @contextlib.contextmanager
 def process_group(backend: str) -> Iterator[None]:
-    """Joins this rank with the others. Every rank must call this."""
+    """Initializes the default process group. Every rank must call this."""
     folder = os.environ.get(FOLDER_VARIABLE)
     dist.init_process_group(
         backend,
         init_method="env://" if folder is None else (Path(folder) / "store").as_uri(),
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(minutes=5),  # a rank that is alive and silent for longer is an error as well
+        timeout=timedelta(minutes=5),  # a rank that hangs for longer is an error as well
     )
     yield
-    dist.destroy_process_group()  # after a failure the process just ends
+    dist.destroy_process_group()  # not reached after a failure: the process exits
 
 
 def _end_with_parent() -> None:
-    """Ends this rank when its launcher is gone, however it went: its end of our stdin closes."""
+    """Ends this rank when its launcher ends for any reason, which closes this process's stdin."""
     os.read(0, 1)
     os._exit(1)
 
@@ -100,7 +100,7 @@ def _end_with_parent() -> None:
 
 
 def start_ranks(command: Sequence[str], num_ranks: int) -> None:
-    """Runs `command` once per rank and returns when all ranks have ended well.
+    """Runs `command` once per rank and returns when all ranks have succeeded.
 
     Raises:
         JobFailedError: a rank raised or was killed. The other ranks have been stopped by then.
@@ -122,7 +122,7 @@ def _environment(rank: int, num_ranks: int, folder: str) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     return {
-        "OMP_NUM_THREADS": str(threads),  # ranks that each use every core are slower than ranks that share them
+        "OMP_NUM_THREADS": str(threads),  # ranks that share the cores are faster than ranks that each use all of them
         **os.environ,
         **{name: str(value) for name, value in names.items()},
         FOLDER_VARIABLE: folder,
@@ -148,7 +148,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], folder: str) -> None:
 
 
 def _failure(rank: int, process: subprocess.Popen[bytes], folder: str) -> Failure | None:
-    """Returns why a rank failed, or None for one that did not (yet)."""
+    """Returns the failure of a rank, or None if it has not failed (yet)."""
     file = _failure_file(folder, rank)
     code = process.poll()
     if file.exists():
@@ -160,14 +160,14 @@ def _failure(rank: int, process: subprocess.Popen[bytes], folder: str) -> Failur
         return Failure(rank, time.time(), f"ended with exit code {code}")
     name = signal.Signals(-code).name
     hint = ", as the system does when memory runs out" if name == "SIGKILL" else ""
-    # A library that loses its peers may abort; every other signal is this rank's own trouble.
+    # A library may abort when other ranks are gone; every other signal is this rank's own failure.
     return Failure(rank, time.time(), f"was killed by {name}{hint}", culprit=name != "SIGABRT")
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Ends what still runs and collects every process, so that none outlives the job."""
+    """Ends and reaps every process, so that none outlives the job."""
     for process in processes:
-        process.terminate()  # does nothing to a process that has ended
+        process.terminate()  # no effect on a process that has ended
     deadline = time.monotonic() + TERMINATE_S
     for process in processes:
         try:

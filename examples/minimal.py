@@ -10,7 +10,7 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 
 
 class Block(nn.Sequential):
-    """The unit in which the model is sharded: a block's full weights exist only while it computes."""
+    """A block, wrapped as one unit: its unsharded parameters exist only while it computes."""
 
     def __init__(self, width: int) -> None:
         super().__init__(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -32,7 +32,7 @@ for step in range(201):
         print(f"step {step:3d}  loss {loss.item():.3f}")
 
 with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True)):
-    full = model.state_dict()  # every rank takes part; rank 0 gets the whole, unsharded model
+    full = model.state_dict()  # every rank must call this; rank 0 gets the full tensors
 if dist.get_rank() == 0:
     torch.save(full, "minimal.pt")
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""What the training run shows: a progress bar, bytes per rank and the loss-and-memory picture."""
+"""Reports a training run: a progress bar, bytes per rank and a picture of loss and memory."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -15,12 +15,12 @@ MISSING = "{name} is not installed, so there will be no {what}; get it with: pip
 
 @dataclass(slots=True)
 class Part:
-    """What one run did between its start, or its resume, and its end.
+    """The record of one run, from its start or resume to its end.
 
     Attributes:
         num_ranks: world size of this part.
         strategy: name of the sharding strategy.
-        training: (step, loss) pairs, the mean over ranks and over the steps since the pair before.
+        training: (step, loss) pairs; the loss is the mean over ranks and over the steps since the previous pair.
         validation: (step, loss) pairs; the first is the loss before the part's first step.
         sharded: bytes of each kind on the rank that holds most.
         replicated: bytes of each kind that every rank would hold without sharding.
@@ -43,10 +43,10 @@ def count_ranks(num_ranks: int) -> str:
 
 
 def bytes_of_replication(model: nn.Module) -> dict[str, int]:
-    """Returns the bytes that AdamW training of the plain `model` holds on every rank."""
+    """Returns the bytes that AdamW training of the plain, replicated `model` holds on every rank."""
     parameters = list(model.parameters())
     values = _nbytes(parameters)
-    counters = 4 * len(parameters)  # AdamW keeps two moments, and a step counter, for each parameter
+    counters = 4 * len(parameters)  # AdamW stores two moments and a step counter per parameter
     return dict(zip(KINDS, (values, values, 2 * values + counters), strict=True))
 
 
@@ -68,7 +68,7 @@ def _nbytes(tensors: Iterable[Tensor]) -> int:
 
 
 def memory_table(part: Part) -> str:
-    """Returns the bytes per rank of a part as text, next to what replication would need."""
+    """Returns the bytes per rank of a part as text, compared with replication."""
     rows = [f"{'bytes per rank':<16} {part.strategy + f' over {part.num_ranks}':>20} {'replicated':>12} {'share':>7}"]
     for kind in KINDS:
         sharded, replicated = part.sharded[kind], part.replicated[kind]
@@ -110,7 +110,7 @@ class Progress:
             self._bar.update()
 
     def show(self, **values: str) -> None:
-        """Shows the newest of each of the named values."""
+        """Shows the newest value of each name."""
         self._values |= values
         if self._bar is not None:
             self._bar.set_postfix(self._values)

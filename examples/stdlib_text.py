@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source of the Python standard library it runs on, as bytes."""
+"""Provides real text that every machine has: the source of the Python standard library, as bytes."""
 
 import random
 import sysconfig
@@ -15,7 +15,7 @@ VALIDATION_SEQUENCES = 48
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A text of bytes, (numel,) uint8, in two parts that share no file."""
+    """A text of bytes, (numel,) uint8, in two parts without a common file."""
 
     train: Tensor
     validation: Tensor
@@ -32,7 +32,7 @@ def load_text(max_bytes: int = 6_000_000) -> Text:
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(_source_files(root))
-    random.Random(0).shuffle(files)  # the size cap should leave a sample of the library, not its letters A to L
+    random.Random(0).shuffle(files)  # the size limit should select a sample of the library, not its first letters
     parts = {"train": bytearray(), "validation": bytearray()}
     for index, path in enumerate(files):
         if sum(map(len, parts.values())) >= max_bytes:
@@ -56,16 +56,16 @@ def training_batch(
 ) -> tuple[Tensor, Tensor]:
     """Returns this rank's part of the global batch of a step.
 
-    The global batch is a function of the seed and the step alone: any number of ranks trains on the same data, and the
-    step number is all that a checkpoint must hold to go on in the data where it stopped.
+    The global batch depends on the seed and the step alone, so any number of ranks trains on the same data, and a
+    checkpoint must hold only the step number to resume at the same position in the data.
 
     Args:
         text: bytes, (numel,) uint8.
-        seed: of the whole run.
+        seed: seed of the run.
         step: counted from the very first step, across resumes.
         batch_size: sequences of the global batch, divisible by `num_ranks`.
-        seq_len: tokens of a sequence.
-        rank: whose part to return.
+        seq_len: tokens per sequence.
+        rank: rank whose part to return.
         num_ranks: number of parts.
 
     Returns:
@@ -81,8 +81,8 @@ def validation_batches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields this rank's part of the validation sequences: inputs, targets and weights.
 
-    Each rank gets the same number of batches, since each forward is a collective; sequences that only fill up a rank's
-    last batch have weight 0, so the loss is that of the same sequences at any number of ranks.
+    Each rank gets the same number of batches, since each forward runs collectives. Padding sequences in a rank's last
+    batch have weight 0, so the loss covers the same sequences at any number of ranks.
     """
     per_rank = -(-VALIDATION_SEQUENCES // num_ranks)
     indices = torch.arange(rank * per_rank, (rank + 1) * per_rank)

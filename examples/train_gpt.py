@@ -1,12 +1,12 @@
 """Trains a byte-level GPT on the source of the Python standard library, sharded block by block.
 
     python examples/train_gpt.py --ranks 2 --steps 200      start two ranks on this machine
-    python examples/train_gpt.py --ranks 3 --resume         go on from the checkpoint with three
-    python examples/train_gpt.py --demo                     both, and a check of what came out
+    python examples/train_gpt.py --ranks 3 --resume         resume from the checkpoint with three ranks
+    python examples/train_gpt.py --demo                     run both and check the results
     torchrun --nproc-per-node 2 examples/train_gpt.py       the same under torchrun, on one machine or on several
 
-The output folder gets `checkpoint.pt` (the full model, whatever the number of ranks) and `loss_and_memory.png`. On
-several machines the output folder must be one that all of them see.
+The script writes `checkpoint.pt` (the full model, for any number of ranks) and `loss_and_memory.png` to the output
+folder. With several machines, the output folder must be on a shared file system.
 """
 
 import argparse
@@ -44,7 +44,7 @@ STRATEGIES = {
     "hybrid_shard": ShardingStrategy.HYBRID_SHARD,
 }
 SIZES = {"layers": 4, "width": 256, "heads": 8, "seq_len": 128}
-SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative difference that a sum in another order may make
+SAME_LOSS = {"fp32": 1e-3, "bf16": 2e-2}  # relative difference due to another order of summation
 WARMUP_STEPS = 30
 LOG_EVERY = 5
 DEMO_STEPS = {2: 240, 3: 60}  # ranks: steps
@@ -57,19 +57,19 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--ranks", type=int, help="ranks to start on this machine (default: 2; under torchrun: those it started)")
     add("--strategy", choices=STRATEGIES, default="full_shard")
-    add("--replicas", type=int, help="hybrid_shard only: copies of the model, each sharded over ranks / replicas")
+    add("--replicas", type=int, help="hybrid_shard only: replicas of the model, each sharded over ranks / replicas")
     add("--precision", choices=SAME_LOSS, default="fp32")
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--use-orig-params", action=argparse.BooleanOptionalAction, default=False)
     add("--steps", type=int, default=200, help="steps to take now, in addition to those before --resume")
     add("--batch-size", type=int, default=12, help="sequences per step, over all ranks together (default: 12)")
     for name, size in SIZES.items():
-        add(f"--{name.replace('_', '-')}", type=int, help=f"of the model (default: {size}, or the checkpoint's)")
+        add(f"--{name.replace('_', '-')}", type=int, help=f"size of the model (default: {size}, or the checkpoint's)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (default: 0.001)")
     add("--seed", type=int, default=0)
     add("--validate-every", type=int, default=20, help="steps between validations, each with a checkpoint")
     add("--out", type=Path, default=Path("runs/train_gpt"), help="folder for checkpoint and picture")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out, at any number of ranks")
+    add("--resume", action="store_true", help="resume from the checkpoint in --out, at any number of ranks")
     add("--demo", action="store_true", help="train with 2 ranks, resume with 3, check the losses")
     args = parser.parse_args(argv)
     if args.replicas is not None and args.strategy != "hybrid_shard":
@@ -85,7 +85,7 @@ def parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def model_config(args: argparse.Namespace, checkpoint: dict[str, Any] | None) -> GPTConfig:
-    """Returns the sizes from the flags, or from the checkpoint, which the flags must not contradict."""
+    """Returns the sizes from the checkpoint or the flags; raises ValueError if they differ."""
     given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
     if checkpoint is None:
         return GPTConfig(**(SIZES | given))
@@ -97,7 +97,7 @@ def model_config(args: argparse.Namespace, checkpoint: dict[str, Any] | None) ->
 
 
 def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> FSDP:
-    """Wraps each block, and what is left of the model around them, as a sharded unit."""
+    """Wraps each block, and the rest of the model, as a unit."""
     options: dict[str, Any] = {}
     if args.replicas is not None:
         num_shards, rest = divmod(dist.get_world_size(), args.replicas)
@@ -123,7 +123,7 @@ def shard(model: GPT, args: argparse.Namespace, device: torch.device) -> FSDP:
 
 
 def full_on_rank_0(model: FSDP) -> AbstractContextManager[None]:
-    """State dicts hold whole tensors, and rank 0 alone has them."""
+    """Makes state dicts hold full tensors, on rank 0 only, inside the block."""
     return FSDP.state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
@@ -133,7 +133,7 @@ def full_on_rank_0(model: FSDP) -> AbstractContextManager[None]:
 
 
 def save_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, **progress: Any) -> None:
-    """Writes model, optimizer and plain values as one file, which any number of ranks can resume from.
+    """Writes model, optimizer and plain values to one file, from which any number of ranks can resume.
 
     Every rank must call this.
     """
@@ -142,18 +142,18 @@ def save_checkpoint(path: Path, model: FSDP, optimizer: torch.optim.Optimizer, *
     if dist.get_rank() == 0:
         unfinished = path.with_suffix(".unfinished")
         torch.save({**full, **progress}, unfinished)
-        unfinished.replace(path)  # at once: a job killed while it writes leaves the checkpoint before
+        unfinished.replace(path)  # atomic: a job killed during the write leaves the previous checkpoint
 
 
 def open_checkpoint(path: Path) -> dict[str, Any]:
-    """Returns a checkpoint's content, with tensors that are read from the file only when used."""
+    """Returns a checkpoint's content; tensors are read from the file only when used."""
     if not path.exists():
         raise FileNotFoundError(f"nothing to resume from: {path} does not exist; train without --resume first")
     return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def load_checkpoint(checkpoint: dict[str, Any], model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    """Copies each rank's part of model and optimizer from an opened checkpoint. Every rank must call this."""
+    """Copies each rank's shards of model and optimizer from an opened checkpoint. Every rank must call this."""
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, checkpoint["optimizer"]))
@@ -163,7 +163,7 @@ def load_checkpoint(checkpoint: dict[str, Any], model: FSDP, optimizer: torch.op
 
 
 def train(args: argparse.Namespace) -> None:
-    """What every rank does, from joining the others to the generated text."""
+    """Runs the training on every rank, from process-group initialization to the generated text."""
     device = torch.device("cpu")
     if args.device == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -215,7 +215,7 @@ class Trainer:
             print(text, flush=True)
 
     def run(self) -> None:
-        """Trains, validates, saves, draws and generates."""
+        """Trains, validates, saves, draws the picture and generates text."""
         before = self.validate()
         if self.first_step:
             self.check_resumed(before)
@@ -268,12 +268,12 @@ class Trainer:
         return loss.detach()
 
     def learning_rate(self) -> float:
-        """Warms up, then falls with the square root of the step."""
+        """Returns the learning rate: a linear warm-up, then decay with the inverse square root of the step."""
         step = self.step + 1
         return self.args.lr * min(step / WARMUP_STEPS, math.sqrt(WARMUP_STEPS / max(step, WARMUP_STEPS)))
 
     def log_training_loss(self, losses: list[torch.Tensor]) -> float:
-        """Records and returns the mean of `losses` over ranks and steps, and empties the list."""
+        """Records and returns the mean of `losses` over ranks and steps, and clears the list."""
         mean = torch.stack(losses).mean()
         losses.clear()
         dist.all_reduce(mean)
@@ -283,7 +283,7 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Records and returns the validation loss, that of the same text at any number of ranks."""
+        """Records and returns the validation loss, over the same text at any number of ranks."""
         self.model.eval()
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         batches = validation_batches(
@@ -300,14 +300,14 @@ class Trainer:
         return loss
 
     def check_resumed(self, loss: float) -> None:
-        """Raises RuntimeError, on every rank, if the loaded model is not as good as the saved one was."""
+        """Raises RuntimeError, on every rank, if the validation loss differs from the saved one."""
         saved = self.parts[-2].validation[-1][1]
         self.say(f"resumed at step {self.step}: validation loss {loss:.4f}, when saved {saved:.4f}")
         if abs(loss - saved) > SAME_LOSS[self.args.precision] * saved:
             raise RuntimeError(f"resuming changed the validation loss: {saved:.6f} when saved, {loss:.6f} now")
 
     def save(self) -> None:
-        """Writes the checkpoint. The step is the position in the data too, and nothing else is random."""
+        """Writes the checkpoint. The step also gives the position in the data; nothing else is random."""
         save_checkpoint(
             self.args.out / "checkpoint.pt",
             self.model,
@@ -322,7 +322,7 @@ class Trainer:
     def generate(self, prompt: bytes, *, num_bytes: int, temperature: float = 0.7) -> str:
         """Returns the prompt with `num_bytes` sampled bytes, as a line of ASCII with escapes.
 
-        Every rank must call this: each new byte is a forward, and each forward gathers the blocks.
+        Every rank must call this: each new byte takes a forward, which all-gathers the blocks.
         """
         self.model.eval()
         generator = torch.Generator().manual_seed(self.seed)
@@ -344,7 +344,7 @@ def start(argv: list[str], num_ranks: int) -> None:
 
 
 def demo(args: argparse.Namespace, argv: list[str]) -> None:
-    """Trains with two ranks, resumes with three, and checks that both did what they should."""
+    """Trains with two ranks, resumes with three, and checks the losses."""
     began = time.perf_counter()
     argv = [argument for argument in argv if argument != "--demo"]
     for index, (num_ranks, steps) in enumerate(DEMO_STEPS.items()):
@@ -365,7 +365,7 @@ def demo(args: argparse.Namespace, argv: list[str]) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs this process's part: a rank, the launcher of ranks, or the demo."""
+    """Runs a rank, the launcher of ranks, or the demo."""
     args = parse_arguments(argv)
     if inside_rank():
         run_rank(lambda: train(args))

@@ -1,4 +1,4 @@
-"""Runs one function of a client on torch's FSDP1 and on fsdp_flat, on the same ranks, and says who did the work."""
+"""Runs a client's function on torch's FSDP1 and on fsdp_flat, on the same ranks, and counts the forwards of each."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _PEER = {"class": PeerFSDP}  # install() replaces bare names
 
 @dataclass(slots=True)
 class Outcome:
-    """What a client's run gave.
+    """Holds the results of a client's run.
 
     Attributes:
-        result: what the function returned.
-        peer_forwards: how often torch's FSDP1 ran a forward meanwhile.
-        our_units: how many units of ours ran one.
+        result: return value of the function.
+        peer_forwards: number of forwards of torch's FSDP1 during the run.
+        our_units: number of fsdp_flat units that ran a forward.
     """
 
     result: Any
@@ -38,12 +38,12 @@ class Outcome:
 
 
 def on_both(run: Callable[..., Any], **arguments: Any) -> tuple[Outcome, Outcome]:
-    """``run(**arguments)`` on the peer, then on fsdp_flat by ``install()`` after the client was imported.
+    """Call ``run(**arguments)`` on torch's FSDP1, then on fsdp_flat, installed after the client was imported.
 
-    A ``folder`` argument becomes a folder of its own for each. Every rank must call this.
+    Each run gets a separate folder under the ``folder`` argument. Every rank must call this.
 
     Returns:
-        The peer's outcome and ours.
+        The outcomes of torch's FSDP1 and of fsdp_flat.
     """
     folder = arguments.pop("folder", None)
     outcomes = []
@@ -51,7 +51,7 @@ def on_both(run: Callable[..., Any], **arguments: Any) -> tuple[Outcome, Outcome
         if folder is not None:
             arguments["folder"] = _made(Path(folder) / ("ours" if ours else "theirs"))
         with warnings.catch_warnings(), rank_environment(), _peer_on_cpus(), _counted() as counts:
-            warnings.simplefilter("ignore")  # clients and torch call many things deprecated
+            warnings.simplefilter("ignore")  # clients and torch use deprecated functions
             torch.manual_seed(0)
             if ours:
                 with fsdp_flat.installed():
@@ -75,7 +75,7 @@ def _made(folder: Path) -> Path:
 
 @contextmanager
 def _peer_on_cpus() -> Iterator[None]:
-    """Torch's FSDP1 with a device where the client names none (Lightning does not), as it needs one without GPUs."""
+    """Set a CPU ``device_id`` for torch's FSDP1, which needs one without GPUs, if the client (Lightning) sets none."""
     mend_peer()
     made = _PEER["class"].__init__
 
@@ -91,7 +91,7 @@ def _peer_on_cpus() -> Iterator[None]:
 
 @contextmanager
 def _counted() -> Iterator[dict[str, int]]:
-    """Counts the forwards of torch's wrapper, and the units of ours that ran one."""
+    """Count the forwards of torch's wrapper, and the fsdp_flat units that run a forward."""
     counts = {"peer": 0, "ours": 0}
     units: set[int] = set()
     peer_forward, our_forward = _PEER["class"].forward, fsdp_flat.FullyShardedDataParallel.forward
@@ -116,7 +116,7 @@ def _counted() -> Iterator[dict[str, int]]:
 
 @contextmanager
 def rank_environment() -> Iterator[None]:
-    """The variables that torchrun sets; the default group is there already."""
+    """Set the variables that torchrun sets; the default process group exists already."""
     rank, num_ranks = str(dist.get_rank()), str(dist.get_world_size())
     names = {
         "RANK": rank,
@@ -127,7 +127,7 @@ def rank_environment() -> Iterator[None]:
         "MASTER_PORT": "0",
         "HF_HUB_OFFLINE": "1",
         "ACCELERATE_USE_CPU": "true",
-        # Without an index; accelerate would else say cpu:0.
+        # Without an index: accelerate would use cpu:0 otherwise.
         "ACCELERATE_TORCH_DEVICE": "cpu",
     }
     before = dict(os.environ)
@@ -153,7 +153,7 @@ class TinyLayer(nn.Module):
 
 
 class Tiny(nn.Module):
-    """A language model of two layers."""
+    """A language model with two layers."""
 
     def __init__(self, vocabulary: int = 13, width: int = 6) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class Tiny(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mean loss of the next token."""
+        """Return the mean next-token loss."""
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x)
@@ -170,5 +170,5 @@ class Tiny(nn.Module):
 
 
 def tokens(rows: int = 64, length: int = 7, vocabulary: int = 13) -> torch.Tensor:
-    """The same token ids on every rank, (row, position)."""
+    """Return the same token ids on every rank, (row, position)."""
     return torch.randint(vocabulary, (rows, length), generator=torch.Generator().manual_seed(7))

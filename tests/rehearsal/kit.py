@@ -26,10 +26,10 @@ END_OF_BACKWARD = "end of backward"
 
 @dataclass
 class Rehearsal:
-    """Holds a fake machine and the defects found on it.
+    """Holds a fake machine and the defects found during the run.
 
     Attributes:
-        models: wrapped models, whose storages have names in reports.
+        models: wrapped models, whose storages are named in reports.
     """
 
     machine: Machine
@@ -40,11 +40,11 @@ class Rehearsal:
 
     @property
     def findings(self) -> list[Finding]:
-        """Return the defects so far."""
+        """Return the defects found so far."""
         return self.checker.findings
 
     def kinds(self) -> set[str]:
-        """Return the kinds of the defects so far."""
+        """Return the kinds of the defects found so far."""
         return {finding.kind for finding in self.findings}
 
     def check(self, *, allowed: Sequence[str] = ()) -> None:
@@ -54,14 +54,14 @@ class Rehearsal:
         assert not found, f"{len(found)} defects:\n" + "\n".join(found[:12])
 
     def check_waits_come_last(self) -> None:
-        """Raise if backward goes on after the host has waited in it, for the device is idle then."""
+        """Raise if backward continues after the host has waited in it, since the device is idle then."""
         waited = False
         for entry in self.recorder.log:
             waited = (waited or entry == "wait") and entry != END_OF_BACKWARD
             assert not (waited and entry in ("aten::mm", "aten::tanh_backward")), "backward goes on after a wait"
 
     def wrap(self, module: nn.Module | None = None, **kwargs: Any) -> nn.Module:
-        """Shard a model on the accelerator; findings during construction are not kept."""
+        """Shard a model on the accelerator; discard findings during construction."""
         self.checker.is_on = False
         if module is None:
             with DEVICE:
@@ -77,7 +77,7 @@ class Rehearsal:
 
 @contextmanager
 def rehearsal(*, with_library: bool = True) -> Iterator[Rehearsal]:
-    """Have a fake accelerator inside the block; ``with_library`` lets fsdp_flat train on it."""
+    """Provide a fake accelerator inside the block; ``with_library`` makes fsdp_flat train on it."""
     machine = Machine(DEVICE)
     checker = Checker(machine)
     models: list[nn.Module] = []
@@ -91,7 +91,7 @@ def rehearsal(*, with_library: bool = True) -> Iterator[Rehearsal]:
 
 
 def batch() -> torch.Tensor:
-    """Make rows on the accelerator."""
+    """Create a batch on the accelerator."""
     return torch.zeros(ROWS, WIDTH, device=DEVICE)
 
 
@@ -104,7 +104,7 @@ def train(
     before_step: Callable[[nn.Module], object] = lambda model: None,
     micro_batches: int = 1,
 ) -> None:
-    """Train, with ``micro_batches - 1`` backwards inside ``no_sync`` in each step."""
+    """Train; each step runs ``micro_batches - 1`` backwards inside ``no_sync``."""
     optimizer_ = optimizer(model.parameters())
     for _ in range(num_steps):
         for _ in range(micro_batches - 1):

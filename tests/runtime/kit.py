@@ -1,4 +1,4 @@
-"""What the engine's tests share: small models, a plain twin beside a sharded model, a record of collectives."""
+"""Provides small models, a plain replica for each sharded model, and a record of collectives."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class Block(nn.Module):
-    """Two layers and a residual path."""
+    """Two layers and a residual connection."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """A first layer, blocks and a head; ``order`` says which blocks run, and in which order."""
+    """A first layer, blocks and a head; ``order`` lists the blocks to run, in order."""
 
     def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ BLOCKS = ModuleWrapPolicy({Block})
 
 
 def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
-    """A sharded ``module``; NO_SHARD and single ranks warn as in FSDP1, which is looked at elsewhere."""
+    """Shard ``module`` without FSDP1's warnings about NO_SHARD and single ranks, which other tests check."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
@@ -74,7 +74,7 @@ def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
 
 
 def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
-    """``device_mesh`` for a hybrid strategy: half of the ranks on each group; nothing for the others."""
+    """Return a ``device_mesh`` with two replicas for a hybrid strategy; nothing for other strategies."""
     if "HYBRID" not in strategy.name:
         return {}
     return {"device_mesh": mesh(2, dist.get_world_size() // 2)}
@@ -87,12 +87,12 @@ def mesh(num_replicas: int, num_shards: int) -> Any:
 
 
 def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
-    """The rows that a rank sees in a step."""
+    """Return a rank's rows in a step."""
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def batches(step: int = 0, width: int = WIDTH) -> list[torch.Tensor]:
-    """Every rank's batch."""
+    """Return every rank's batch."""
     return [batch(rank, step, width) for rank in range(dist.get_world_size())]
 
 
@@ -106,7 +106,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class Twin:
-    """A sharded model and its plain copy, trained side by side on the same global batches."""
+    """Trains a sharded model and its plain copy on the same global batches."""
 
     model: FSDP
     plain: nn.Module
@@ -129,7 +129,7 @@ class Twin:
         return cls(model, plain, optimizer(model.parameters()), optimizer(plain.parameters()))
 
     def step(self, loss_of: LossOf = square_loss, *, atol: float = 1e-6, rtol: float = 1e-5) -> torch.Tensor:
-        """One optimizer step of both; gradients, parameters and this rank's loss have to agree."""
+        """Take one optimizer step of both models, and compare gradients and parameters."""
         inputs = batches(self.num_steps)
         self.num_steps += 1
         self.optimizer.zero_grad()
@@ -138,7 +138,7 @@ class Twin:
         return self.finish_step(inputs, loss_of, atol=atol, rtol=rtol)
 
     def finish_step(self, inputs: list[Any], loss_of: LossOf, *, atol: float, rtol: float) -> torch.Tensor:
-        """The gradients of the sharded model are there: let the plain one follow, compare, and step both."""
+        """Compute the plain model's gradients, compare them with the sharded model's, and step both."""
         mean = replicated_step(self.plain, self.plain_optimizer, inputs, loss_of)
         self.check_gradients(atol=atol, rtol=rtol)
         self.optimizer.step()
@@ -165,13 +165,13 @@ class Twin:
 
 
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, whole; a collective."""
+    """Return every unsharded parameter. Every rank must call this."""
     with FSDP.summon_full_params(model, writeback=False):
         return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
 def assert_idle(model: nn.Module) -> None:
-    """Nothing is gathered, on its way, or waiting."""
+    """Assert that no unit is unsharded and that no collective or gradient is pending."""
     for unit in units_of(model):
         assert unit.is_sharded, f"{unit.name} is not sharded"
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
@@ -188,14 +188,14 @@ def assert_idle(model: nn.Module) -> None:
 
 
 def traced(model: FSDP) -> list[tuple[str, str]]:
-    """The trace of the model's units, from now on."""
+    """Start a trace of the model's units, and return it."""
     schedule = model._schedule()
     schedule.trace = []
     return schedule.trace
 
 
 def exchange_nbytes(model: nn.Module) -> int:
-    """Bytes of the exchange at the end of a backward: one a parameter and a handle, two requests, a digest twice."""
+    """Return the bytes exchanged at the end of a backward: one per parameter and handle, two requests, two digests."""
     handles = [handle for unit in units_of(model) for handle in unit.handles]
     return sum(len(handle.layout.param_infos) for handle in handles) + len(handles) + 2 + 16
 
@@ -238,13 +238,13 @@ COLLECTIVES = (
 )
 
 
-# Through memory that ranks share; counted once for each rank that reads.
+# Purposes of messages through shared memory, which count once for each rank that reads them.
 MESSAGES = ("gather", "reduction", "transfer")
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective: what it moves from this rank, by the cheapest algorithm there is."""
+    """Describes one collective and the bytes that this rank sends, by the cheapest algorithm."""
 
     name: str
     nbytes: int
@@ -253,7 +253,7 @@ class Call:
 
     @property
     def sent(self) -> float:
-        """Bytes that leave this rank at the least."""
+        """Return the minimum number of bytes that this rank sends."""
         others = self.size - 1
         if self.name == "broadcast":
             return self.nbytes * others if self.is_source else 0
@@ -268,7 +268,7 @@ class Call:
 
 @dataclass
 class Record:
-    """The collectives of a block, in order."""
+    """Records the collectives of a block, in order."""
 
     calls: list[Call] = field(default_factory=list)
     on_call: Callable[[], None] = lambda: None
@@ -285,7 +285,7 @@ class Record:
 
 @contextmanager
 def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
-    """Record every collective of ``torch.distributed`` called inside the block, and every message of a transport."""
+    """Record every ``torch.distributed`` collective and every shared-memory message inside the block."""
     record = Record(on_call=on_call)
     originals: list[tuple[Any, str, Any]] = []
     places = [(dist, name) for name in COLLECTIVES if hasattr(dist, name)]
@@ -318,7 +318,7 @@ def recorded(on_call: Callable[[], None] = lambda: None) -> Iterator[Record]:
 
 @contextmanager
 def shared_memory(use: bool) -> Iterator[None]:
-    """With False, ranks behave inside the block as if they were on different hosts."""
+    """Make ranks behave inside the block as if they were on different hosts, if ``use`` is False."""
     if use:
         yield
         return
@@ -332,7 +332,7 @@ def shared_memory(use: bool) -> Iterator[None]:
 
 
 def acquaint(model: nn.Module) -> None:
-    """Let ranks find out whether they share memory, and leave out what they compare once in a first step."""
+    """Set up the shared-memory transport, and skip the checks of the first step."""
     schedule_of(model, units_of(model)[0]).rank_checks.skip()
     for unit in units_of(model):
         if unit.needs_all_gather:
@@ -344,7 +344,7 @@ def _note(record: Record, name: str, original: Any, *args: Any, **kwargs: Any) -
     nbytes = tensor.nbytes if isinstance(tensor, torch.Tensor) else 0
     group = kwargs.get("group")
     if name == "all_to_all_single":
-        # What a rank sends to itself does not leave it.
+        # A rank's share for itself is not sent.
         size = dist.get_world_size(group)
         splits = args[3] if len(args) > 3 else [tensor.numel() // size] * size
         nbytes -= splits[dist.get_group_rank(group or dist.group.WORLD, dist.get_rank())] * tensor.itemsize

@@ -1,4 +1,4 @@
-"""Models that are trained, saved and loaded, and the state dicts of both halves: model and optimizer."""
+"""Trains, saves and loads models, with state dicts of model and optimizer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ON_DEVICE: dict[StateDictType, OptimStateDictConfig] = {
 
 
 class Normed(nn.Module):
-    """Batch norm, whose buffers change in training, in the outermost unit and between blocks; and a frozen layer."""
+    """Batch norm, whose buffers change in training, in the outermost unit and between blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def tokens(rank: int, step: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Task:
-    """A model and its data."""
+    """Holds a model's factory and its data."""
 
     make: Callable[[], nn.Module]
     data: Callable[[int, int], torch.Tensor]
@@ -66,25 +66,25 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, task: Task, steps: range) -> list[float]:
-    """Steps on this rank's data; the losses."""
+    """Take steps on this rank's data; return the losses."""
     return models.train(model, optimizer, dist.get_rank(), steps, task.data)
 
 
 @contextmanager
 def unsharded_allowed() -> Iterator[None]:
-    """Ignore that what is not sharded is saved whole."""
+    """Ignore the warning that entries of units without sharding are full tensors."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Unit .* is not sharded, so its entries")
         yield
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, kind: StateDictType) -> tuple[Any, Any]:
-    """State dicts of model and optimizer, with no tie to either."""
+    """Return state dicts of model and optimizer that do not alias either."""
     with unsharded_allowed(), FSDP.state_dict_type(model, kind, None, ON_DEVICE[kind]):
         state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
     for name, value in state.items():
         if kind is LOCAL and isinstance(value, ShardedTensor):
-            # These are the live shards themselves, as FSDP1's are.
+            # These alias the live shards, as in FSDP1.
             for part in value.local_shards():
                 part.tensor = part.tensor.clone()
         elif not isinstance(value, ShardedTensor):
@@ -93,7 +93,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, kind: StateDictType
 
 
 def load(model: nn.Module, optimizer: torch.optim.Optimizer, kind: StateDictType, saved: tuple[Any, Any]) -> None:
-    """Load both."""
+    """Load the state dicts of model and optimizer."""
     with FSDP.state_dict_type(model, kind, None, ON_DEVICE[kind]):
         keys = model.load_state_dict(saved[0])
         assert (keys.missing_keys, keys.unexpected_keys) == ([], [])
@@ -106,7 +106,7 @@ def seeded_task(task: Task, seed: int) -> nn.Module:
 
 
 def groups_of(how: str) -> dict[str, Any]:
-    """Arguments for a way to shard. Every rank must call this."""
+    """Return the process-group arguments for a way to shard. Every rank must call this."""
     if how == "mesh":
         return {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
     if how == "HYBRID_SHARD mesh":
@@ -125,14 +125,14 @@ def wrapped(task: Task, how: str, groups: dict[str, Any], *, seed: int = 0, **kw
 
 
 def group_of(size: int) -> dist.ProcessGroup | None:
-    """A group of the first ranks; None on the others. Every rank must call this."""
+    """Create a process group of the first ranks; None on the others. Every rank must call this."""
     group = dist.new_group(list(range(size)))
     return group if dist.get_rank() < size else None
 
 
 @contextmanager
 def peer_quiet() -> Iterator[None]:
-    """Ignore what the peer says about itself while it saves and loads chunks."""
+    """Ignore deprecation warnings of torch's FSDP1 while it saves and loads sharded state dicts."""
     with peer_warnings_silenced():
         for message in ("`_get_pg_default_device` will be deprecated", "Multiple backends are registered"):
             warnings.filterwarnings("ignore", message=message)
@@ -141,7 +141,7 @@ def peer_quiet() -> Iterator[None]:
 
 @contextmanager
 def single_rank_allowed() -> Iterator[None]:
-    """Ignore that one rank has nothing to shard."""
+    """Ignore the warning that a single rank has nothing to shard."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r".* over a single rank has nothing to shard")
         yield

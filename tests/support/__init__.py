@@ -1,4 +1,4 @@
-"""Provides tests with warm worker ranks, comparisons that can fail, and references to compare with."""
+"""Provides warm worker ranks, comparisons, and reference implementations for tests."""
 
 from .compare import assert_close, assert_equal
 from .pool import RankFailure, Ranks

@@ -22,7 +22,7 @@ def assert_close(actual: Any, expected: Any, *, rtol: float, atol: float, what: 
         expected: the same structure.
         rtol: relative tolerance.
         atol: absolute tolerance.
-        what: name of the value, the start of the path in the message.
+        what: name of the value, with which the path in the message starts.
     """
     __tracebackhide__ = True
     _compare(actual, expected, what, rtol, atol)
@@ -72,7 +72,7 @@ def _compare_tensors(
         return
     wide = torch.complex128 if got.is_complex() else torch.float64
     distance = (got.to(wide) - want.to(wide)).abs()
-    # A NaN on one side only is the largest difference there is; one that is bitwise only counts as 0.
+    # A NaN on one side only counts as an infinite difference; one of the bits only counts as 0.
     one_nan = got.isnan() ^ want.isnan()
     distance = distance.nan_to_num(nan=0.0).masked_fill(one_nan, math.inf).masked_fill(~differs, -1.0)
     at = tuple(int(i) for i in torch.unravel_index(distance.argmax(), distance.shape)) if distance.dim() else ()

@@ -28,12 +28,12 @@ class RunTask:
 
 @dataclass(frozen=True, slots=True)
 class Reset:
-    """Requests the reset of the process to its first state, after every rank has ended the task."""
+    """Requests the reset of the process to its initial state, after every rank has finished the task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Reports that the worker is in its first state. ``ignored`` has the errors that Python only printed since."""
+    """Reports that the worker is in its initial state. ``ignored`` holds the errors that Python only printed since."""
 
     ignored: str = ""
 

@@ -1,6 +1,6 @@
 """Provides torch's FSDP1 as a reference on CPU and gloo, with fixes for defects that would crash the comparison.
 
-Only for functions that run on worker ranks: the fixes stay in the process.
+Only for functions that run on worker ranks, since the fixes stay in the process.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ GRACE_S = 2.0
 
 
 class RankFailure(Exception):
-    """Reports that a rank raised, died or did not end; the text has every rank's state and the first cause."""
+    """Reports that a rank raised, died or did not end; the text contains every rank's state and the first cause."""
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class WorkerPool:
         return Died(worker.process.exitcode, time.monotonic())
 
     def _reset(self, function: Callable[..., Any]) -> None:
-        """Reset every rank, once no rank is inside the task and its groups any more."""
+        """Reset every rank, once no rank is inside the task and its process groups any more."""
         for worker in self._workers:
             send_if_alive(worker.pipe, Reset())
         answers = self._wait(TASK_TIMEOUT_S, Ready)
@@ -222,7 +222,7 @@ class WorkerPool:
 
 
 def start_server() -> None:
-    """Start the server that ranks are forked from, unless it runs; it has imported the slow modules."""
+    """Start the server from which ranks are forked, unless it runs; it imports the slow modules."""
     environ = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     if sys.platform == "linux":

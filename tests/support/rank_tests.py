@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .pool import TASK_TIMEOUT_S
 
-# For tests that have ranks' statistics of batches, or ignored parameters, drift apart as FSDP1 has them.
+# For tests in which batch statistics or ignored parameters drift apart between ranks, as in FSDP1.
 OWN_STATISTICS = pytest.mark.filterwarnings("ignore:Buffers differ between ranks after a step")
 OWN_PARAMETERS = pytest.mark.filterwarnings("ignore:Trainable parameters that no unit manages")
 

@@ -42,7 +42,7 @@ def command(*words: object) -> str:
 
 
 def torchrun(num_ranks: int, *words: object) -> str:
-    """Run torchrun and return the output of it and its ranks."""
+    """Run torchrun and return its output and that of its ranks."""
     return command("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", num_ranks, *words)
 
 

@@ -1,4 +1,4 @@
-"""Selects, of the combinations of a test's parameters, few that hold every value at least once."""
+"""Selects a few combinations of a test's parameters that contain every value at least once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["cover", "select"]
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect combinations of slow tests without which every value of every parameter still occurs.
+    """Deselect combinations of slow tests as long as every value of every parameter still occurs.
 
-    Slow are the tests that run on worker ranks or on the fake accelerator. ``--all-combinations`` selects everything.
+    Tests on worker ranks or on the fake accelerator are slow. ``--all-combinations`` selects everything.
 
     Args:
-        config: pytest's; the deselected items are reported to it, and counted in its last line.
+        config: pytest's configuration, to which the deselected items are reported.
         items: the collected tests; changed in place.
     """
     if config.getoption("--all-combinations"):
@@ -36,12 +36,12 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def cover(combinations: Sequence[Mapping[str, Any]]) -> set[int]:
-    """Return the indices of combinations in which every value of every parameter occurs.
+    """Return the indices of combinations that together contain every value of every parameter.
 
-    Chooses greedily the combination with the most values that are missing so far, the first one of several, so the
-    choice is the same in every run.
+    Greedily chooses the combination with the most missing values, the first one on a tie, so that the choice is the
+    same in every run.
     """
-    # Values may be anything; equal ones of one parameter are one object, or a small int or string.
+    # Values may be of any type; equal values of one parameter are one object, or a small int or string.
     values = [{(name, id(value)) for name, value in combination.items()} for combination in combinations]
     missing = set().union(*values)
     chosen: set[int] = set()

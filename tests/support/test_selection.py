@@ -1,4 +1,4 @@
-"""The selection of combinations: every value occurs, and nothing is left out that was asked for."""
+"""The selection of combinations contains every value, and is the same in every run."""
 
 from __future__ import annotations
 

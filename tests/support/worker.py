@@ -32,7 +32,7 @@ from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, se
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 
-# Error texts of a collective that another rank has left: never the first cause of a failure.
+# Error texts of a collective after another rank has failed: never the first cause of a failure.
 FOLLOW_UPS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting", "gloo")
 
 
@@ -153,7 +153,7 @@ def unprintable_errors_into(ignored: list[str]) -> Iterator[None]:
 
 
 class FirstState:
-    """Restores the state that every task starts from: one process group, fixed seeds, default settings."""
+    """Restores the initial state of every task: one process group, fixed seeds, default settings."""
 
     def __init__(self, base_store: dist.Store) -> None:
         self._base_store = base_store
@@ -164,7 +164,7 @@ class FirstState:
         self._num_modules = 0
 
     def restore(self) -> None:
-        """Restore the process's first state. Called when no rank is inside the task any more."""
+        """Restore the process's initial state. Called when no rank is inside the task any more."""
         self._num_restores += 1
         sys.stdout, sys.stderr = self._streams
         if os.environ != self._environ:
