@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -259,12 +260,16 @@ class BufferCasts:
             entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
 
 
+_MAX_NESTED_CALLS = 64
+
+
 class _FullPrecision:
     """Casts the inputs of a module to full precision and its outputs back, with two forward hooks."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
-        self._before: list[torch.dtype | None] = []
+        # A recomputation that stops early leaves its entry, so the oldest ones are dropped.
+        self._before: deque[torch.dtype | None] = deque(maxlen=_MAX_NESTED_CALLS)
 
     def cast_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         seen: list[torch.dtype] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
@@ -33,16 +34,21 @@ def differentiable_tensors(value: Any) -> list[torch.Tensor]:
         if isinstance(item, torch.Tensor):
             if item.requires_grad:
                 found.append(item)
-        elif not _is_passed_by(item) and id(item) not in seen:
+        elif not _is_skipped(item) and id(item) not in seen:
             seen[id(item)] = item
-            ahead.extend(reversed(list(_children(item))))
+            # Numbers and strings are dropped here, where a large list of them costs least.
+            children = [child for child in _children(item) if type(child) not in _PLAIN_TYPES]
+            children.reverse()
+            ahead += children
     return found
 
 
 _EMPTY_CELL = types.CellType()
 _PLAIN = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype, torch.device)
-# Modules are searched separately; optimizers hold every parameter and no computed tensor.
-_LEAVES = (*_PLAIN, torch.nn.Module, torch.optim.Optimizer)
+_PLAIN_TYPES = frozenset(_PLAIN)
+# Modules are searched separately; optimizers hold every parameter and no computed tensor; imported modules and loggers
+# refer to the whole program.
+_SKIPPED = (*_PLAIN, torch.nn.Module, torch.optim.Optimizer, types.ModuleType, logging.Logger)
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Iterators whose ``__reduce__`` returns the object that they iterate over.
 _ITERABLES: tuple[Any, ...] = ([], (), set(), {}, {}.values(), {}.items())
@@ -54,8 +60,8 @@ _ITERATORS: tuple[type, ...] = (
 )
 
 
-def _is_passed_by(value: Any) -> bool:
-    return isinstance(value, _LEAVES) or (callable(value) and not isinstance(value, _FUNCTIONS))
+def _is_skipped(value: Any) -> bool:
+    return isinstance(value, _SKIPPED) or (callable(value) and not isinstance(value, _FUNCTIONS))
 
 
 def _children(value: Any) -> Iterable[Any]:
@@ -64,7 +70,10 @@ def _children(value: Any) -> Iterable[Any]:
     if isinstance(value, (list, tuple, set, frozenset, deque)):
         return value
     if isinstance(value, _ITERATORS):
-        return value.__reduce__()[1:]
+        try:
+            return value.__reduce__()[1:]
+        except RuntimeError:  # over a dict that has changed since: advancing it raises as well
+            return ()
     if isinstance(value, types.FunctionType):
         closed_over = [cell for cell in value.__closure__ or () if cell != _EMPTY_CELL]
         return [*(cell.cell_contents for cell in closed_over), *(value.__defaults__ or ())]

@@ -283,8 +283,10 @@ class Unit:
         """Compute in the original dtype, or in the low one again; free buffers unsharded in the other one."""
         if any(h.uses_low_precision and (h.compute_dtype == h.orig_dtype) != full for h in self.handles):
             self.reshard()
-            for handle in self.handles:
-                handle.use_full_precision(full)
+            # Buffers made in inference mode could not be used in training later.
+            with unrecorded():
+                for handle in self.handles:
+                    handle.use_full_precision(full)
 
     def weights(self, full_precision: bool) -> Weights:
         """Return the weights for a forward that begins now."""

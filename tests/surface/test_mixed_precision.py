@@ -231,6 +231,23 @@ def test_full_precision_in_eval_equals_the_plain_model(
     assert model.train()(x).dtype == BF16
 
 
+@pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
+@on_ranks(2)
+def test_a_first_evaluation_in_full_precision_and_inference_mode_leaves_training_right(
+    use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    low = MixedPrecision(param_dtype=BF16)
+    model = sharded(small_model(), "FULL_SHARD", use_orig_params=use_orig_params, mixed_precision=low)
+    del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    plain = small_model().eval()
+    x = batches(num_ranks)[rank]
+    with torch.inference_mode():
+        assert_near(model.eval()(x), plain(x), 1e-5, "eval output")
+    model(x).pow(2).mean().backward()
+    assert_near(whole_grads(model), plain_mean_grads(plain, num_ranks), 1e-5, "gradients")
+
+
 @on_ranks(2)
 def test_without_the_switch_eval_computes_in_the_low_dtype(rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), mixed_precision=MixedPrecision(param_dtype=BF16)).eval()
