@@ -39,7 +39,7 @@ class Transfers:
     Args:
         rank_group: the ranks.
         device: the compute device, on which the group communicates; other tensors are copied through it.
-        room: the queue shared with transfers in other groups at the same time; None if there are none.
+        queue: the queue shared with transfers in other groups at the same time; None if there are none.
     """
 
     def __init__(self, rank_group: RankGroup, device: torch.device, queue: TransportQueue | None = None) -> None:
@@ -52,7 +52,7 @@ class Transfers:
         """Begin to transfer one tensor.
 
         Args:
-            moves: this rank's plan.
+            transfer_plan: this rank's plan.
             source: 1-D, the elements that this rank holds; None if it sends and keeps nothing.
             target: 1-D, receives this rank's elements, of the sources' dtype; None if it receives and keeps nothing.
         """
@@ -141,7 +141,7 @@ class _GroupChannel:
         self.device = device
         self._group = group
         self._at_once = at_once
-        self._begin_load: list[Any] = []
+        self._works: list[Any] = []
         self._batch: list[dist.P2POp] = []
         self._alive: list[torch.Tensor] = []
 
@@ -157,16 +157,16 @@ class _GroupChannel:
         assert self._group is not None
         peer = dist.get_global_rank(self._group, rank)
         if self._at_once:
-            self._begin_load.append(operation(run, peer, group=self._group))
+            self._works.append(operation(run, peer, group=self._group))
         else:
             self._batch.append(dist.P2POp(operation, run, peer, self._group))
 
     def wait(self) -> None:
         if self._batch:
-            self._begin_load.extend(dist.batch_isend_irecv(self._batch))
-        for work in self._begin_load:
+            self._works.extend(dist.batch_isend_irecv(self._batch))
+        for work in self._works:
             work.wait()
-        self._begin_load, self._batch, self._alive = [], [], []
+        self._works, self._batch, self._alive = [], [], []
 
 
 class TransportQueue:
@@ -226,18 +226,18 @@ class _SharedMemoryChannel:
 
     def __init__(self, transport: SharedMemoryTransport, queue: TransportQueue) -> None:
         self._transport = transport
-        self._room = queue
+        self._queue = queue
 
     def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
         for piece in _split_parts(run):
-            self._room.send(self._transport, piece, to)
+            self._queue.send(self._transport, piece, to)
 
     def receive(self, run: torch.Tensor, source: int) -> None:
         for piece in _split_parts(run):
-            self._room.expect(self._transport, piece, source)
+            self._queue.expect(self._transport, piece, source)
 
     def wait(self) -> None:
-        self._room.finish()
+        self._queue.finish()
 
 
 def _split_parts(run: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -266,7 +266,7 @@ class P2PChannels:
 
     def __init__(self) -> None:
         self._by_rank_group: dict[RankGroup, Transfers] = {}
-        self._room = TransportQueue()
+        self._queue = TransportQueue()
         self._nbytes_under_way = 0
 
     def add(
@@ -291,7 +291,7 @@ class P2PChannels:
             self.wait()
         self._nbytes_under_way += nbytes
         if rank_group not in self._by_rank_group:
-            self._by_rank_group[rank_group] = Transfers(rank_group, device, self._room)
+            self._by_rank_group[rank_group] = Transfers(rank_group, device, self._queue)
         self._by_rank_group[rank_group].add(transfer_plan, source, target)
 
     def wait(self) -> None:

@@ -378,7 +378,7 @@ def _hook_inputs(
         record: record of the forward.
         args: its positional inputs.
         kwargs: its inputs by name.
-        gated: list to which each input with a node is appended.
+        hooked: list to which each input with a node is appended.
     """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:

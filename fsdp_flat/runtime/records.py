@@ -40,7 +40,7 @@ class Iteration:
     Attributes:
         order: the units in the order in which they began.
         events: the begins and ends.
-        gates: weak references to autograd nodes on the inputs of units; they do not prolong the life of the graph.
+        post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not prolong the life of the graph.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
         trains: gradients were enabled at its begin, so a backward may follow.
         expects_backward: a backward may reach the outputs of a unit.
@@ -63,7 +63,7 @@ class Iteration:
 
     @property
     def is_in_backward(self) -> bool:
-        """True if the running backward reaches this iteration; without gates, if it may."""
+        """True if the running backward reaches this iteration; without post-backward nodes, if it may."""
         if not self.post_backward_nodes:
             return self.is_alive
         # Check the last ones first: a loss nearly always reaches those.
