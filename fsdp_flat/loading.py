@@ -41,7 +41,7 @@ class _Load:
         owner: the outermost wrapper that is being loaded; None between wrappers.
         report: errors and pending writes of the owner.
         held: copies of shards below a plain root from before they were written.
-        beside: snapshot of the other tensors that the load may overwrite there.
+        snapshot: snapshot of the other tensors that the load may overwrite there.
         exchanging_units: units below a plain root whose ranks exchanged chunks.
         at_end: callbacks to run once the call is over, however it ends.
     """

@@ -65,7 +65,7 @@ def failure_error(rank_group: RankGroup, collective: str, error: Exception) -> P
 
     Args:
         rank_group: the ranks.
-        doing: the collective, with its unit.
+        collective: the collective, with its unit.
         error: gloo's error.
     """
     own = f"was in {collective}"
@@ -117,7 +117,7 @@ class WatchedWork:
     Args:
         work: the work.
         rank_group: the ranks.
-        doing: returns the name of the collective, with its unit.
+        collective: returns the name of the collective, with its unit.
         sources: ranks of the group that it waits for.
     """
 

@@ -284,7 +284,7 @@ class P2PChannels:
         Args:
             rank_group: the ranks.
             device: the compute device.
-            moves, source, target: see :meth:`Transfers.add`.
+            transfer_plan, source, target: see :meth:`Transfers.add`.
             nbytes: bytes of the full tensor, equal on every rank.
         """
         if self._nbytes_under_way + nbytes > _MAX_IN_FLIGHT_NBYTES:
