@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from fsdp_flat.comm import P2PChannels, RankGroup, control_device, exchange_ints
-from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.extras.matrix_owners import (
     NO_MOVES,
     GradStatus,
@@ -45,8 +45,10 @@ __all__ = ["MatrixOptimizer", "matrix_params"]
 _WORDS = ErrorTexts(
     "giving parameters to a MatrixOptimizer",
     "Ranks gave different parameters to a MatrixOptimizer.",
-    "Give it the same parameters in the same groups on every rank, also those that a rank has no elements of.",
+    "Give it the same parameters in the same groups on every rank, also those that a rank has no elements of, and the "
+    "same max_nbytes.",
 )
+_STEPPING = ErrorTexts("stepping a MatrixOptimizer", "", "")
 _MAX_NBYTES = 1 << 30
 
 
@@ -96,13 +98,13 @@ class MatrixOptimizer(Optimizer):
         options: further arguments of ``optimizer_class``.
 
     Attributes:
-        state_owners: for each sharded parameter, the rank of its shard group that holds its states. ``state`` is empty
-            for parameters that other ranks own.
+        state_owners: for each sharded parameter, the rank of its shard group that holds its states. ``state`` holds
+            none, or an empty dict, for parameters that other ranks own.
 
     Raises:
         OptionError: (a ValueError) a flat parameter, a parameter of another model, or ``max_nbytes`` below 1.
         UnsupportedError: (a NotImplementedError) a parameter is sharded by tensor parallelism.
-        RankMismatchError: (a ValueError) ranks gave different parameters.
+        RankMismatchError: (a ValueError) ranks gave different parameters or ``max_nbytes``.
         PeerFailureError: (a RuntimeError) another rank failed with one of these.
         Exception: any that ``optimizer_class`` raises; on every rank.
     """
@@ -123,6 +125,10 @@ class MatrixOptimizer(Optimizer):
         self._inner: Optimizer | None = None
         self._owned: list[OwnedParam] = []
         self._rounds: list[list[OwnedParam]] = []
+        self._param_ids: list[list[int]] = []
+        self._compared: list[RankGroup] = []
+        self._linked: list[RankGroup] = []
+        self._device = units[0].options.device if units else torch.device("cpu")
         self.state_owners: dict[nn.Parameter, int] = {}
         error: Exception | None = None
         try:
@@ -171,6 +177,7 @@ class MatrixOptimizer(Optimizer):
         for entry in self._owned[num_owned:]:
             del self.state_owners[entry.param]
         del self._owned[num_owned:]
+        self._plan_steps()
 
     def _agree(self, names: ParamNames, units: list[Unit], error: Exception | None) -> None:
         if not units:
@@ -179,10 +186,22 @@ class MatrixOptimizer(Optimizer):
             return
         lines = []
         if error is None:
+            lines.append(f"max_nbytes={self._max_nbytes}")
             for number, group in enumerate(self.param_groups):
                 fqns = [fqn for param in group["params"] for fqn in names.fqns_of(param)]
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
-        agree(lines, error, rank_groups_of(units), units[0].options.device, _WORDS)
+        rank_groups, device = rank_groups_of(units), self._device
+        agree(lines, error, rank_groups, device, _WORDS)
+        self._compared = [
+            each for each in rank_groups if each.group is not None and control_device(each.group, device).type == "cpu"
+        ]
+        # A step reports errors over groups of which some rank is in further ones.
+        is_linked = int(len(self._compared) > 1)
+        self._linked = []
+        for rank_group in self._compared:
+            assert rank_group.group is not None
+            if any(each for (each,) in exchange_ints([is_linked], rank_group.group, device)):
+                self._linked.append(rank_group)
 
     def _inner_group(self, names: ParamNames, group: dict[str, Any]) -> dict[str, Any]:
         """Assign owners to the parameters of a group; return the inner optimizer's group, with unsharded parameters."""
@@ -194,12 +213,11 @@ class MatrixOptimizer(Optimizer):
         owners = balanced_owners(found, self._owned)
         wholes = {}
         for param, managed in found:
-            (index,), handle = managed.indices, managed.handle
-            blank = without_memory(param, handle.layout.param_infos[index].shape)
+            blank = without_memory(param, managed.handle.layout.param_infos[managed.indices[0]].shape)
             whole = nn.Parameter(blank, requires_grad=param.requires_grad)
             # Keep attributes by which an optimizer distinguishes parameters.
             whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
-            entry = OwnedParam(param, managed.fqns[0], managed.unit, handle, index, owners[param], whole)
+            entry = OwnedParam.of(param, managed, owners[param], whole)
             self._owned.append(entry)
             self.state_owners[param] = entry.owner
             wholes[param] = whole
@@ -211,14 +229,24 @@ class MatrixOptimizer(Optimizer):
         for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options_of(inner_group))
         for entry in self._owned:
-            if not entry.is_owner:
-                self._inner.state.pop(entry.whole, None)
-        self._rounds = list(rounds_of(self._owned, self._max_nbytes))
+            if not entry.is_owner and self._inner.state.pop(entry.whole, None) is not None:
+                self.state[entry.param] = {}
+        self._plan_steps()
         self._show_states()
 
-    def _show_states(self) -> None:
-        """Set ``state`` to the inner optimizer's states of this rank's parameters."""
+    def _plan_steps(self) -> None:
+        self._rounds = list(rounds_of(self._owned, self._max_nbytes))
+        self._param_ids = [[id(param) for param in group["params"]] for group in self.param_groups]
+
+    def _show_states(self, *, after_step: bool = False) -> None:
+        """Set ``state`` to the inner optimizer's states of this rank's parameters.
+
+        After a step parameters without states have empty ones, so that ``state`` is true on all ranks or on none: where
+        it is false, torch's state dict functions step the optimizer to make states.
+        """
         assert self._inner is not None
+        if after_step:
+            self.state.update({entry.param: {} for entry in self._owned if entry.param not in self.state})
         shown = {entry.param: entry.whole for entry in self._owned if entry.is_owner}
         for group in self.param_groups:
             for param in group["params"]:
@@ -230,7 +258,7 @@ class MatrixOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient. Every rank of the shard groups must call this.
+        """Update every parameter that has a gradient. Every rank of the model must call this.
 
         Args:
             closure: computes the loss anew and returns it; called once, on every rank.
@@ -239,8 +267,9 @@ class MatrixOptimizer(Optimizer):
             The value that ``closure`` returned; None without one.
 
         Raises:
-            UsageError: (a RuntimeError) some ranks have a gradient of a parameter and others lack it, or a parameter is
-                not sharded, as inside ``summon_full_params``.
+            UsageError: (a RuntimeError) some ranks have a gradient of a parameter and others lack it, a parameter is
+                not sharded, as inside ``summon_full_params``, or parameters were removed from ``param_groups``.
+            PeerFailureError: (a RuntimeError) another rank failed with one of these.
             Exception: any that the inner optimizer raises; on the owner.
         """
         assert self._inner is not None
@@ -249,7 +278,7 @@ class MatrixOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with unguarded():
-            self._check_grads()
+            with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
         held = {param for group in self.param_groups for param in group["params"]}
@@ -258,7 +287,7 @@ class MatrixOptimizer(Optimizer):
         grads = [param.grad for param in unmanaged]
         for entries in self._rounds or [[]]:
             with unguarded():
-                self._gather(entries)
+                self._gather(entries, with_grad)
             if error is None:
                 # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
@@ -268,7 +297,7 @@ class MatrixOptimizer(Optimizer):
                     # Other ranks wait for the weights, so send them before raising.
                     error = found
             with unguarded():
-                self._scatter(entries)
+                self._scatter(entries, with_grad)
             for param in unmanaged:
                 param.grad = None
         for param, grad in zip(unmanaged, grads, strict=True):
@@ -277,37 +306,66 @@ class MatrixOptimizer(Optimizer):
             raise error
         for group, inner_group in zip(self.param_groups, self._inner.param_groups, strict=True):
             group.update(_options_of(inner_group))
-        self._show_states()
+        self._show_states(after_step=True)
         return loss
 
-    def _check_grads(self) -> None:
-        """Raise on every rank of a group if its ranks would not exchange the same parameters.
+    def _check_step(self) -> set[OwnedParam]:
+        """Return the parameters of which this rank has gradients; raise on every rank if one cannot step.
 
         Ranks of a group that communicates only on an accelerator are not compared: the host would wait for the device.
         """
         by_rank_group: dict[RankGroup, list[OwnedParam]] = {}
         for entry in self._owned:
             by_rank_group.setdefault(entry.rank_group, []).append(entry)
+        found: Exception | None = None
+        with_grad: set[OwnedParam] = set()
+        try:
+            self._check_groups()
+        except UsageError as error:
+            found = error
         for rank_group, entries in by_rank_group.items():
-            own = [int(entry.status()) for entry in entries]
-            rows = [own]
-            device = entries[0].unit.options.device
-            if (
-                rank_group.group is not None
-                and rank_group.size > 1
-                and control_device(rank_group.group, device).type == "cpu"
-            ):
-                rows = exchange_ints(own, rank_group.group, device)
-            for entry, found in zip(entries, zip(*rows, strict=True), strict=True):
-                check_status(entry, found)
+            own = [entry.status() for entry in entries]
+            with_grad.update(entry for entry, status in zip(entries, own, strict=True) if status == GradStatus.HAS_GRAD)
+            rows = [[int(found is None), *own]]
+            if rank_group in self._compared:
+                assert rank_group.group is not None
+                rows = exchange_ints(rows[0], rank_group.group, self._device)
+            try:
+                if all(is_well for is_well, *_ in rows):
+                    for entry, statuses in zip(entries, list(zip(*rows, strict=True))[1:], strict=True):
+                        check_status(entry, statuses)
+                elif rank_group in self._compared:
+                    agree([], found, [rank_group], self._device, _STEPPING)
+            except UsageError as error:
+                found = found or error
+        # Ranks that are in other groups only would step, or wait for these.
+        if self._linked:
+            agree([], found, self._linked, self._device, _STEPPING)
+        if found is not None:
+            raise found
+        return with_grad
 
-    def _gather(self, entries: Sequence[OwnedParam]) -> None:
+    def _check_groups(self) -> None:
+        """Raise if parameters were removed from groups, or added otherwise than by ``add_param_group``."""
+        ids = [[id(param) for param in group["params"]] for group in self.param_groups]
+        if ids != self._param_ids:
+            given, has = (
+                f"{len(groups)} groups of {sum(map(len, groups))} parameters in all"
+                for groups in (self._param_ids, ids)
+            )
+            raise UsageError(
+                f"The param_groups of a MatrixOptimizer were changed: it was given {given}, and they are now {has}, so "
+                "it cannot step. Construct a new MatrixOptimizer from the parameters that are left, on every rank; add "
+                "parameters by add_param_group."
+            )
+
+    def _gather(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
         """Send weights and gradients to their owners."""
         channels = P2PChannels()
         arriving: list[tuple[OwnedParam, torch.Tensor, torch.Tensor]] = []
         for entry in entries:
-            has_grad = entry.status() == GradStatus.HAS_GRAD
-            transfer_plan = entry.transfer_plan(to_owner=True) if has_grad else NO_MOVES
+            has_grad = entry in with_grad
+            transfer_plan = entry.to_owner if has_grad else NO_MOVES
             param, grad = entry.param.detach().reshape(-1), entry.param.grad
             sources = [param, None if grad is None else grad.detach().reshape(-1)]
             targets: list[torch.Tensor | None] = [None, None]
@@ -325,12 +383,12 @@ class MatrixOptimizer(Optimizer):
         for entry, weight, whole_grad in arriving:
             entry.fill(weight, whole_grad)
 
-    def _scatter(self, entries: Sequence[OwnedParam]) -> None:
+    def _scatter(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
         """Send weights from their owners back to the local shards."""
         channels = P2PChannels()
         for entry in entries:
-            has_grad = entry.status() == GradStatus.HAS_GRAD
-            transfer_plan = entry.transfer_plan(to_owner=False) if has_grad else NO_MOVES
+            has_grad = entry in with_grad
+            transfer_plan = entry.from_owner if has_grad else NO_MOVES
             target = entry.param.detach().reshape(-1)
             source = entry.whole.detach().reshape(-1) if has_grad and entry.is_owner else None
             if source is not None and entry.is_on_one_rank and source.data_ptr() != target.data_ptr():
@@ -338,7 +396,7 @@ class MatrixOptimizer(Optimizer):
             channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
         channels.wait()
         for entry in entries:
-            if entry.status() == GradStatus.HAS_GRAD:
+            if entry in with_grad:
                 # The transfer bypasses the version counter, from which units detect that their weights have changed.
                 torch.autograd.graph.increment_version(entry.param)
             entry.release()
@@ -363,7 +421,8 @@ class MatrixOptimizer(Optimizer):
         state: defaultdict[Any, Any] = defaultdict(dict)
         for param, values in self.state.items():
             entry = wholes.get(param)
-            if entry is None or entry.is_owner:
+            # Empty states stand for those of other owners; torch's optimizers fail on them.
+            if values and (entry is None or entry.is_owner):
                 state[param if entry is None else entry.whole] = values
         groups = [
             {**inner_group, **_options_of(group)}
@@ -372,7 +431,7 @@ class MatrixOptimizer(Optimizer):
         # ``__setstate__`` also converts states of older torch versions.
         self._inner.__setstate__({"state": state, "param_groups": groups})
         self.state = defaultdict(dict)
-        self._show_states()
+        self._show_states(after_step=True)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedError(

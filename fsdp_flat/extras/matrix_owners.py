@@ -49,6 +49,8 @@ class OwnedParam:
         unit, handle, index: its unit, its handle, and its index in the handle.
         owner: the rank of the shard group that updates it.
         whole: the inner optimizer's parameter of unsharded shape; it has memory only on the owner during a step.
+        is_on_one_rank: whether the owner holds all elements, so that nothing is transferred.
+        to_owner, from_owner: this rank's plans for the transfers from local shards to the owner, and back.
     """
 
     param: nn.Parameter
@@ -58,6 +60,23 @@ class OwnedParam:
     index: int
     owner: int
     whole: nn.Parameter
+    is_on_one_rank: bool
+    to_owner: TransferPlan
+    from_owner: TransferPlan
+
+    @classmethod
+    def of(cls, param: nn.Parameter, managed: Managed, owner: int, whole: nn.Parameter) -> OwnedParam:
+        """Plan the transfers of a parameter that a unit manages."""
+        (index,), handle, rank_group = managed.indices, managed.handle, managed.unit.options.groups.shard
+        pieces = handle.layout.partition(index)
+        is_on_one_rank = pieces[owner].numel == pieces.numel
+        to_owner = from_owner = NO_MOVES
+        if not is_on_one_rank:
+            full = ReplicatedPartition(pieces.numel, owner, rank_group.size)
+            to_owner = plan_transfer(pieces, full, rank_group.rank)
+            from_owner = plan_transfer(full, pieces, rank_group.rank)
+        first = managed.fqns[0]
+        return cls(param, first, managed.unit, handle, index, owner, whole, is_on_one_rank, to_owner, from_owner)
 
     @property
     def rank_group(self) -> RankGroup:
@@ -73,25 +92,6 @@ class OwnedParam:
     def is_owner(self) -> bool:
         """Return whether this rank updates it."""
         return self.rank_group.rank == self.owner
-
-    @property
-    def is_on_one_rank(self) -> bool:
-        """Return whether the owner holds all elements, so that nothing is transferred."""
-        return self.handle.layout.partition(self.index)[self.owner].numel == self.numel
-
-    def transfer_plan(self, *, to_owner: bool) -> TransferPlan:
-        """Return this rank's plan for the transfer from local shards to the owner, or back."""
-        if self.is_on_one_rank:
-            return NO_MOVES
-        slices, whole = (
-            self.handle.layout.partition(self.index),
-            ReplicatedPartition(self.numel, self.owner, self.rank_group.size),
-        )
-        return (
-            plan_transfer(slices, whole, self.rank_group.rank)
-            if to_owner
-            else plan_transfer(whole, slices, self.rank_group.rank)
-        )
 
     def status(self) -> GradStatus:
         """Return whether this rank holds elements of it, and a gradient of them."""

@@ -11,10 +11,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import fsdp_flat
 from fsdp_flat import CPUOffload, MatrixOptimizer, MixedPrecision, matrix_params
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError, UnsupportedError, UsageError
@@ -350,6 +353,28 @@ def test_low_precision_and_offload_step_as_the_unwrapped_optimizer_on_the_same_g
     compare(model, plain, ours, theirs, rank)
 
 
+@pytest.mark.parametrize("make", [Adafactor, torch.optim.Adagrad, torch.optim.SGD], ids=["adafactor", "adagrad", "sgd"])
+@on_ranks(2, timeout=20)
+def test_torchs_state_dict_functions_work_on_a_rank_that_owns_nothing(make: Any, rank: int) -> None:
+    model = shard(nn.Sequential(nn.Linear(3, 4, bias=False)), by_blocks=False, use_orig_params=True)
+    optimizer = MatrixOptimizer(model, make)
+    assert len(set(optimizer.state_owners.values())) == 1
+    with fsdp_flat.installed():
+        if make is torch.optim.Adagrad:
+            # It makes its states when it is constructed.
+            get_optimizer_state_dict(model, optimizer)
+        square_loss(model, batch(rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = get_optimizer_state_dict(model, optimizer)
+        assert bool(found["state"]) == (make is not torch.optim.SGD)
+        fresh = MatrixOptimizer(model, make)
+        set_optimizer_state_dict(model, fresh, found)
+        full = StateDictOptions(full_state_dict=True)
+        states = [get_optimizer_state_dict(model, each, options=full)["state"] for each in (fresh, optimizer)]
+        assert_equal(*states)
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -392,6 +417,43 @@ def test_parameters_that_differ_between_ranks_are_found_when_they_are_given(rank
 
 
 @on_ranks(2)
+def test_a_group_that_was_refused_leaves_nothing_behind_for_the_next_step(rank: int) -> None:
+    plain, module = (seeded(lambda: nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(6)))) for _ in range(2))
+    # Each matrix lies on both ranks.
+    model = FSDP(module, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+    params = matrix_params(model)
+    optimizer = MatrixOptimizer(model, Adafactor, params=params[:3], lr=0.05)
+    with pytest.raises(RankMismatchError, match="different parameters"):
+        optimizer.add_param_group({"params": params[3 + rank :]})
+    compare(model, plain, optimizer, Adafactor(matrices_of(plain)[:3], lr=0.05), rank, steps=2)
+
+
+@on_ranks(2)
+def test_bounds_on_memory_that_differ_between_ranks_are_found_at_construction(rank: int) -> None:
+    model, _ = wrapped()
+    with pytest.raises(RankMismatchError, match=r"max_nbytes=1, rank 1 .* max_nbytes=2"):
+        MatrixOptimizer(model, Adafactor, max_nbytes=1 + rank)
+
+
+@on_ranks(2)
+def test_a_removed_group_is_an_error_of_every_rank_before_anything_moves(rank: int) -> None:
+    model, _ = wrapped()
+    params = matrix_params(model)
+    optimizer = MatrixOptimizer(model, Adafactor, params=[{"params": params[:3]}, {"params": params[3:]}])
+    square_loss(model, batch(rank)).backward()
+    before = whole_state(model)
+    removed = optimizer.param_groups.pop() if rank == 1 else None
+    expected = PeerFailureError if removed is None else UsageError
+    with pytest.raises(expected, match=r"param_groups .*given 2 groups.*now 1 groups.*Construct a new MatrixOptimizer"):
+        optimizer.step()
+    assert_equal(whole_state(model), before)
+    assert all(entry.whole.grad is None for entry in optimizer._owned)
+    if removed is not None:
+        optimizer.param_groups.append(removed)
+    optimizer.step()
+
+
+@on_ranks(2)
 def test_a_gradient_that_some_ranks_lack_is_named_on_every_rank_before_anything_moves(rank: int) -> None:
     # Of one matrix in a unit, each rank has a half.
     model = shard(nn.Sequential(nn.Linear(3, 4, bias=False)), by_blocks=False, use_orig_params=True)
@@ -403,6 +465,28 @@ def test_a_gradient_that_some_ranks_lack_is_named_on_every_rank_before_anything_
     with pytest.raises(UsageError, match=r"'0.weight' of unit .* gradient on ranks \[0\].*none on ranks \[1\]"):
         optimizer.step()
     assert_equal(whole_state(model), before)
+
+
+@pytest.mark.parametrize("how", ["HYBRID_SHARD mesh", "pairs"])
+@on_ranks(4)
+def test_a_gradient_that_one_rank_lacks_is_an_error_of_the_ranks_of_other_groups_too(how: str, rank: int) -> None:
+    # Of the first matrix, each rank of a pair has a part.
+    first = seeded(lambda: nn.Linear(3, 3, bias=False))
+    if how == "pairs":
+        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        inner = FSDP(first, process_group=pairs[rank // 2], use_orig_params=True)
+        model = FSDP(nn.Sequential(inner, nn.Linear(3, 3)), use_orig_params=True, sync_module_states=True)
+    else:
+        model = shard(first, "HYBRID_SHARD", by_blocks=False, use_orig_params=True, **groups_of(how))
+    optimizer = MatrixOptimizer(model, Adafactor)
+    square_loss(model, batch(rank)).backward()
+    before = [param.detach().clone() for param in model.parameters()]
+    if rank == 1:
+        first.weight.grad = None
+    with pytest.raises(UsageError, match=r"gradient on ranks .* and none on ranks") as caught:
+        optimizer.step()
+    assert isinstance(caught.value, PeerFailureError) == (rank > 1)
+    assert_equal([param.detach() for param in model.parameters()], before)
 
 
 @on_ranks(2)
