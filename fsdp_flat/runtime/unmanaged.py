@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch import nn
@@ -283,31 +284,46 @@ def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[Ran
             param.grad.copy_(mean.view(param.shape))
 
 
-def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
+def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
     """Replace each persistent buffer by its mean over ranks; an integer one by the maximum.
 
-    Boolean buffers are unchanged. Every rank of the groups must call this, with the same buffers.
+    Boolean buffers are unchanged. Buffers that are in a compute dtype are averaged in their registered one. Every rank
+    of the outermost unit's groups must call this, with the same buffers.
 
     Args:
         root: the outermost wrapper.
-        groups: groups over which to average.
+        units: its units, the outermost first.
 
     Raises:
         RankMismatchError: ranks have different buffers.
     """
-    buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
+    groups = units[0].options.groups
     rank_groups = _real_axes(groups)
     words = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
-    lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
-    device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
-    agree(lines, None, rank_groups, device, words)
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            averages = buffer.is_floating_point() or buffer.is_complex()
-            dtype = torch.promote_types(buffer.dtype, torch.float32) if averages else buffer.dtype
-            total = buffer.to(dtype, copy=True)
-            for rank_group in rank_groups:
-                total = begin_all_reduce(
-                    total, rank_group, largest=not averages, collective=f"the average of {name!r}"
-                ).wait()
-            buffer.copy_(total / groups.num_ranks if averages else total)
+    with torch.no_grad(), ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unit.buffers.exact())
+        buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
+        lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
+        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+        agree(lines, None, rank_groups, device, words)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in buffers.values():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for some in by_kind.values():
+            _average_some_buffers(some, rank_groups, groups.num_ranks)
+
+
+def _average_some_buffers(buffers: Sequence[torch.Tensor], rank_groups: Sequence[RankGroup], num_ranks: int) -> None:
+    """Average buffers of one dtype and device in one all-reduce a group."""
+    averages = buffers[0].is_floating_point() or buffers[0].is_complex()
+    dtype = torch.promote_types(buffers[0].dtype, torch.float32) if averages else buffers[0].dtype
+    dense = [buffer.to_dense() if buffer.is_sparse else buffer for buffer in buffers]
+    flat = torch.cat([buffer.reshape(-1).to(dtype) for buffer in dense])
+    for rank_group in rank_groups:
+        flat = begin_all_reduce(flat, rank_group, largest=not averages, collective="the average of buffers").wait()
+    if averages:
+        flat /= num_ranks
+    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        shaped = mean.view(buffer.shape)
+        buffer.copy_(shaped.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else shaped)
