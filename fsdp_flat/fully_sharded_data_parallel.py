@@ -365,7 +365,8 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         Raises:
             UsageError: not the root.
         """
-        self._require_root("average_ignored_gradients").root.averages_ignored = average
+        for unit in self._require_root("average_ignored_gradients").units:
+            unit.averages_ignored = average
 
     def average_buffers(self) -> None:
         """Replace the buffers that a state dict holds by their means over ranks, integers by the largest.
