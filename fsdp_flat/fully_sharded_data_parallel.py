@@ -365,19 +365,20 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         Raises:
             UsageError: not the root.
         """
-        self._require_root("average_ignored_gradients").root.averages_ignored = average
+        for unit in self._require_root("average_ignored_gradients").units:
+            unit.averages_ignored = average
 
     def average_buffers(self) -> None:
         """Replace the buffers that a state dict holds by their means over ranks, integers by the largest.
 
-        Statistics of batches (``nn.BatchNorm``) are each rank's own otherwise, and a state dict has rank 0's. Every
-        rank must call this, between steps.
+        Statistics of batches (``nn.BatchNorm``) are each rank's own otherwise, and a state dict has rank 0's. Boolean
+        buffers stay as they are. Every rank must call this, between steps.
 
         Raises:
             UsageError: not the root.
             RankMismatchError: (a ValueError) ranks have different buffers.
         """
-        average_buffers(self, self._require_root("average_buffers").root.options.groups)
+        average_buffers(self, self._require_root("average_buffers").units)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replace the reduction of gradients by a function of the caller; only on the root, once.

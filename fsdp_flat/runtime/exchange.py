@@ -60,6 +60,9 @@ class BackwardExchange:
         for unit in units:
             if unit.handles and unit.options.groups.num_ranks > 1:
                 self._handles.setdefault(unit.options.groups, []).extend(unit.handles)
+        if not self._handles and units[0].options.groups.num_ranks > 1:
+            # Everything is ignored; gradients that no unit manages may still be averaged.
+            self._handles[units[0].options.groups] = []
         self._axes: dict[ShardingGroups, list[RankGroup]] = {}
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
@@ -75,10 +78,10 @@ class BackwardExchange:
 
         Args:
             flags: this rank's flags.
-            over: the groups to reduce over; None for those of all units.
+            over: the groups to reduce over; None for those of all units that have handles.
         """
         tensor = torch.tensor(flags, dtype=torch.uint8)
-        for groups in self._handles if over is None else [over]:
+        for groups in [groups for groups, some in self._handles.items() if some] if over is None else [over]:
             for rank_group in self._rank_groups_of(groups):
                 begin_all_reduce(tensor, rank_group, largest=True, collective=_DOING).wait()
         return [bool(flag) for flag in tensor.tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -131,7 +132,7 @@ class RankChecks:
         # Groups over which no forward has compared yet.
         self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
         self._compared_in_backward = False
-        self._last: Iteration | None = None
+        self._last: weakref.ref[Iteration] | None = None
         self._num_forwards = 0
         self.in_forward = bool(self._ahead)
 
@@ -156,8 +157,9 @@ class RankChecks:
         if groups in self._ahead:
             check_requires_grad(self._handles[groups], [groups.shard], unit.options.device)
             self._ahead.remove(groups)
-        if iteration is not self._last and self._num_forwards < _FORWARDS_COMPARED[-1]:
-            self._last = iteration
+        is_new = self._last is None or self._last() is not iteration
+        if is_new and self._num_forwards < _FORWARDS_COMPARED[-1]:
+            self._last = weakref.ref(iteration)
             if any(handle.is_trainable for handle in self._handles[groups]):
                 self._num_forwards = _FORWARDS_COMPARED[-1]
             else:

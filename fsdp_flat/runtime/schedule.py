@@ -39,7 +39,7 @@ from fsdp_flat.runtime.first_use import (
 )
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
-from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage
+from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage, UnmanagedParams
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
@@ -99,13 +99,18 @@ class Schedule(CommContext):
         for unit in self.units:
             self._adopt_unit(unit)
             unit.name_others(names)
+        settings = {unit.averages_ignored for unit in self.units} - {None}
+        if self.root.averages_ignored is None and len(settings) == 1:
+            # A wrapper put around roots continues what they were told.
+            self.root.averages_ignored = settings.pop()
         # Units whose parameters are unsharded on every rank at all times.
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
-        self._drift = DriftCheck(root_module, self.units)
+        self._unmanaged = UnmanagedParams(root_module, self.units)
+        self._drift = DriftCheck(self._unmanaged, self.units)
         self.rank_checks = RankChecks(self.units, self._exchange.handles, self._drift)
         any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
-        self._average = GradientAverage(root_module, self.units, any_rank)
+        self._average = GradientAverage(self._unmanaged, self.units, any_rank)
         self._cast_buffers()
         log_units(self.units)
 
@@ -452,12 +457,9 @@ class Schedule(CommContext):
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.expose_unreduced_grads(self.streams.copy_to)
                 self.streams.wait_for_host_copies()
-            elif self.root.averages_ignored or any(unit.is_trainable for unit in self.units):
-                outcome = self._set_sharded_grads()
-                if outcome.to_compare:
-                    self._drift.compare(outcome.to_compare)
-                if outcome.average:
-                    self._average.average(compare=outcome.average > 1)
+            else:
+                with self._unmanaged.walked_once():
+                    self._exchange_and_set_grads()
         self.backward = None
         self._callback = None
         if not backward.keeps_graph:
@@ -466,6 +468,17 @@ class Schedule(CommContext):
             ]
         self.pool.clear()
         self.log_event("end_of_backward", self.root)
+
+    def _exchange_and_set_grads(self) -> None:
+        # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
+        if not (any(unit.is_trainable for unit in self.units) or self._unmanaged.by_name()):
+            return
+        outcome = self._set_sharded_grads()
+        if outcome.average:
+            self._average.average(compare=outcome.average > 1)
+        # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
+        if outcome.to_compare:
+            self._drift.compare(outcome.to_compare)
 
     def _set_sharded_grads(self) -> Outcome:
         used, self._used = self._used, {}
@@ -476,7 +489,7 @@ class Schedule(CommContext):
                 if any(grads_ready):
                     unreduced.add(handle)
                     used[handle] = grads_ready if handle not in used else bytes(map(max, grads_ready, used[handle]))
-        self._exchange.begin(used, unreduced, compare=self._drift.is_due, average=self._average.state)
+        self._exchange.begin(used, unreduced, compare=self._drift.request(), average=self._average.state)
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
         if outcome.differing is not None:

@@ -1,17 +1,19 @@
 """Compares and averages tensors that no unit manages: ignored and later added trainable parameters, and buffers.
 
 Each rank has its own copy of these. Ranks compare the values and warn of those that differ; they average gradients and
-buffers only at the caller's request. They compare at the end of the first backward that reduces gradients, and of the
-first one after an optimizer has changed such a parameter. If all units are frozen, no backward reduces anything, so
-they compare at the start of a few forwards. Gradients are not compared, because they may differ on purpose: a script
-may average ignored gradients by hand, or each rank may hold different experts.
+buffers only at the caller's request. They compare at the end of the first backward that reduces gradients, and of later
+ones after an optimizer has written to such a parameter, until its values have changed once. Parameters that appear
+later are found by a walk every few backwards. If all units are frozen, a backward may reduce nothing, so ranks compare
+at the start of a few forwards too. Gradients are not compared, because they may differ on purpose: a script may average
+ignored gradients by hand, or each rank may hold different experts.
 """
 
 from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
@@ -33,7 +35,13 @@ from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.agreement import ErrorTexts, agree, fingerprint
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["DriftCheck", "GradientAverage", "average_buffers"]
+__all__ = ["DriftCheck", "GradientAverage", "UnmanagedParams", "average_buffers"]
+
+# Backwards between two walks for parameters that have appeared since the last one.
+_BACKWARDS_PER_WALK = 64
+# Comparisons that find no change; after these, ranks compare only when they walk. An optimizer with lr=0 writes to
+# parameters in each step and changes none.
+_MAX_UNCHANGED = 8
 
 _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
 _WORDS = ErrorTexts(
@@ -81,8 +89,8 @@ def _real_axes(groups: ShardingGroups) -> list[RankGroup]:
     ]
 
 
-class DriftCheck:
-    """Compares values that no unit manages between ranks, and warns of those that differ.
+class UnmanagedParams:
+    """Finds the trainable parameters below a root whose gradients nothing reduces.
 
     Args:
         root_module: the outermost wrapper.
@@ -92,57 +100,121 @@ class DriftCheck:
     def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
         self._root_module = weakref.ref(root_module)
         self._units = units
-        # Parameters to check again, and the sum of their versions at the last comparison; None before the first one.
-        self._params: list[weakref.ref[nn.Parameter]] = []
-        self._versions: int | None = None
-        self._is_over = False
+        self._keeps = False
+        self._kept: dict[str, nn.Parameter] | None = None
+
+    @property
+    def root_module(self) -> nn.Module | None:
+        """The outermost wrapper; None if it has been freed."""
+        return self._root_module()
+
+    def by_name(self) -> Mapping[str, nn.Parameter]:
+        """Return the parameters by name."""
+        if self._kept is not None:
+            return self._kept
+        root_module = self._root_module()
+        found = {} if root_module is None else _trainable(root_module, self._units)
+        self._kept = found if self._keeps else None
+        return found
+
+    @contextmanager
+    def walked_once(self) -> Iterator[None]:
+        """Walk the tree at most once inside the block."""
+        self._keeps = True
+        try:
+            yield
+        finally:
+            self._keeps, self._kept = False, None
+
+
+class DriftCheck:
+    """Compares values that no unit manages between ranks, and warns of those that differ.
+
+    Args:
+        unmanaged: finds the parameters.
+        units: the units of the tree, the outermost first.
+    """
+
+    def __init__(self, unmanaged: UnmanagedParams, units: Sequence[Unit]) -> None:
+        self._unmanaged = unmanaged
+        self._units = units
+        self._num_backwards = 0
+        # Groups over which a comparison has been made.
+        self._compared: set[ShardingGroups] = set()
+        # Parameters compared before, and their fingerprints then.
+        self._seen: dict[str, tuple[weakref.ref[nn.Parameter], int]] = {}
+        # Parameters whose values have not changed since, and the sum of their versions at the last comparison.
+        self._unchanged: list[weakref.ref[nn.Parameter]] = []
+        self._versions = 0
+        self._num_unchanged = 0
         # Names that differed from the start, so on purpose, or that a warning has listed already.
         self._passed_over: set[str] = set()
 
-    @property
-    def is_due(self) -> bool:
-        """Return whether this rank requests a comparison: the first one, or one after its parameters have changed."""
-        if self._versions is None and not self._is_over:
-            root_module = self._root_module()
-            self._is_over = root_module is None or not (
-                _trainable(root_module, self._units) or _persistent_buffers(root_module)
-            )
-            return not self._is_over
-        return not self._is_over and self._versions != self._current_versions()
+    def request(self) -> bool:
+        """Return whether this rank requests a comparison at the end of a backward; call this once per backward."""
+        self._num_backwards += 1
+        if self._num_backwards == 1:
+            root_module = self._unmanaged.root_module
+            return root_module is not None and bool(self._unmanaged.by_name() or _persistent_buffers(root_module))
+        walks = self._num_backwards % _BACKWARDS_PER_WALK == 0
+        if self._versions != self._current_versions():
+            return walks or self._num_unchanged < _MAX_UNCHANGED
+        return walks and self._has_new()
+
+    def _has_new(self) -> bool:
+        if self._units[0].averages_ignored is False:
+            return False
+        return any(not self._has_seen(name, param) for name, param in self._unmanaged.by_name().items())
+
+    def _has_seen(self, name: str, param: nn.Parameter) -> bool:
+        return name in self._seen and self._seen[name][0]() is param
 
     def _current_versions(self) -> int:
-        return sum([param._version for ref in self._params if (param := ref()) is not None])
+        return sum([param._version for ref in self._unchanged if (param := ref()) is not None])
 
     def compare(self, groups: Iterable[ShardingGroups], *, buffers: bool | None = None) -> None:
         """Compare values over ``groups``, and warn on the first rank of each. Every rank of the groups must call this.
 
         Args:
             groups: groups over which to compare.
-            buffers: compare buffers too; None for the first comparison only.
+            buffers: compare buffers too; None for the first backward only.
         """
-        root_module = self._root_module()
+        root_module = self._unmanaged.root_module
         if root_module is None:
             return
-        is_first = self._versions is None
+        begins = self._num_backwards <= 1
         averages = self._units[0].averages_ignored
         ignored = {param for unit in self._units for param in unit.ignored.params}
-        params = {} if averages is False else _trainable(root_module, self._units)
-        self._params = [weakref.ref(param) for param in params.values()]
+        params = {} if averages is False else self._unmanaged.by_name()
         kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
         tensors: dict[str, torch.Tensor] = dict(params)
-        if is_first if buffers is None else buffers:
+        if begins if buffers is None else buffers:
             found = _persistent_buffers(root_module)
             tensors.update(found)
             kinds.update(dict.fromkeys(found, _BUFFER))
         prints = {name: _print(tensor) for name, tensor in tensors.items() if name not in self._passed_over}
+        named: list[str] = []
         for each in groups:
+            is_first = begins and each not in self._compared
+            self._compared.add(each)
             differing = _differing(prints, each, self._units[0].options.device) - self._passed_over
             self._passed_over |= differing
-            # Ignored parameters that differ at the start do so on purpose, as experts do.
-            named = [n for n in sorted(differing) if not is_first or averages or kinds.get(n) != _IGNORED]
             if all(rank_group.rank == 0 for rank_group in each.rank_groups):
-                _warn({name: kinds[name] for name in named if name in kinds})
-        self._is_over = not params or (not is_first and self._versions != self._current_versions())
+                # Ignored parameters that differ at the start do so on purpose, as experts do.
+                named += [n for n in sorted(differing) if not is_first or averages or kinds.get(n) != _IGNORED]
+        self._record(params, prints)
+        # Warn last: a warning may raise on this rank alone, and others wait for all of the above.
+        _warn({name: kinds[name] for name in named if name in kinds})
+
+    def _record(self, params: Mapping[str, nn.Parameter], prints: Mapping[str, int]) -> None:
+        before = len(self._unchanged)
+        self._unchanged = []
+        for name, param in params.items():
+            if not self._has_seen(name, param):
+                self._seen[name] = (weakref.ref(param), prints.get(name, 0))
+            if name not in self._passed_over and prints[name] == self._seen[name][1]:
+                self._unchanged.append(weakref.ref(param))
+        self._num_unchanged = self._num_unchanged + 1 if len(self._unchanged) == before else 0
         self._versions = self._current_versions()
 
 
@@ -195,16 +267,16 @@ class GradientAverage:
     """Averages gradients that no unit manages, over all ranks of the outermost unit's groups.
 
     Args:
-        root_module: the outermost wrapper.
-        units: its units, the outermost first.
+        unmanaged: finds the parameters.
+        units: the units of the tree, the outermost first.
         any_rank: returns for each flag whether it is true on any rank of the outermost unit's groups, without waiting
             for the device.
     """
 
     def __init__(
-        self, root_module: nn.Module, units: Sequence[Unit], any_rank: Callable[[Sequence[bool]], list[bool]]
+        self, unmanaged: UnmanagedParams, units: Sequence[Unit], any_rank: Callable[[Sequence[bool]], list[bool]]
     ) -> None:
-        self._root_module = weakref.ref(root_module)
+        self._unmanaged = unmanaged
         self._units = units
         self._any_rank = any_rank
         self._agreed: list[str] | None = None
@@ -213,9 +285,8 @@ class GradientAverage:
     def _is_wanted(self) -> bool:
         return bool(self._units[0].averages_ignored)
 
-    def _params(self) -> dict[str, nn.Parameter]:
-        root_module = self._root_module()
-        return {} if root_module is None or not self._is_wanted else _trainable(root_module, self._units)
+    def _params(self) -> Mapping[str, nn.Parameter]:
+        return self._unmanaged.by_name() if self._is_wanted else {}
 
     def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
         return [f"average_ignored_gradients() {'called' if self._is_wanted else 'not called'}"] + [
@@ -283,31 +354,46 @@ def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[Ran
             param.grad.copy_(mean.view(param.shape))
 
 
-def average_buffers(root: nn.Module, groups: ShardingGroups) -> None:
+def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
     """Replace each persistent buffer by its mean over ranks; an integer one by the maximum.
 
-    Boolean buffers are unchanged. Every rank of the groups must call this, with the same buffers.
+    Boolean buffers are unchanged. Buffers that are in a compute dtype are averaged in their registered one. Every rank
+    of the outermost unit's groups must call this, with the same buffers.
 
     Args:
         root: the outermost wrapper.
-        groups: groups over which to average.
+        units: its units, the outermost first.
 
     Raises:
         RankMismatchError: ranks have different buffers.
     """
-    buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
+    groups = units[0].options.groups
     rank_groups = _real_axes(groups)
     words = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
-    lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
-    device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
-    agree(lines, None, rank_groups, device, words)
-    with torch.no_grad():
-        for name, buffer in buffers.items():
-            averages = buffer.is_floating_point() or buffer.is_complex()
-            dtype = torch.promote_types(buffer.dtype, torch.float32) if averages else buffer.dtype
-            total = buffer.to(dtype, copy=True)
-            for rank_group in rank_groups:
-                total = begin_all_reduce(
-                    total, rank_group, largest=not averages, collective=f"the average of {name!r}"
-                ).wait()
-            buffer.copy_(total / groups.num_ranks if averages else total)
+    with torch.no_grad(), ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(unit.buffers.exact())
+        buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
+        lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
+        device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
+        agree(lines, None, rank_groups, device, words)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for buffer in buffers.values():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for some in by_kind.values():
+            _average_some_buffers(some, rank_groups, groups.num_ranks)
+
+
+def _average_some_buffers(buffers: Sequence[torch.Tensor], rank_groups: Sequence[RankGroup], num_ranks: int) -> None:
+    """Average buffers of one dtype and device in one all-reduce a group."""
+    averages = buffers[0].is_floating_point() or buffers[0].is_complex()
+    dtype = torch.promote_types(buffers[0].dtype, torch.float32) if averages else buffers[0].dtype
+    dense = [buffer.to_dense() if buffer.is_sparse else buffer for buffer in buffers]
+    flat = torch.cat([buffer.reshape(-1).to(dtype) for buffer in dense])
+    for rank_group in rank_groups:
+        flat = begin_all_reduce(flat, rank_group, largest=not averages, collective="the average of buffers").wait()
+    if averages:
+        flat /= num_ranks
+    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
+        shaped = mean.view(buffer.shape)
+        buffer.copy_(shaped.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else shaped)

@@ -14,7 +14,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
+from fsdp_flat.runtime import unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
 from tests.wrapper.models import batch, message, no_shard_allowed, seeded, shard, square_loss
@@ -45,6 +47,28 @@ def step(model: Any, data: torch.Tensor, *, between: Callable[[], object] = lamb
     between()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     model.zero_grad()
+
+
+def assert_same_on_ranks(tensor: torch.Tensor) -> None:
+    """Compares a tensor with that of the other rank."""
+    gathered = [torch.zeros_like(tensor) for _ in range(2)]
+    dist.all_gather(gathered, tensor.detach())
+    assert_close(gathered[0], gathered[1], rtol=0.0, atol=0.0)
+
+
+@contextmanager
+def counted(name: str) -> Iterator[list[None]]:
+    """Counts calls of a function of the module inside the block, as the length of the list."""
+    calls: list[None] = []
+    original = getattr(unmanaged, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unmanaged, name, call)
+        yield calls
 
 
 def average_by_hand(params: Any) -> None:
@@ -137,6 +161,125 @@ def test_gradients_of_ignored_parameters_are_averaged_where_that_is_asked_for(us
     assert_close(model.state_dict(), plain.state_dict(), rtol=1e-4, atol=1e-5)
 
 
+@on_ranks(2, timeout=30)
+def test_a_warning_of_drift_that_raises_on_the_first_rank_leaves_the_other_waiting_for_nothing(rank: int) -> None:
+    body = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = FSDP(body, ignored_modules=[body[2]])
+    model.average_ignored_gradients()
+    loss = square_loss(model, batch(rank))
+    if rank == 0:
+        with pytest.raises(UserWarning, match="Buffers differ"):
+            loss.backward()
+    else:
+        loss.backward()
+    assert_same_on_ranks(body[2].weight.grad)
+    square_loss(model, batch(rank)).backward()
+
+
+@on_ranks(2, timeout=30)
+def test_an_average_asked_for_on_one_rank_only_above_frozen_units_is_refused_on_both(rank: int) -> None:
+    module = seeded().requires_grad_(False)
+    module.last.requires_grad_(True)
+    model = FSDP(module, ignored_modules=[module.last])
+    if rank == 0:
+        model.average_ignored_gradients()
+    refused = message(RankMismatchError, ValueError, lambda: square_loss(model, batch(rank)).backward())
+    assert "average_ignored_gradients() not called" in refused
+
+
+@on_ranks(4)
+def test_experts_of_each_replica_above_frozen_units_are_not_warned_about(rank: int) -> None:
+    module = seeded().requires_grad_(False)
+    module.last.requires_grad_(True)
+    with torch.no_grad():
+        module.last.weight += rank // 2
+        module.last.bias += rank // 2
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = shard(module, "HYBRID_SHARD", device_mesh=mesh, ignored_modules=[module.last])
+    for _ in range(3):
+        step(model, batch(rank // 2))
+
+
+@on_ranks(2)
+def test_gradients_are_averaged_where_everything_is_ignored(rank: int) -> None:
+    module = seeded()
+    model = FSDP(module, ignored_modules=list(module.children()))
+    model.average_ignored_gradients()
+    square_loss(model, batch(rank)).backward()
+    assert_same_on_ranks(module.last.weight.grad)
+
+
+@on_ranks(2)
+def test_a_wrapper_put_around_a_root_goes_on_averaging_its_ignored_gradients(rank: int) -> None:
+    module = seeded()
+    inner = FSDP(module, ignored_modules=[module.last])
+    inner.average_ignored_gradients()
+    square_loss(inner, batch(rank)).backward()
+    inner.zero_grad()
+    outer = FSDP(nn.Sequential(inner, nn.Linear(2, 2)), ignored_modules=[module.last])
+    square_loss(outer, batch(rank)).backward()
+    assert_same_on_ranks(module.last.weight.grad)
+    outer.average_ignored_gradients(False)
+    outermost = FSDP(nn.Sequential(outer, nn.Linear(2, 2)), ignored_modules=[module.last])
+    outermost.zero_grad()
+    square_loss(outermost, batch(rank)).backward()
+    gathered = [torch.zeros_like(module.last.weight) for _ in range(2)]
+    dist.all_gather(gathered, module.last.weight.grad)
+    assert not torch.equal(*gathered)
+
+
+@on_ranks(2)
+def test_averaging_walks_the_names_once_a_backward(rank: int) -> None:
+    model = ignoring()
+    model.average_ignored_gradients()
+    square_loss(model, batch(rank)).backward()
+    with counted("_trainable") as walks:
+        square_loss(model, batch(rank)).backward()
+    assert len(walks) == 1
+
+
+@on_ranks(2)
+def test_drift_after_a_warm_up_from_a_learning_rate_of_zero_is_named(rank: int) -> None:
+    model = ignoring()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: min(index, 2) / 3 * (index > 1))
+    with warned(rank == 0) as texts:
+        for _ in range(5):
+            square_loss(model, batch(rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    assert rank or "'last.bias' (ignored), 'last.weight' (ignored)" in texts[0]
+
+
+@on_ranks(2)
+def test_parameters_that_an_optimizer_never_changes_are_compared_few_times(rank: int) -> None:
+    model = ignoring()
+    with counted("_differing") as comparisons:
+        for _ in range(20):
+            square_loss(model, batch(rank)).backward()
+            with torch.no_grad():
+                model.last.weight += 0
+            model.zero_grad()
+    assert len(comparisons) == 1 + 8
+
+
+@pytest.mark.parametrize("how", ["added", "unfrozen"])
+@on_ranks(2)
+def test_parameters_that_appear_after_the_first_steps_and_drift_are_named_later(how: str, rank: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).requires_grad_(how == "added"))
+    model = FSDP(module, ignored_modules=None if how == "added" else [module[1]])
+    with warned(rank == 0) as texts:
+        for index in range(65):
+            if index == 2:
+                torch.manual_seed(0)
+                module[1].requires_grad_(True)
+                module[1] = module[1] if how == "unfrozen" else nn.Sequential(module[1], nn.Linear(2, 2))
+            step(model, batch(rank))
+    assert rank or ("'1.1.weight' (added" if how == "added" else "'1.weight' (ignored)") in texts[0]
+
+
 class Branching(nn.Module):
     """A model whose last layer may be left out."""
 
@@ -211,6 +354,32 @@ def test_statistics_that_drift_apart_are_named_and_averaged_on_demand(use_orig_p
     # Statistics of the same batches, and of none, do not drift.
     square_loss(FSDP(Normed(), use_orig_params=use_orig_params), batch(0)).backward()
     square_loss(FSDP(Normed().eval(), use_orig_params=use_orig_params), batch(rank)).backward()
+
+
+@on_ranks(2)
+def test_buffers_in_a_compute_dtype_are_averaged_before_rounding(rank: int) -> None:
+    module = nn.Sequential(nn.Linear(3, 4))
+    module.register_buffer("stat", torch.full((4,), 1.0001 + 0.0002 * rank))
+    model = FSDP(module, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
+    model(batch(rank))
+    model.average_buffers()
+    assert module.stat.dtype == torch.bfloat16
+    assert_close(model.state_dict()["stat"], torch.full((4,), 1.0002), rtol=1e-6, atol=0.0)
+
+
+@on_ranks(2)
+def test_buffers_of_one_dtype_are_averaged_in_one_collective(rank: int) -> None:
+    module = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(3)])
+    module.register_buffer("counts", torch.full((2, 2), float(rank)).to_sparse())
+    module.register_buffer("mask", torch.tensor([rank == 0]))
+    model = FSDP(module)
+    model(batch(rank))
+    with counted("begin_all_reduce") as calls:
+        model.average_buffers()
+    assert len(calls) == 2
+    assert_same_on_ranks(torch.cat([norm.running_mean for norm in module]))
+    assert_close(module.counts.to_dense(), torch.full((2, 2), 0.5), rtol=0.0, atol=0.0)
+    assert bool(module.mask) == (rank == 0)
 
 
 @on_ranks(4)
