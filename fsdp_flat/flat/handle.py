@@ -59,6 +59,7 @@ class FlatParamHandle:
 
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
         self.spec = spec
+        self._offloads = spec.offloads
         first = params[0].param
         trainable = first.dtype.is_floating_point and first.requires_grad
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
@@ -201,7 +202,7 @@ class FlatParamHandle:
         self.buffer.alloc(self.pool)
         with unguarded():
             shard = self.flat_param.data
-        if self.spec.offloads:
+        if self._offloads:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
             self._own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
         elif not isinstance(self.buffer, AliasBuffer):
