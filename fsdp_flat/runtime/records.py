@@ -40,7 +40,7 @@ class Iteration:
     Attributes:
         order: the units in the order in which they began.
         events: the begins and ends.
-        post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not prolong the life of the graph.
+        post_backward_nodes: weak references to autograd nodes on the inputs of units; they do not keep the graph alive.
         outputs: weak references to hooks on the outputs of the outermost unit, which live as long as the graph.
         trains: gradients were enabled at its begin, so a backward may follow.
         expects_backward: a backward may reach the outputs of a unit.
