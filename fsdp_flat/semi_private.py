@@ -45,7 +45,7 @@ HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._H
 """Strategies that shard within groups of ranks and replicate between them."""
 
 NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
-"""Strategies that keep parameters gathered between forward and backward."""
+"""Strategies that keep parameters unsharded between forward and backward."""
 
 
 class TrainingState(Enum):

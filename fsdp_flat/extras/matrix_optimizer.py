@@ -42,7 +42,7 @@ from fsdp_flat.state_dict import rank_groups_of
 
 __all__ = ["MatrixOptimizer", "matrix_params"]
 
-_WORDS = ErrorTexts(
+_ERROR_TEXTS = ErrorTexts(
     "giving parameters to a MatrixOptimizer",
     "Ranks gave different parameters to a MatrixOptimizer.",
     "Give it the same parameters in the same groups on every rank, also those that a rank has no elements of, and the "
@@ -119,7 +119,7 @@ class MatrixOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         names = names_of(model)
-        units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+        units = names.units
         self._model = model
         self._max_nbytes = max_nbytes
         self._inner: Optimizer | None = None
@@ -156,7 +156,7 @@ class MatrixOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         names = names_of(self._model)
-        units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+        units = names.units
         num_groups, num_owned = len(self.param_groups), len(self._owned)
         error: Exception | None = None
         try:
@@ -191,7 +191,7 @@ class MatrixOptimizer(Optimizer):
                 fqns = [fqn for param in group["params"] for fqn in names.fqns_of(param)]
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
         rank_groups, device = rank_groups_of(units), self._device
-        agree(lines, error, rank_groups, device, _WORDS)
+        agree(lines, error, rank_groups, device, _ERROR_TEXTS)
         self._compared = [
             each for each in rank_groups if each.group is not None and control_device(each.group, device).type == "cpu"
         ]

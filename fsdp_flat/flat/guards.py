@@ -155,11 +155,7 @@ class ShardedParameter(nn.Parameter):
         return _run(func, name, use, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        # A copy is not a local shard of any unit, so it is a plain Parameter.
-        if id(self) not in memo:
-            with unguarded():
-                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return memo[id(self)]
+        return _copied_plain(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduced(self, {name: value for name, value in vars(self).items() if name != "_fsdp_flattened"})
@@ -186,11 +182,7 @@ class ShardedFlatParameter(nn.Parameter):
         return param
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        # As with an original parameter: a copy belongs to no unit, unless it is copied together with its model.
-        if id(self) not in memo:
-            with unguarded():
-                memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
-        return memo[id(self)]
+        return _copied_plain(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduced(self, {})
@@ -207,6 +199,14 @@ class ShardedFlatParameter(nn.Parameter):
             return others[0].__torch_function__(func, others, args, kwargs or {})
         with unguarded():
             return func(*args, **(kwargs or {}))
+
+
+def _copied_plain(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
+    """Copy ``param`` as a plain Parameter: a copy belongs to no unit, unless it is copied together with its model."""
+    if id(param) not in memo:
+        with unguarded():
+            memo[id(param)] = nn.Parameter(param.data.clone(), param.requires_grad)
+    return memo[id(param)]
 
 
 def _reduced(param: nn.Parameter, state: dict[str, Any]) -> Any:
@@ -279,7 +279,7 @@ def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
 
 
 unguarded = torch._C.DisableTorchFunctionSubclass
-"""Context in which sharded parameters are looked at without a detour, for the library's own work on them."""
+"""Context that disables the checks of sharded parameters, for the library's own operations on them."""
 
 _SPLITS = frozenset({"chunk", "tensor_split", "split", "split_with_sizes", "unbind"})
 _TRANSPOSED = frozenset({"T", "mT", "H", "mH"})

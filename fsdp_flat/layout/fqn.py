@@ -19,7 +19,7 @@ FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute under which a wrapper keeps the module that it wraps (FSDP1's name)."""
 
 FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
-"""What one nesting level of wrapping adds to a name."""
+"""The prefix that one nesting level of wrapping adds to a name."""
 
 FLAT_PARAM = "_flat_param"
 """The name under which a unit registers its flat parameter (FSDP1's name)."""
@@ -28,7 +28,7 @@ CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
 """The attribute under which torch's activation-checkpoint and offload wrappers keep their module."""
 
 COMPILED_MODULE = "_orig_mod"
-"""The attribute under which what ``torch.compile(module)`` returns keeps the module."""
+"""The attribute under which the result of ``torch.compile(module)`` keeps the module."""
 
 _WRAPPER_COMPONENTS = frozenset({FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE})
 _COMPONENTS_IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(_WRAPPER_COMPONENTS))})\.")

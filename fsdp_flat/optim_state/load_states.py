@@ -80,7 +80,7 @@ def load_optim_state(
     names = names_of(model)
     if from_rank_zero and names.handles:
         given = shared_from_rank_zero(names, given)
-    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    units = names.units
     plan = _Plan(units[0].options.device if units else torch.device("cpu"))
     result: dict[str, Any] = {}
     error: Exception | None = None

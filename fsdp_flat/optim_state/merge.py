@@ -21,7 +21,7 @@ __all__ = ["Place", "dst_all", "dst_rank_zero", "dst_round_robin", "merged_state
 # A handle, a parameter of it and the name of a state.
 Place = tuple[FlatParamHandle, int, str]
 
-_WORDS = ErrorTexts(
+_ERROR_TEXTS = ErrorTexts(
     "merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank."
 )
 
@@ -88,7 +88,7 @@ def merged_states(
                 error = raised
     if todo:
         units = list(dict.fromkeys(unit for unit, *_ in todo))
-        agree([], error, rank_groups_of(units), units[0].options.device, _WORDS)
+        agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
     return found
 
 

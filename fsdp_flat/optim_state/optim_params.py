@@ -59,6 +59,11 @@ class ParamNames:
     others: dict[nn.Parameter, str]
     handles: tuple[tuple[Unit, FlatParamHandle, tuple[str, ...]], ...]
 
+    @property
+    def units(self) -> list[Unit]:
+        """Units that have handles, each once, in the model's order."""
+        return list(dict.fromkeys(unit for unit, _, _ in self.handles))
+
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
         """Return the names of the parameters that a parameter of an optimizer holds.
 

@@ -29,7 +29,7 @@ def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) ->
         groups: this rank's groups, with names in ``params``, changed in place; None if there are none.
         alone: exchange nothing, so groups keep only this rank's parameters.
     """
-    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    units = names.units
     held = [group["params"] for group in groups or ()]
     for rank_group in [] if alone or not any(unit.options.use_orig_params for unit in units) else rank_groups_of(units):
         assert rank_group.group is not None

@@ -66,13 +66,13 @@ def save_optim_state(
     names = names_of(model)
     boxes = boxes and not whole
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
-    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit, _, _ in names.handles)
+    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in names.units)
     alone = boxes and not merge_on_one_rank and not shared
     groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
     keep = not to_zero or all(
-        rank_group.rank == 0 for unit, _, _ in names.handles for rank_group in unit.options.groups.rank_groups
+        rank_group.rank == 0 for unit in names.units for rank_group in unit.options.groups.rank_groups
     )
     complete_groups(names, groups, alone=alone)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[s
 
     Every rank must call this, except with ``alone``.
     """
-    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    units = names.units
     if all(unit.options.use_orig_params for unit in units):
         return []
     order = [fqn for param in contents.params for fqn in names.fqns_of(param)]
@@ -173,7 +173,7 @@ def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]
 def _agreed_states(
     names: ParamNames, contents: OptimContents
 ) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
-    units = list(dict.fromkeys(unit for unit, _, _ in names.handles))
+    units = names.units
     for rank_group in dict.fromkeys(unit.options.groups.shard for unit in units):
         barrier("optim_state_dict", rank_group)
     error: Exception | None = None

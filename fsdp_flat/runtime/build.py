@@ -72,29 +72,9 @@ def build_unit(
         for path, child in own_modules(module, lambda m: unit_of(m) is not None)
         if child not in ignored.modules and unit_of(child) is None
     ]
-    was_meta, params, error, device = False, [], None, options.device
-    try:
-        was_meta = materialize(
-            modules, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
-        )
-        move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=options.device_given)
-        params = _managed_params(module, name, ignored, owners)
-        _check_renormalisation(modules, options, ignored)
-    except Exception as raised:
-        error = raised
-    if on_meta:
-        # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on one rank only.
-        agree_on_structure((), error, options.groups, options.device)
-    elif error is not None:
-        raise error
-    # A model may be on the meta device on some ranks only; all ranks compare the values that these initialised.
-    if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
-        named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
-        named += own_buffers(module, ignored) if options.sync_states != "warn" else []
-        broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
-    if broadcast:
-        with torch.no_grad():
-            broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
+    params = _initialised_params(
+        modules, module, name, options, ignored, owners=owners, broadcast=broadcast, on_meta=on_meta
+    )
     unwritten = _unwritten_buffers(modules) if on_meta else []
     unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if on_meta else set()
     full_precision = [child for _, child in modules if options.precision.is_full_in(child)]
@@ -120,6 +100,44 @@ def build_unit(
         child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
         hide_compiled_name(child)
     return unit
+
+
+def _initialised_params(
+    modules: Sequence[tuple[str, nn.Module]],
+    module: nn.Module,
+    name: str,
+    options: UnitOptions,
+    ignored: Ignored,
+    *,
+    owners: Owners,
+    broadcast: bool,
+    on_meta: bool,
+) -> list[ManagedParam]:
+    """Move the tensors of ``modules`` to the compute device, initialise them on all ranks alike; return parameters."""
+    was_meta, params, error, device = False, [], None, options.device
+    try:
+        was_meta = materialize(
+            modules, root=module, ignored_params=ignored.params, device=device, init_fn=options.param_init_fn
+        )
+        move_to_device(modules, ignored_params=ignored.params, device=device, device_given=options.device_given)
+        params = _managed_params(module, name, ignored, owners)
+        _check_renormalisation(modules, options, ignored)
+    except Exception as raised:
+        error = raised
+    if on_meta:
+        # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on one rank only.
+        agree_on_structure((), error, options.groups, device)
+    elif error is not None:
+        raise error
+    # A model may be on the meta device on some ranks only; all ranks compare the values that these initialised.
+    if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
+        named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
+        named += own_buffers(module, ignored) if options.sync_states != "warn" else []
+        broadcast = agree_on_weights(named, options.sync_states, options.groups, device)
+    if broadcast:
+        with torch.no_grad():
+            broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
+    return params
 
 
 def handles_of(

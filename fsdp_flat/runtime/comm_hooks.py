@@ -18,4 +18,4 @@ __all__ = ["LOW_PRECISION_HOOKS"]
 LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
     {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 )
-"""Dtype in which each hook has gradients travel."""
+"""Dtype in which each hook communicates gradients."""

@@ -44,7 +44,7 @@ _BACKWARDS_PER_WALK = 64
 _MAX_UNCHANGED = 8
 
 _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
-_WORDS = ErrorTexts(
+_ERROR_TEXTS = ErrorTexts(
     "averaging gradients that no unit manages",
     "Ranks average different parameters outside of units.",
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
@@ -319,7 +319,7 @@ class GradientAverage:
         params = self._params()
         lines = self._lines(params)
         if compare:
-            agree(lines, None, rank_groups, options.device, _WORDS)
+            agree(lines, None, rank_groups, options.device, _ERROR_TEXTS)
             self._agreed = lines
         if policy.divide_factor is not None or policy.hook is not None:
             raise UsageError(

@@ -27,7 +27,7 @@ _MARKS = {
 }
 # 0x7F is a possible one-byte integer, but not in this many elements at once.
 _FEWEST_BYTES = 8
-_WORDS = ErrorTexts(
+_ERROR_TEXTS = ErrorTexts(
     "the check of weights that left the meta device", "", "Initialise every parameter, or load it, on every rank."
 )
 _aten = torch.ops.aten
@@ -125,4 +125,4 @@ def check_written(
             f"Parameters left the meta device and were never written, so their values are undefined: "
             f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
         )
-    agree((), error, rank_groups, device, _WORDS)
+    agree((), error, rank_groups, device, _ERROR_TEXTS)

@@ -36,7 +36,7 @@ FSDP2_NAMES = frozenset(
         "share_comm_ctx",
     }
 )
-"""What ``torch.distributed.fsdp`` holds of FSDP2; it stays there."""
+"""Names of FSDP2 in ``torch.distributed.fsdp``; they stay there."""
 
 _PRIVATE_WRAP = (
     "_ConfigAutoWrap",

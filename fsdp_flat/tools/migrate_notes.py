@@ -34,7 +34,7 @@ _NAMES = {
     "wrap.wrap": "a parameter shared by two units made by hand raises TiedParameterError (a ValueError); FSDP1 cuts "
     "the tie or fails in forward",
 }
-"""Names and what is different about them."""
+"""Names whose behavior differs, each with its text."""
 
 _STATE_DICT_FUNCTIONS = "torch.distributed.checkpoint.state_dict"
 _INSTALL = "fsdp_flat.install"

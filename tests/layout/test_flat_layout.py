@@ -458,9 +458,9 @@ def test_what_cannot_be_a_layout_is_refused_with_the_reason(call: Callable[[], o
 def test_the_layer_imports_no_torch() -> None:
     import pathlib
 
-    import fsdp_flat.layout as floor
+    import fsdp_flat.layout as package
 
-    for path in pathlib.Path(floor.__file__).parent.glob("*.py"):
+    for path in pathlib.Path(package.__file__).parent.glob("*.py"):
         source = path.read_text()
         assert "import torch" not in source, path
         assert "from torch" not in source, path
