@@ -24,6 +24,7 @@ LAYERS = {
     "optim_state": 4,
     "checkpoint": TOP,
     "compat": TOP,
+    "fully_sharded_data_parallel": TOP,
     "run": TOP,
     "migrate": TOP,
     "tools": TOP,

@@ -7,6 +7,7 @@ names equal those of ``torch.distributed.fsdp.wrap``; a wrapper's constructor ca
 from __future__ import annotations
 
 from fsdp_flat.wrap.annotation import _ConfigAutoWrap, enable_wrap, wrap
+from fsdp_flat.wrap.checks import warn_no_forward
 from fsdp_flat.wrap.plan import UnitPlan, WrapPlan, apply_plan, plan_units
 from fsdp_flat.wrap.policies import (
     CustomPolicy,
