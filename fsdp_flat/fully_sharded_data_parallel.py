@@ -155,7 +155,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         return wrapper
 
     def _hold(self, unit: Unit) -> None:
-        self._unit = unit
+        self.__dict__["_unit"] = unit
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, unit.module)
         self.register_load_state_dict_post_hook(end_load)

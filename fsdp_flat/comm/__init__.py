@@ -20,6 +20,8 @@ from fsdp_flat.comm.small_messages import (
     dtype_from_name,
     exchange_bytes,
     exchange_ints,
+    fingerprint,
+    fingerprints,
     gather_bytes,
     scatter_bytes,
 )
@@ -53,6 +55,8 @@ __all__ = [
     "dtype_from_name",
     "exchange_bytes",
     "exchange_ints",
+    "fingerprint",
+    "fingerprints",
     "gather_bytes",
     "global_ranks",
     "host_group",

@@ -12,14 +12,13 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm import RankGroup, ShardingGroups, digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.comm import RankGroup, ShardingGroups, digest_of, exchange_bytes, exchange_ints, fingerprints
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.flat import adapter_if_dtensor
 from fsdp_flat.runtime.options import SyncStates
 
-__all__ = ["ErrorTexts", "agree", "agree_on_structure", "agree_on_weights", "fingerprint", "true_on_any_rank"]
+__all__ = ["ErrorTexts", "agree", "agree_on_structure", "agree_on_weights", "true_on_any_rank"]
 
-_COLUMNS = 512
 _ADVICE = (
     'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
     "load a checkpoint on every rank."
@@ -143,18 +142,6 @@ def _line(lines: list[str], index: int, end: str) -> str:
     return lines[index] if index < len(lines) else end
 
 
-def fingerprint(param: torch.Tensor) -> int:
-    """Return a 64-bit hash of every element's bits: column sums on the parameter's device, hashed on the host."""
-    data = param.detach().reshape(-1).contiguous().view(torch.uint8)
-    data = data.clone() if data.storage_offset() % 8 else data
-    # Sum 64-bit words: torch widens shorter ones before it adds, which takes many times as long.
-    row = 8 * _COLUMNS
-    whole = data.numel() // row * row
-    sums = data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in (sums, data[whole:])]
-    return digest_of(b"".join(bits))
-
-
 def agree_on_weights(
     named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups, device: torch.device
 ) -> bool:
@@ -168,7 +155,7 @@ def agree_on_weights(
     if sync == "broadcast":
         return True
     found = ""
-    prints = [fingerprint(adapter_if_dtensor(param).to_local(param.detach())) for _, param in named]
+    prints = fingerprints([adapter_if_dtensor(param).to_local(param.detach()) for _, param in named])
     total = digest_of(repr(prints).encode())
     for rank_group in groups.rank_groups:
         if rank_group.group is None or rank_group.size == 1 or not prints:

@@ -276,16 +276,18 @@ def _tree_of(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
     group = options.groups.primary.group
     call = _count_call(group)
-    tensors = (*module.parameters(), *module.buffers())
-    (on_meta,) = true_on_any_rank([any(t.is_meta for t in tensors)], options.groups, options.device)
+    params = list(module.named_parameters())
+    has_meta = any(param.is_meta for _, param in params) or any(buffer.is_meta for buffer in module.buffers())
+    (on_meta,) = true_on_any_rank([has_meta], options.groups, options.device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
         _materialize_ties(module, owners, options, ignored)
         owners = owners_of_ties(module, modules, ignored.params.__contains__)
+        params = list(module.named_parameters())
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
-        for path, param in module.named_parameters()
+        for path, param in params
         if param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
     ]
     if options.sync_states != "warn":

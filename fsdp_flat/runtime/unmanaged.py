@@ -27,12 +27,13 @@ from fsdp_flat.comm import (
     digest_of,
     exchange_bytes,
     exchange_ints,
+    fingerprint,
     is_fake,
 )
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime.agreement import ErrorTexts, agree, fingerprint
+from fsdp_flat.runtime.agreement import ErrorTexts, agree
 from fsdp_flat.runtime.unit import Unit
 
 __all__ = ["DriftCheck", "GradientAverage", "UnmanagedParams", "average_buffers"]
