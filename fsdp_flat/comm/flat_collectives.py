@@ -21,9 +21,8 @@ import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.failures import WatchedWork
-from fsdp_flat.comm.host_transports import transport_of
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
-from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport
+from fsdp_flat.comm.shm import ExpectedMessage, HostTransport, transport_of
 
 __all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectives_for", "own_slice"]
 
@@ -202,7 +201,7 @@ class GlooCollectives(_RankGroupCollectives):
 class HostCollectives(_RankGroupCollectives):
     """Uses shared memory for CPU tensors; results equal gloo's bit for bit. ``unit`` is the unit id."""
 
-    def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
+    def __init__(self, rank_group: RankGroup, transport: HostTransport, unit: int) -> None:
         super().__init__(rank_group)
         self._transport = transport
         self._unit = unit
@@ -210,7 +209,7 @@ class HostCollectives(_RankGroupCollectives):
 
     def name_units(self, names: dict[int, str]) -> None:
         """Implement :class:`Collectives`."""
-        self._transport.names.update(names)
+        self._transport.name_units(names)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
@@ -224,10 +223,10 @@ class HostCollectives(_RankGroupCollectives):
         messages = self._expect("reduction", chunks[self.rank].nbytes)
         return Pending(messages.values(), full, lambda: self._summed(chunks[self.rank], messages), alive=(full,))
 
-    def _expect(self, purpose: str, nbytes: int) -> dict[int, Message]:
+    def _expect(self, purpose: str, nbytes: int) -> dict[int, ExpectedMessage]:
         return {rank: self._transport.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
-    def _summed(self, own: torch.Tensor, messages: dict[int, Message]) -> torch.Tensor:
+    def _summed(self, own: torch.Tensor, messages: dict[int, ExpectedMessage]) -> torch.Tensor:
         parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
         total = _sum([parts.get(rank, own) for rank in range(self.size)])
         for message in messages.values():
@@ -235,7 +234,7 @@ class HostCollectives(_RankGroupCollectives):
         return total
 
 
-def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict[int, Message]) -> torch.Tensor:
+def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict[int, ExpectedMessage]) -> torch.Tensor:
     for rank, message in messages.items():
         chunks[rank].copy_(message.content(full.dtype))
         message.close()
