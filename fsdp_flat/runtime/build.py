@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, true_on_any_rank
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -24,18 +25,26 @@ from fsdp_flat.flat import (
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.compiled import hide_compiled_name
-from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
+from fsdp_flat.runtime.materialize import (
+    agree_on_weights,
+    broadcast_from_rank_zero,
+    materialize,
+    move_to_device,
+    own_modules,
+)
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
-__all__ = ["build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
+__all__ = ["agree_on_structure", "build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
 
 Owners = Mapping[nn.Parameter, nn.Module]
+_WRAPPING = ErrorTexts(
+    "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
+)
 
 
 def build_unit(
@@ -130,7 +139,11 @@ def _initialised_params(
     elif error is not None:
         raise error
     # A model may be on the meta device on some ranks only; all ranks compare the values that these initialised.
-    if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
+    if (
+        on_meta
+        and options.sync_states != "broadcast"
+        and any(true_on_any_rank([was_meta], options.groups.rank_groups, device))
+    ):
         named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
         named += own_buffers(module, ignored) if options.sync_states != "warn" else []
         broadcast = agree_on_weights(named, options.sync_states, options.groups, device)
@@ -361,3 +374,13 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
+
+
+def agree_on_structure(
+    lines: Sequence[str], error: Exception | None, groups: ShardingGroups, device: torch.device
+) -> None:
+    """Raise on every rank if any rank failed or is about to build a different model; see :func:`agree`.
+
+    A model whose shapes differ between ranks would abort the process inside the first collective.
+    """
+    agree(lines, error, groups.rank_groups, device, _WRAPPING)

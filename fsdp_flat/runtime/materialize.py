@@ -1,21 +1,25 @@
-"""Moves a module's own tensors to the compute device, initialises them and makes them equal on all ranks."""
+"""Moves a module's own tensors to the compute device, initialises them, and compares or broadcasts their values.
+
+Ranks that started from different weights would train on a mixture of them.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import ShardingGroups
-from fsdp_flat.errors import MaterializeError, OptionError, UsageError
-from fsdp_flat.flat import named_sites
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprint
+from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
+from fsdp_flat.flat import adapter_if_dtensor, named_sites
 from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime.options import SyncStates
 from fsdp_flat.runtime.unwritten import MarksEmpty
 
-__all__ = ["broadcast_from_rank_zero", "materialize", "move_to_device", "own_modules"]
+__all__ = ["agree_on_weights", "broadcast_from_rank_zero", "materialize", "move_to_device", "own_modules"]
 
 
 def own_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
@@ -164,14 +168,51 @@ def move_to_device(
                 tensor.data = tensor.data.to(device)
 
 
+class _WeightTexts(ErrorTexts):
+    """Describes a difference of weights; a line is a name and a fingerprint."""
+
+    def describe(self, first: str, rank: int, other: str) -> str:
+        """Return the text of the error."""
+        name = first.rpartition(" ")[0]
+        return f"Ranks start from different weights: {name} of rank {rank} differs from that of rank 0 of the group"
+
+
+_WEIGHTS = _WeightTexts("the comparison of weights")
+_ADVICE = (
+    'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
+    "load a checkpoint on every rank."
+)
+
+
+def agree_on_weights(
+    named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups, device: torch.device
+) -> bool:
+    """Compare initial weights across ranks; return whether those of rank 0 must be broadcast.
+
+    Every rank of the groups must call this with the same names. If the weights differ and ``sync`` is ``"warn"``, the
+    first rank warns.
+
+    Raises:
+        RankMismatchError: they differ and ``sync`` is ``"raise"``.
+    """
+    if sync == "broadcast":
+        return True
+    lines = [f"{name!r} {fingerprint(adapter_if_dtensor(each).to_local(each.detach()))}" for name, each in named]
+    found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
+    if found is not None and sync == "raise":
+        raise RankMismatchError(f"{found}. {_ADVICE}")
+    if found is not None and sync == "warn" and all(rank_group.rank == 0 for rank_group in groups.rank_groups):
+        warnings.warn(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=6)
+    return found is not None and sync == "auto"
+
+
 def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups) -> None:
     """Overwrite ``tensors`` with those of rank 0: over the replicate group first, then over the shard group.
 
     Every rank of the groups must call this with tensors of the same shapes.
     """
-    for rank_group in reversed(groups.rank_groups):
-        if rank_group.group is None or rank_group.size == 1:
-            continue
+    for rank_group in reversed(connected(groups.rank_groups)):
+        assert rank_group.group is not None
         source = dist.get_global_rank(rank_group.group, 0)
         works = []
         for tensor in tensors:

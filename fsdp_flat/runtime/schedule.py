@@ -13,6 +13,7 @@ import logging
 import warnings
 import weakref
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -21,22 +22,14 @@ from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ShardingGroups, profiled, report_failure
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.agreement import ErrorTexts, agree
 from fsdp_flat.runtime.backward import Backward
 from fsdp_flat.runtime.comm_context import CommContext
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
-from fsdp_flat.runtime.first_use import (
-    RankChecks,
-    check_gradients,
-    check_requires_grad,
-    check_units,
-    check_values,
-    log_units,
-)
+from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
 from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage, UnmanagedParams
@@ -86,8 +79,6 @@ class Schedule(CommContext):
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
-        self._checked_first_forward = False
-        self._checked_first_backward = False
         self._looked_for_compiled = False
         self._warned_uncompiled = False
         self._buffers_full: bool | None = None
@@ -191,9 +182,7 @@ class Schedule(CommContext):
         if self._iteration is None:
             self.recover()
             enable_torch_function()
-            if not self._checked_first_forward:
-                check_values(self.units)
-                self._checked_first_forward = True
+            self.rank_checks.before_iteration()
             self._iteration = Iteration()
             if self._iteration.trains:
                 self._pending_iterations = [*self._pending_iterations[-_MAX_PENDING_ITERATIONS:], self._iteration]
@@ -357,12 +346,8 @@ class Schedule(CommContext):
             included, alive = flags[: len(included)], flags[len(included) :]
         else:
             alive = [True] * len(included)
-        found = [
-            iteration for iteration, is_included in zip(self._pending_iterations, included, strict=True) if is_included
-        ]
-        self._pending_iterations = [
-            iteration for iteration, is_alive in zip(self._pending_iterations, alive, strict=True) if is_alive
-        ]
+        found = list(compress(self._pending_iterations, included))
+        self._pending_iterations = list(compress(self._pending_iterations, alive))
         return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
@@ -450,9 +435,7 @@ class Schedule(CommContext):
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
-            if not self._checked_first_backward:
-                self._checked_first_backward = True
-                check_gradients(self.units)
+            self.rank_checks.after_backward()
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.expose_unreduced_grads(self.streams.copy_to)

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.comm import exchange_ints
+from fsdp_flat.comm import true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, modules_of
-from fsdp_flat.runtime.agreement import true_on_any_rank
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of
 
@@ -194,7 +193,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
         (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
     ):
         own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
-        if any(true_on_any_rank([bool(own)], groups, device)):
+        if any(true_on_any_rank([bool(own)], groups.rank_groups, device)):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
                 f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
@@ -214,10 +213,9 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
     A rank without elements of a parameter has none.
     """
     flags = [handle.views.has_grads() for handle in unit.handles]
-    group = unit.options.groups.shard.group
-    if group is not None and unit.options.use_orig_params:
-        rows = exchange_ints([int(flag) for row in flags for flag in row], group, unit.options.device)
-        anywhere = iter([any(column) for column in zip(*rows, strict=True)])
+    if unit.options.use_orig_params:
+        own = [flag for row in flags for flag in row]
+        anywhere = iter(true_on_any_rank(own, [unit.options.groups.shard], unit.options.device))
         flags = [[next(anywhere) for _ in row] for row in flags]
     return dict(zip(unit.handles, flags, strict=True))
 

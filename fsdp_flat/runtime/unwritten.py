@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import adapter_if_dtensor, unguarded
-from fsdp_flat.runtime.agreement import ErrorTexts, agree
 
-__all__ = ["MarksEmpty", "Unwritten", "check_written", "is_marked"]
+__all__ = ["MarksEmpty", "Unwritten", "is_marked", "unwritten_error"]
 
 # By bytes per element: the dtype for reading the bits, and a pattern, a NaN in every floating-point dtype, that no
 # initialisation writes.
@@ -27,9 +25,6 @@ _MARKS = {
 }
 # 0x7F is a possible one-byte integer, but not in this many elements at once.
 _FEWEST_BYTES = 8
-_ERROR_TEXTS = ErrorTexts(
-    "the check of weights that left the meta device", "", "Initialise every parameter, or load it, on every rank."
-)
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty}
 _EMPTY.add(_aten.new_empty_strided)
@@ -92,23 +87,11 @@ class Unwritten:
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
 
 
-def check_written(
-    entries: Iterable[tuple[str, Unwritten]],
-    rank_groups: Sequence[RankGroup],
-    device: torch.device,
-    found: Exception | None = None,
-) -> None:
-    """Report every tensor that left the meta device and has no values. Every rank of the groups must call this.
+def unwritten_error(entries: Iterable[tuple[str, Unwritten]]) -> UsageError | None:
+    """Return an error that lists the parameters that still have no values, or None; warn of buffers.
 
     Args:
         entries: names of units, and their tensors that had no values when the unit was built.
-        rank_groups: groups over which to compare.
-        device: the compute device.
-        found: error found over other groups, which is reported to the ranks of these.
-
-    Raises:
-        UsageError: a parameter has no values on this rank.
-        PeerFailureError: a parameter has no values on another rank.
     """
     left = [(f"{entry.fqn!r} of unit {unit!r}", entry.is_param) for unit, entry in entries if entry.is_still]
     buffers = [name for name, is_param in left if not is_param]
@@ -119,10 +102,9 @@ def check_written(
             stacklevel=2,
         )
     params = [name for name, is_param in left if is_param]
-    error = found
-    if params and error is None:
-        error = UsageError(
-            f"Parameters left the meta device and were never written, so their values are undefined: "
-            f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
-        )
-    agree((), error, rank_groups, device, _ERROR_TEXTS)
+    if not params:
+        return None
+    return UsageError(
+        f"Parameters left the meta device and were never written, so their values are undefined: "
+        f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
+    )
