@@ -2,10 +2,15 @@
 
 from fsdp_flat.comm.agreement import ErrorTexts, agree, exchange_if_different, find_disagreement, true_on_any_rank
 from fsdp_flat.comm.collective_log import CollectiveLog
-from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
+from fsdp_flat.comm.custom import (
+    AllGather,
+    CustomCollectives,
+    QuantizedAllGather,
+    QuantizedReduceScatter,
+    ReduceScatter,
+)
 from fsdp_flat.comm.failures import report_failure
 from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_reduce, collectives_for
-from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.rank_groups import (
     ALONE,
     RankGroup,

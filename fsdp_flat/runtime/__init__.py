@@ -9,7 +9,6 @@ from fsdp_flat.runtime.build import (
     own_buffers,
     owners_of_ties,
 )
-from fsdp_flat.runtime.comm_hooks import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.duplicate import copy_unit
 from fsdp_flat.runtime.forward import forward, participate, register_forward_method, unshard_for
@@ -24,6 +23,7 @@ from fsdp_flat.runtime.options import (
     sync_states_from,
 )
 from fsdp_flat.runtime.precision import keep_full_precision, precision_from
+from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
 from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of

@@ -27,8 +27,10 @@ from fsdp_flat.flat import (
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.materialize import (
+    Unwritten,
     agree_on_weights,
     broadcast_from_rank_zero,
+    is_marked,
     materialize,
     move_to_device,
     own_modules,
@@ -37,7 +39,6 @@ from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
 __all__ = ["agree_on_structure", "build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
 

@@ -13,10 +13,10 @@ import torch
 from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.records import Iteration
+from fsdp_flat.runtime.backward import Iteration
+from fsdp_flat.runtime.materialize import unwritten_error
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import DriftCheck
-from fsdp_flat.runtime.unwritten import unwritten_error
 
 __all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
 

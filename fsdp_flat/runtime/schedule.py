@@ -9,8 +9,6 @@ unit's phase shows whether its backward has begun.
 
 from __future__ import annotations
 
-import logging
-import warnings
 import weakref
 from functools import partial
 from itertools import compress
@@ -18,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
@@ -26,17 +23,15 @@ from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_f
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.backward import Backward
-from fsdp_flat.runtime.comm_context import CommContext
+from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
-from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
+from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage, UnmanagedParams
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
-_logger = logging.getLogger("fsdp_flat")
 # A program that evaluates with gradients enabled never runs backward through its iterations.
 _MAX_PENDING_ITERATIONS = 32
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
@@ -61,6 +56,8 @@ class Schedule(CommContext):
         units: every unit, parents before children.
         backward: the running backward, or None.
         rank_checks: what ranks compare in their first steps.
+        looked_for_compiled: every module of the tree was searched for the mark of torch.compile.
+        warned_uncompiled: a warning has said that torch.compile skips units.
     """
 
     def __init__(self, root_module: nn.Module) -> None:
@@ -79,8 +76,8 @@ class Schedule(CommContext):
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
-        self._looked_for_compiled = False
-        self._warned_uncompiled = False
+        self.looked_for_compiled = False
+        self.warned_uncompiled = False
         self._buffers_full: bool | None = None
         for name, unit in units.items():
             # A unit that is called without its root keeps the path from wrapping.
@@ -130,33 +127,6 @@ class Schedule(CommContext):
         """Return whether a unit's floating-point inputs are cast to its compute dtype."""
         precision = unit.options.precision
         return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
-
-    def check_compiles(self, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
-        """Warn once if torch.compile would skip a unit because it has no original parameters.
-
-        Args:
-            unit: the unit, which is about to run.
-            wrapped: the module that its wrapper holds now.
-            compiler: compiles the code that calls the unit; None if nothing does.
-        """
-        modules = [wrapped] if self._looked_for_compiled else list(wrapped.modules())
-        self._looked_for_compiled = True
-        if self._warned_uncompiled or not (compiler or any(_is_compiled(module) for module in modules)):
-            return
-        self._warned_uncompiled = True
-        warnings.warn(
-            f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
-            f"{self.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. Training "
-            "goes on without compilation; pass use_orig_params=True to have it.",
-            stacklevel=5,
-        )
-
-    def log_event(self, event: str, unit: Unit) -> None:
-        """Append an event to the trace, if there is one, and to the log."""
-        if self.trace is not None:
-            self.trace.append((event, unit.name))
-        if _logger.isEnabledFor(logging.DEBUG):
-            _logger.debug("%s of unit %r", event, unit.name)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -401,7 +371,8 @@ class Schedule(CommContext):
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
         if unit.needs_all_gather and unit.context is self:
             self._make_room_for(unit)
-            unit.prefetch_for_backward(weights)
+            unit.use_full_precision(weights.full_precision)
+            unit.begin_unshard()
             self.mark_in_use(unit)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
@@ -450,7 +421,7 @@ class Schedule(CommContext):
                 iteration for iteration in self._pending_iterations if iteration not in backward.iterations
             ]
         self.pool.clear()
-        self.log_event("end_of_backward", self.root)
+        self.root.log_event("end_of_backward")
 
     def _exchange_and_set_grads(self) -> None:
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
@@ -493,11 +464,6 @@ class Schedule(CommContext):
         self.abort()
         agree(lines, None, groups.rank_groups, self.root.options.device, _ORDER)
         check_requires_grad(self._exchange.handles[groups], groups.rank_groups, self.root.options.device)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-    return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,22 +13,9 @@ from fsdp_flat.comm import true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, modules_of
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of
+from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
 
-__all__ = ["FullParams", "check_idle", "full_params", "summon_full_params"]
-
-
-@dataclass(frozen=True, slots=True)
-class FullParams:
-    """Holds the full parameters of one unit inside :func:`full_params`.
-
-    Attributes:
-        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
-        is_shown: the modules point at them.
-    """
-
-    by_handle: dict[FlatParamHandle, torch.Tensor]
-    is_shown: bool
+__all__ = ["check_idle", "full_params", "summon_full_params"]
 
 
 def check_idle(unit: Unit, what: str) -> None:
@@ -60,7 +46,7 @@ def full_params(unit: Unit, *, device: torch.device | None = None, show: bool = 
         show: point the modules at them.
     """
     outer = unit.whole
-    if isinstance(outer, FullParams):
+    if outer is not None:
         with _shown(unit, FullParams(outer.by_handle, show), already=outer.is_shown):
             yield outer
         return
@@ -149,8 +135,17 @@ def summon_full_params(
                 _has_grads(unit)
             if writeback:
                 stack.enter_context(_written_back(unit, whole))
-            stack.enter_context(unit.in_phase(Phase.SUMMONED))
+            stack.enter_context(_summoned(unit))
         yield
+
+
+@contextmanager
+def _summoned(unit: Unit) -> Iterator[None]:
+    before, unit.phase = unit.phase, Phase.SUMMONED
+    try:
+        yield
+    finally:
+        unit.phase = before
 
 
 @contextmanager
