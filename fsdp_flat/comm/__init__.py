@@ -9,7 +9,7 @@ from fsdp_flat.comm.custom import (
     QuantizedReduceScatter,
     ReduceScatter,
 )
-from fsdp_flat.comm.failures import report_failure
+from fsdp_flat.comm.failures import report_failure, unit_names
 from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_reduce, collectives_for
 from fsdp_flat.comm.rank_groups import (
     ALONE,
@@ -78,5 +78,6 @@ __all__ = [
     "strategy_from",
     "streams_for",
     "true_on_any_rank",
+    "unit_names",
     "unrecorded",
 ]

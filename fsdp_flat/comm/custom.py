@@ -113,10 +113,6 @@ class CustomCollectives:
         self._all_gather = all_gather
         self._reduce_scatter = reduce_scatter
 
-    def name_units(self, names: dict[int, str]) -> None:
-        """Implement :class:`Collectives`."""
-        self._own.name_units(names)
-
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Implement :class:`Collectives`."""
         # Quantized all-gathers are for floats; integer parameters use the library's all-gather.

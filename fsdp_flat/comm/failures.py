@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +21,7 @@ from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.errors import PeerFailureError
 
-__all__ = ["WARN_AFTER_S", "WatchedWork", "failure_error", "log_wait", "report_failure"]
+__all__ = ["WARN_AFTER_S", "WatchedWork", "failure_error", "log_wait", "report_failure", "unit_names"]
 
 _logger = logging.getLogger("fsdp_flat")
 # Time after which a rank logs which other ranks it waits for.
@@ -29,10 +30,16 @@ WARN_AFTER_S = 10.0
 # Process-wide, because a group outlives models.
 _num_failures: dict[str, int] = {}
 _reported: set[str] = set()
+_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 # Ranks notice broken connections one after the other, so reports arrive over some time.
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
+
+
+def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
+    return _unit_names.setdefault(group, {})
 
 
 def log_wait(rank: int, sources: Sequence[int], collective: str) -> None:

@@ -14,13 +14,14 @@ backend and device of the tensors:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
-from fsdp_flat.comm.failures import WatchedWork
+from fsdp_flat.comm.failures import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shm import ExpectedMessage, HostTransport, transport_of
 
@@ -83,10 +84,6 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 class Collectives(Protocol):
     """Describes the collectives of one shard group on flat tensors."""
 
-    def name_units(self, names: dict[int, str]) -> None:
-        """Set the names of units by id, for error texts."""
-        ...
-
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
         ...
@@ -128,9 +125,7 @@ class _RankGroupCollectives:
         self.group = rank_group.group
         self.rank = rank_group.rank
         self.size = rank_group.size
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Do nothing: the tensors carry no unit ids here; ranks compare their collective logs instead."""
+        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
 
 class BackendCollectives(_RankGroupCollectives):
@@ -158,20 +153,17 @@ class GlooAcceleratorCollectives(_RankGroupCollectives):
 
 
 class GlooCollectives(_RankGroupCollectives):
-    """Uses gloo on CPU tensors, with the fewest bytes and copies.
+    """Uses gloo on CPU tensors, with the fewest bytes and copies. ``unit`` is the unit id."""
 
-    Args:
-        rank_group: the ranks.
-        name: returns the name of the tensors' unit, for error texts.
-    """
-
-    def __init__(self, rank_group: RankGroup, name: Callable[[], str] = str) -> None:
+    def __init__(self, rank_group: RankGroup, unit: int = 0) -> None:
         super().__init__(rank_group)
-        self._name = name
-        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+        self._unit = unit
+
+    def _describe(self, operation: str) -> str:
+        return f"the {operation} of unit {unit_names(self.group).get(self._unit, '')!r}"
 
     def _watched(self, work: Any, operation: str, sources: list[int]) -> WatchedWork:
-        return WatchedWork(work, self.rank_group, lambda: f"the {operation} of unit {self._name()!r}", sources)
+        return WatchedWork(work, self.rank_group, partial(self._describe, operation), sources)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         # This rank's broadcast waits for all other ranks.
@@ -205,11 +197,6 @@ class HostCollectives(_RankGroupCollectives):
         super().__init__(rank_group)
         self._transport = transport
         self._unit = unit
-        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Implement :class:`Collectives`."""
-        self._transport.name_units(names)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
@@ -250,23 +237,18 @@ class CpuCollectives(_RankGroupCollectives):
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         super().__init__(rank_group)
         self._unit = unit
-        self._names = {unit: name}
+        self._name = name
         self._chosen: Collectives | None = None
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Implement :class:`Collectives`."""
-        self._names = names
-        if isinstance(self._chosen, HostCollectives):
-            self._chosen.name_units(names)
 
     def _choose(self) -> Collectives:
         if self._chosen is None:
+            unit_names(self.group).setdefault(self._unit, self._name)
             transport = transport_of(self.rank_group)
-            own = None if transport is None else HostCollectives(self.rank_group, transport, self._unit)
             self._chosen = (
-                GlooCollectives(self.rank_group, lambda: self._names.get(self._unit, "")) if own is None else own
+                GlooCollectives(self.rank_group, self._unit)
+                if transport is None
+                else HostCollectives(self.rank_group, transport, self._unit)
             )
-            self._chosen.name_units(self._names)
         return self._chosen
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:

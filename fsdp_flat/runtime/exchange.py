@@ -72,6 +72,8 @@ class BackwardExchange:
             # Everything is ignored; gradients that no unit manages may still be averaged.
             self._handles[units[0].options.groups] = []
         self._host_groups_of: dict[ShardingGroups, list[RankGroup]] = {}
+        # Kept until the next exchange: a thread of gloo that drops the last reference to a tensor needs the GIL for
+        # it, and aborts the process if the interpreter is ending (pytorch issue 190489).
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     @property
@@ -160,5 +162,4 @@ class BackwardExchange:
             greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups
-        self._in_flight.clear()
         return Outcome(differing, tuple(to_compare), average)

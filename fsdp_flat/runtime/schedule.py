@@ -83,10 +83,8 @@ class Schedule(CommContext):
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(clean_fqn(name) or unit.name)
         check_units(self.units)
-        names = {unit.unit_id: unit.name for unit in self.units}
         for unit in self.units:
             self._adopt_unit(unit)
-            unit.name_others(names)
         settings = {unit.averages_ignored for unit in self.units} - {None}
         if self.root.averages_ignored is None and len(settings) == 1:
             # A wrapper put around roots continues what they were told.

@@ -16,7 +16,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for, profiled, unrecorded
+from fsdp_flat.comm import (
+    AllGather,
+    CustomCollectives,
+    Pending,
+    ReduceScatter,
+    collectives_for,
+    profiled,
+    unit_names,
+    unrecorded,
+)
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
@@ -144,13 +153,11 @@ class Unit:
     def rename(self, name: str) -> None:
         """Set the name to the unit's path in its tree."""
         self.name = name
+        group = self.options.groups.shard.group
+        if group is not None:
+            unit_names(group)[self.unit_id] = name
         for handle in self.handles:
             handle.rename(name)
-
-    def name_others(self, names: dict[int, str]) -> None:
-        """Set the names of the tree's units by id, for errors where another rank runs another unit."""
-        if self._collectives is not None:
-            self._collectives.name_units(names)
 
     def use_context(self, context: CommContext) -> None:
         """Use the streams, memory and records of the tree that the unit belongs to."""

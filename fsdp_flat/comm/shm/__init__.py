@@ -80,7 +80,3 @@ class HostTransport(Protocol):
     def unexpected(self) -> tuple[int, str] | None:
         """Return a rank that has sent an unexpected message, and its collective; None if there is none."""
         ...
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Set the names of units by id, for error texts."""
-        ...

@@ -191,7 +191,8 @@ class SharedMemoryTransport:
         self._rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
-        self.names: dict[int, str] = {}
+        assert rank_group.group is not None
+        self.names = failures.unit_names(rank_group.group)
         self.sent_nbytes = 0
         self._num_sends = 0
         self._segments: list[_Segment] = []
@@ -217,10 +218,6 @@ class SharedMemoryTransport:
     def nbytes(self) -> int:
         """Number of bytes of this rank's shared memory that are in use or kept for later messages."""
         return sum(segment.memory.numel() for segment in self._segments if not segment.is_empty)
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Implement :class:`HostTransport`."""
-        self.names.update(names)
 
     def unread(self, purpose: str) -> dict[int, int]:
         """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
