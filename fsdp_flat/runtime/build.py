@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -168,24 +168,31 @@ def handles_of(
     ]
 
 
+def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield FQN, module, name and buffer of each buffer."""
+    for path, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield join_fqn(path, name), module, name, buffer
+
+
 def own_buffers(root: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
     """Return names and buffers of ``root``'s subtree outside of nested units and ignored modules."""
+    modules = own_modules(root, lambda m: unit_of(m) is not None)
     return [
-        (clean_fqn(join_fqn(path, name)), buffer)
-        for path, module in own_modules(root, lambda m: unit_of(m) is not None)
+        (clean_fqn(fqn), buffer)
+        for fqn, module, _, buffer in _buffers(modules)
         if module not in ignored.modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.layout is torch.strided
-        if type(buffer.data) in (torch.Tensor, DTensor)
+        and buffer.layout is torch.strided
+        and type(buffer.data) in (torch.Tensor, DTensor)
     ]
 
 
 def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritten]:
     return [
-        Unwritten(join_fqn(path, name), partial(module._buffers.get, name), is_param=False)
-        for path, module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and is_marked(buffer)
+        Unwritten(fqn, partial(module._buffers.get, name), is_param=False)
+        for fqn, module, name, buffer in _buffers(modules)
+        if is_marked(buffer)
     ]
 
 
@@ -236,12 +243,7 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
 
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
-    buffers = [
-        adapter_if_dtensor(buffer).to_local(buffer)
-        for _, module in modules
-        for buffer in module._buffers.values()
-        if buffer is not None
-    ]
+    buffers = [adapter_if_dtensor(buffer).to_local(buffer) for _, _, _, buffer in _buffers(modules)]
     return [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -38,15 +38,11 @@ def check_units(units: Sequence[Unit]) -> None:
         OptionError: units differ in an option.
         UsageError: an optimizer runs in backward of a flat parameter.
     """
-    options: dict[str, Callable[[Unit], bool]] = {
-        "use_orig_params": lambda unit: unit.options.use_orig_params,
-        "limit_all_gathers": lambda unit: unit.options.limit_all_gathers,
-    }
-    for option, value_of in options.items():
+    for option in ("use_orig_params", "limit_all_gathers"):
         first: dict[bool, str] = {}
         for unit in units:
             if unit.handles or option == "limit_all_gathers":
-                first.setdefault(value_of(unit), unit.name)
+                first.setdefault(getattr(unit.options, option), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")

@@ -384,13 +384,19 @@ class Schedule(CommContext):
             if unit.sync_gradients:
                 for handle in unit.handles:
                     if handle.is_trainable:
-                        self._reduce(unit, handle)
+                        self._take_grads_ready(handle)
+                        unit.begin_reduction(handle)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
-    def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
+    def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
+        """Add the parameters that have got gradients to those used in this backward; return whether any has."""
         grads_ready, before = handle.take_grads_ready(), self._used.get(handle)
-        self._used[handle] = grads_ready if before is None else bytes(map(max, grads_ready, before))
-        unit.begin_reduction(handle)
+        has_any = any(grads_ready)
+        if before is None:
+            self._used[handle] = grads_ready
+        elif has_any:
+            self._used[handle] = bytes(map(max, grads_ready, before))
+        return has_any
 
     @dynamo_disabled
     def _end_of_backward(self) -> None:
@@ -433,14 +439,9 @@ class Schedule(CommContext):
             self._drift.compare(outcome.to_compare)
 
     def _set_sharded_grads(self) -> Outcome:
+        handles = [handle for unit in self.units for handle in unit.handles]
+        unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
-        unreduced = set()
-        for unit in self.units:
-            for handle in unit.handles:
-                grads_ready = handle.take_grads_ready()
-                if any(grads_ready):
-                    unreduced.add(handle)
-                    used[handle] = grads_ready if handle not in used else bytes(map(max, grads_ready, used[handle]))
         self._exchange.begin(used, unreduced, compare=self._drift.request(), average=self._average.state)
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
