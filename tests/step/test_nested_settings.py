@@ -148,7 +148,8 @@ def test_a_mesh_of_two_dimensions_without_a_strategy_is_hybrid_sharding(
         pair.train(num_steps=2)
         total = sum(param.numel() for param in pair.plain.parameters())
         held = sum(param.numel() for param in pair.model.parameters())
-        assert total / num_shards <= held <= total / num_shards + 100
+        # Alignment gives some ranks a little more than their share, the last one less.
+        assert abs(held - total / num_shards) <= 100
 
 
 @KINDS
