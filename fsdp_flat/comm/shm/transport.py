@@ -278,7 +278,7 @@ class SharedMemoryTransport:
 
     def confirm(self, source: int, header: _Header) -> None:
         """Confirm to ``source`` that its message was read, or is not needed."""
-        self._send_header(source, header._replace(kind=_READ, unit=0))
+        self._send_header(source, _Header(_READ, header.segment, header.start, header.nbytes, header.purpose, 0))
 
     def _send_header(self, rank: int, header: _Header, fds: Sequence[int] = ()) -> None:
         if rank not in self._peers:
@@ -315,7 +315,7 @@ class SharedMemoryTransport:
         return message
 
     def _deliver(self, expected: _Expected, source: int, header: _Header) -> None:
-        if header[3:] != expected[1:]:
+        if (header.nbytes, header.purpose, header.unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
                 f"Rank {source} of the group came to {self._describe(header.purpose, header.unit)} ({header.nbytes} "
                 f"bytes) where rank {self._rank} came to {self._describe(expected.purpose, expected.unit)} "
@@ -364,11 +364,12 @@ class SharedMemoryTransport:
                     f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            header = _Header._make(_HEADER.unpack(content))
-            if header.kind == _READ:
-                self._segments[header.segment].num_unread -= 1
-                self._unread[header.purpose][source] -= header.nbytes
+            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(content)
+            if kind == _READ:
+                self._segments[segment].num_unread -= 1
+                self._unread[purpose][source] -= nbytes
                 continue
+            header = _Header(kind, segment, start, nbytes, purpose, unit)
             if fds:
                 _, self._theirs[source, header.segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
                 os.close(fds[0])
