@@ -1,6 +1,6 @@
 """Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat._torch import enable_torch_function, in_backward, node_will_run
+from fsdp_flat.flat._torch import enable_torch_function, in_backward, node_will_run, pytree_children
 from fsdp_flat.flat.dynamo import active_compiler, dynamo_disabled, dynamo_disabled_here
 from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
 from fsdp_flat.flat.guards import ShardedPlaceholder, unguarded
@@ -55,6 +55,7 @@ __all__ = [
     "modules_of",
     "named_sites",
     "node_will_run",
+    "pytree_children",
     "set_grad",
     "to_local_param",
     "unguarded",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
     "check_before_first_step",
@@ -17,6 +17,7 @@ __all__ = [
     "in_backward",
     "is_in_a_graph",
     "node_will_run",
+    "pytree_children",
     "register_as_plain_tensor",
     "set_versions",
     "swap_memory",
@@ -50,6 +51,15 @@ def node_will_run(node: Any) -> bool:
     ``register_multi_grad_hook`` uses the same private function.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def pytree_children(value: Any) -> Iterable[Any]:
+    """Return the children of an object of a class registered with torch's pytree; none for any other object.
+
+    The functions that flatten a whole tree call a leaf any class that they do not know, dataclasses for example.
+    """
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return () if node is None else node.flatten_fn(value)[0]
 
 
 def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
