@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat._torch import check_before_first_step, is_in_a_graph
-from fsdp_flat.flat.dynamo import dynamo_disabled
-from fsdp_flat.flat.flat_param import new_flat_parameter
+from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph
 from fsdp_flat.flat.flat_views import FlatViews
-from fsdp_flat.flat.guards import unguarded
+from fsdp_flat.flat.guards import new_flat_parameter, unguarded
 from fsdp_flat.flat.handle_spec import LEGAL_MOVES, HandleSpec, ShardState
-from fsdp_flat.flat.optimizers import check_optimizer
+from fsdp_flat.flat.optimizers import check_before_first_step
 from fsdp_flat.flat.orig_views import OrigViews
 from fsdp_flat.flat.storage import (
     AliasBuffer,
@@ -70,7 +68,7 @@ class FlatParamHandle:
             tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
         )
         self.on_grad_ready: Callable[[], None] = lambda: None
-        check_before_first_step(check_optimizer)
+        check_before_first_step()
         is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
         self.flat_param = new_flat_parameter(
             self._shard_of(params), requires_grad=first.requires_grad, is_sharded=is_split and not spec.use_orig_params

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.guards import ShardedParameter, unguarded
+from fsdp_flat.flat.guards import ShardedParameter, set_sharded_class, unguarded
 from fsdp_flat.flat.storage import UnreducedLocalGrad, set_grad
 from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.views import Views, accumulate_grad, run_grad_hooks
@@ -89,7 +89,7 @@ class OrigViews(Views):
         for sharded, tensor in zip(self.sharded, tensors, strict=True):
             sharded.grad = None
             sharded.data = tensor
-            ShardedParameter.unguard(sharded)
+            set_sharded_class(sharded, nn.Parameter)
         self.use_sharded_views()
         self.unguard()
         self._show_dtensors()
@@ -156,7 +156,7 @@ class OrigViews(Views):
             sharded.grad = None
             sharded.data = whole[param_info.interval.to_slice()].view(param_info.shape).clone()
             sharded.__dict__.pop("_fsdp_flattened", None)
-            ShardedParameter.unguard(sharded)
+            set_sharded_class(sharded, nn.Parameter)
         self._show_dtensors()
 
     @_unguarded
@@ -172,8 +172,7 @@ class OrigViews(Views):
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
                 set_grad(sharded, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
-            if not self._is_unsharded:
-                ShardedParameter.guard(sharded)
+            set_sharded_class(sharded, nn.Parameter if self._is_unsharded else ShardedParameter)
         self._pointers = tuple(sharded.data_ptr() for sharded in self.sharded)
 
     def visible_params(self) -> list[nn.Parameter]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import forbid_steps_on, set_versions, swap_memory
+from fsdp_flat.flat._torch import set_versions, swap_memory
 from fsdp_flat.flat.sharded_grad import LocalNorm
 from fsdp_flat.layout import FlatLayout
 
@@ -286,7 +288,7 @@ class UnreducedGrad(torch.Tensor):
     @classmethod
     def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
         """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
-        forbid_steps_on(cls)
+        _forbid_steps()
         unreduced = grad.as_subclass(cls)
         unreduced._describe = describe
         return unreduced
@@ -319,6 +321,23 @@ class UnreducedGrad(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with torch._C.DisableTorchFunctionSubclass():
             return self.clone().as_subclass(torch.Tensor)
+
+
+@functools.cache
+def _forbid_steps() -> None:
+    """Make every optimizer's step raise before it writes anything if a gradient is not reduced.
+
+    torch's hook for this covers all optimizers of the process; it is registered with the first such gradient.
+    """
+    register_optimizer_step_pre_hook(_refuse_unreduced)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if isinstance(param.grad, UnreducedGrad):
+                    param.grad.refuse(type(optimizer).__name__ + ".step")
 
 
 def _marked(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
