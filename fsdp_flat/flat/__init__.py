@@ -15,9 +15,9 @@ from fsdp_flat.flat.guards import (
     enable_torch_function,
     unguarded,
 )
-from fsdp_flat.flat.handle import FlatParamHandle
-from fsdp_flat.flat.handle_spec import HandleSpec, ShardState
-from fsdp_flat.flat.storage import AliasBuffer, MemoryPool, set_grad
+from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
+from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,
     DTensorAdapter,

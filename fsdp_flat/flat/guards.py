@@ -40,19 +40,14 @@ class ModuleGuard:
     """Raises as a forward pre-hook while a module's parameters are sharded.
 
     Args:
-        key: distinguishes the guards of several units on one module.
         unit_name: returns the unit's name.
         param_fqn: FQN of a sharded parameter of the module.
         shape: its unsharded shape.
-
-    Attributes:
-        key: key of the hook.
     """
 
-    __slots__ = ("_param_fqn", "_shape", "_unit_name", "key")
+    __slots__ = ("_param_fqn", "_shape", "_unit_name")
 
-    def __init__(self, key: int, unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> None:
-        self.key = f"fsdp_flat_guard_{key}"
+    def __init__(self, unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> None:
         self._unit_name = unit_name
         self._param_fqn = param_fqn
         self._shape = shape
@@ -62,18 +57,6 @@ class ModuleGuard:
             f"{type(module).__name__} was called while its parameter {self._param_fqn!r} {self._shape} of unit "
             f"{self._unit_name()!r} is sharded: this rank holds a local shard of it. {_HINTS}"
         )
-
-    def put(self, module: nn.Module) -> None:
-        """Register the guard on ``module``."""
-        module._forward_pre_hooks[self.key] = self  # type: ignore[index]
-
-    def is_on(self, module: nn.Module) -> bool:
-        """Return whether the guard is registered on ``module``."""
-        return self.key in module._forward_pre_hooks
-
-    def take(self, module: nn.Module) -> None:
-        """Remove the guard from ``module``."""
-        module._forward_pre_hooks.pop(self.key, None)  # type: ignore[call-overload]
 
 
 class ShardedPlaceholder(torch.Tensor):

@@ -1,15 +1,18 @@
-"""Marks sharded gradients, so that the norm of one rank's shard is not mistaken for that of the full gradient."""
+"""Marks gradients that are sharded or not reduced, so that one rank's part is not mistaken for the full gradient."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 
-__all__ = ["LocalNorm", "ShardedGrad"]
+__all__ = ["LocalNorm", "ShardedGrad", "UnreducedGrad", "set_grad"]
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
@@ -119,3 +122,94 @@ def _marked(norm: torch.Tensor, describe: Callable[[], str] | None) -> torch.Ten
     marked = norm.as_subclass(LocalNorm)
     marked._part = describe
     return marked
+
+
+class UnreducedGrad(torch.Tensor):
+    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
+
+    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
+    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
+    """
+
+    _describe: Callable[[], str]
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
+        """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
+        _forbid_steps()
+        unreduced = grad.as_subclass(cls)
+        unreduced._describe = describe
+        return unreduced
+
+    def _part(self) -> str:
+        return f"The gradient of {self._describe()} is this rank's own, not reduced yet (no_sync)"
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise for an operation that would use this rank's unreduced gradient."""
+        raise UsageError(
+            f"{operation} was called on the gradient of {self._describe()}, which is not reduced: the backwards since "
+            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
+            "an accumulation outside of no_sync, then step."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        describe = _first_unreduced(args, kwargs)._describe
+        if name.endswith("_") and not name.startswith("__"):
+            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            if not isinstance(target, cls):
+                _first_unreduced(args, kwargs).refuse(name)
+        with _unguarded():
+            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
+        if isinstance(result, torch.Tensor):
+            return _marked_unreduced(result, describe)
+        return (
+            [_marked_unreduced(item, describe) for item in result] if name.startswith("_foreach") and result else result
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with _unguarded():
+            return self.clone().as_subclass(torch.Tensor)
+
+
+@functools.cache
+def _forbid_steps() -> None:
+    """Make every optimizer's step raise before it writes anything if a gradient is not reduced.
+
+    torch's hook for this covers all optimizers of the process; it is registered with the first such gradient.
+    """
+    register_optimizer_step_pre_hook(_refuse_unreduced)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _unguarded():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if isinstance(param.grad, UnreducedGrad):
+                    param.grad.refuse(type(optimizer).__name__ + ".step")
+
+
+def _marked_unreduced(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
+    """Mark a result computed from an unreduced gradient; scalars, such as norms, stay as they are."""
+    is_plain = result.dim() == 0 or isinstance(result, UnreducedGrad)
+    return result if is_plain else UnreducedGrad.of(result, describe)
+
+
+def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
+    given = [*args, *(kwargs or {}).values()]
+    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return next(item for item in flat if isinstance(item, UnreducedGrad))
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad``, which may have a different dtype than ``param`` (``keep_low_precision_grads``)."""
+    if grad is None or grad.dtype == param.dtype:
+        param.grad = grad
+        return
+    # torch rejects a gradient of another dtype unless it is assigned through ``.data``.
+    shown = torch.empty_like(param).as_subclass(type(grad))
+    shown.__dict__.update(grad.__dict__)
+    param.grad = shown
+    with _unguarded():
+        shown.data = grad

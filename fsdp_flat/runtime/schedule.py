@@ -125,7 +125,7 @@ class Schedule(CommContext):
                 )
         unit.use_context(self)
         for handle in unit.handles:
-            handle.on_grad_ready = partial(self.grads_ready, unit)
+            handle.grads.on_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -434,7 +434,7 @@ class Schedule(CommContext):
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
     def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
-        grads_ready, before = handle.take_grads_ready(), self._used.get(handle)
+        grads_ready, before = handle.grads.take_ready(), self._used.get(handle)
         self._used[handle] = grads_ready if before is None else bytes(map(max, grads_ready, before))
         unit.begin_reduction(handle)
 
@@ -485,7 +485,7 @@ class Schedule(CommContext):
         unreduced = set()
         for unit in self.units:
             for handle in unit.handles:
-                grads_ready = handle.take_grads_ready()
+                grads_ready = handle.grads.take_ready()
                 if any(grads_ready):
                     unreduced.add(handle)
                     used[handle] = grads_ready if handle not in used else bytes(map(max, grads_ready, used[handle]))
@@ -501,7 +501,7 @@ class Schedule(CommContext):
                     unit.begin_reduction(handle)
         shards = self.reductions.finish(self.streams)
         for handle, shard in shards.items():
-            handle.views.set_sharded_grad(shard, used[handle])
+            handle.grads.add_reduced(shard, used[handle])
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:

@@ -24,7 +24,7 @@ import fsdp_flat.runtime.comm_context
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
-from fsdp_flat.flat.storage import FlatGradBuffer
+from fsdp_flat.flat.gradients import FlatGradBuffer
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
@@ -72,7 +72,7 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
             for dtype, dtype_buffer in handle._dtype_buffers.items():
                 add(dtype_buffer.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
-            for window in (handle._grad_buffer, handle._spare_grad_buffer):
+            for window in (handle.grads._buffer, handle.grads._spare_buffer):
                 if window is not None:
                     add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
     return names
