@@ -18,12 +18,12 @@ from fsdp_flat.flat.sharded_grad import ShardedGrad
 
 __all__ = [
     "FlatParameter",
-    "ModuleGuard",
     "ShardedFlatParameter",
     "ShardedParameter",
     "ShardedPlaceholder",
     "copy_flat_parameter",
     "enable_torch_function",
+    "module_guard",
     "new_flat_parameter",
     "set_sharded_class",
     "unguarded",
@@ -36,8 +36,8 @@ _HINTS = (
 )
 
 
-class ModuleGuard:
-    """Raises as a forward pre-hook while a module's parameters are sharded.
+def module_guard(unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> Callable[..., NoReturn]:
+    """Create a forward pre-hook that raises, for a module whose parameters are sharded.
 
     Args:
         unit_name: returns the unit's name.
@@ -45,18 +45,13 @@ class ModuleGuard:
         shape: its unsharded shape.
     """
 
-    __slots__ = ("_param_fqn", "_shape", "_unit_name")
-
-    def __init__(self, unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> None:
-        self._unit_name = unit_name
-        self._param_fqn = param_fqn
-        self._shape = shape
-
-    def __call__(self, module: nn.Module, _args: Any) -> NoReturn:
+    def guard(module: nn.Module, _args: Any) -> NoReturn:
         raise UsageError(
-            f"{type(module).__name__} was called while its parameter {self._param_fqn!r} {self._shape} of unit "
-            f"{self._unit_name()!r} is sharded: this rank holds a local shard of it. {_HINTS}"
+            f"{type(module).__name__} was called while its parameter {param_fqn!r} {shape} of unit {unit_name()!r} is "
+            f"sharded: this rank holds a local shard of it. {_HINTS}"
         )
+
+    return guard
 
 
 class ShardedPlaceholder(torch.Tensor):

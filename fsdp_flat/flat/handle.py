@@ -15,11 +15,11 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.flat.gradients import HandleGradients
+from fsdp_flat.flat._torch import set_versions
 from fsdp_flat.flat.guards import new_flat_parameter, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step
 from fsdp_flat.flat.sharded_grad import set_grad
-from fsdp_flat.flat.storage import AliasBuffer, DtypeBuffer, Expiry, FlatBuffer, MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, alignment_numel
@@ -84,6 +84,49 @@ class HandleSpec:
         return self.shard_device.type == "cpu" and self.device.type != "cpu"
 
 
+_EXPIRED = 10**9
+"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
+
+
+class UnshardedParams:
+    """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
+
+    While the buffer does not hold their values, the parameters are marked as changed. A backward unshards a unit when
+    it reaches one of the outputs that were found. Autograd may reach a tensor that a module stored elsewhere earlier,
+    and its graph uses the parameters too: it would read freed memory, or memory that an all-gather still writes to.
+    Autograd compares versions whenever it unpacks a saved tensor and raises if they differ, so another version in
+    between costs nothing where it is read.
+
+    Args:
+        buffer: the buffer.
+        own_slice: this rank's slice of it.
+        params: the parameters that modules see; each has a version counter of its own.
+    """
+
+    __slots__ = ("_versions", "buffer", "own_slice", "params")
+
+    def __init__(self, buffer: FlatBuffer, own_slice: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
+        self.buffer = buffer
+        self.own_slice = own_slice
+        self.params = tuple(params)
+        self._versions: tuple[int, ...] | None = None
+        self.free(MemoryPool())
+
+    def free(self, pool: MemoryPool) -> None:
+        """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
+        # Where nothing is freed, nothing can be used too late.
+        if self._versions is None and not isinstance(self.buffer, AliasBuffer):
+            self._versions = tuple([unsharded_param._version for unsharded_param in self.params])
+            set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
+        self.buffer.free(pool)
+
+    def mark_filled(self) -> None:
+        """Have autograd accept the parameters again: the buffer has their values."""
+        if self._versions is not None:
+            set_versions(self.params, self._versions)
+            self._versions = None
+
+
 class FlatParamHandle:
     """Owns one flat parameter.
 
@@ -131,11 +174,11 @@ class FlatParamHandle:
         spec = self.spec
         self.pool = MemoryPool()
         self._state = ShardState.SHARDED
-        self._dtype_buffers: dict[torch.dtype, DtypeBuffer] = {}
+        self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         kind = OrigViews if spec.use_orig_params else FlatViews
         self.views = kind(
             params,
-            self._use_dtype_buffer(params),
+            self._use_compute_dtype(params),
             self.layout,
             spec.rank,
             self.flat_param,
@@ -212,21 +255,16 @@ class FlatParamHandle:
             shard[local_shard.in_shard.to_slice()].copy_(flat[local_shard.in_param.to_slice()])
         return shard
 
-    def _use_dtype_buffer(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
+    def _use_compute_dtype(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
         """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
-        dtype_buffer = self._dtype_buffers.get(self.compute_dtype)
-        if dtype_buffer is None:
+        unsharded = self._by_dtype.get(self.compute_dtype)
+        if unsharded is None:
             buffer = self._new_buffer()
             own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
-            unsharded_params = tuple(self._new_unsharded_params(params, buffer))
-            # What nothing is freed of cannot be used too late.
-            expiry = Expiry(() if isinstance(buffer, AliasBuffer) else unsharded_params)
-            dtype_buffer = DtypeBuffer(buffer, own, unsharded_params, expiry)
-            self._dtype_buffers[self.compute_dtype] = dtype_buffer
-            expiry.expire()
-            buffer.free(MemoryPool())
-        self.buffer, self._own_slice, self._expiry = dtype_buffer.buffer, dtype_buffer.own_slice, dtype_buffer.expiry
-        return dtype_buffer.unsharded_params
+            unsharded = UnshardedParams(buffer, own, self._new_unsharded_params(params, buffer))
+            self._by_dtype[self.compute_dtype] = unsharded
+        self.buffer, self._unsharded = unsharded.buffer, unsharded
+        return unsharded.params
 
     def _new_buffer(self) -> FlatBuffer:
         shard = self.flat_param.data
@@ -254,7 +292,7 @@ class FlatParamHandle:
             self._switch_unsharded_params()
 
     def _switch_unsharded_params(self) -> None:
-        self.views.use_unsharded_params(self._use_dtype_buffer(self.views.params))
+        self.views.use_unsharded_params(self._use_compute_dtype(self.views.params))
         self.views.use_sharded_views()
         self._prepare_grads()
 
@@ -284,15 +322,15 @@ class FlatParamHandle:
             shard = self.flat_param.data
         if self._offloads:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
-            self._own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
+            self._unsharded.own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
         elif not isinstance(self.buffer, AliasBuffer):
-            self._own_slice.copy_(shard)
+            self._unsharded.own_slice.copy_(shard)
         return self.buffer.tensor
 
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
         self._move(ShardState.UNSHARDED)
-        self._expiry.renew()
+        self._unsharded.mark_filled()
 
     def use_unsharded_views(self) -> None:
         """Point the modules at the unsharded parameters, with the ``requires_grad`` that the user set."""
@@ -306,8 +344,7 @@ class FlatParamHandle:
     def free(self) -> None:
         """Free the buffer after :meth:`reshard`."""
         assert self._state is ShardState.SHARDED
-        self._expiry.expire()
-        self.buffer.free(self.pool)
+        self._unsharded.free(self.pool)
 
     def undo_reshard(self) -> None:
         """Mark the parameters as unsharded again; the buffer was not freed yet."""
@@ -367,7 +404,7 @@ class FlatParamHandle:
         self.spec = replace(
             self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
         )
-        self._dtype_buffers.clear()
+        self._by_dtype.clear()
         self._switch_unsharded_params()
         self.views.bind_shard(rebuilt=True)
 

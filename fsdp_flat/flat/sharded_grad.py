@@ -12,7 +12,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 
-__all__ = ["LocalNorm", "ShardedGrad", "UnreducedGrad", "set_grad"]
+__all__ = [
+    "LocalNorm",
+    "ShardedGrad",
+    "UnreducedGrad",
+    "UnreducedLocalGrad",
+    "accumulate_grad",
+    "hooked_grad",
+    "run_grad_hooks",
+    "set_grad",
+]
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
@@ -213,3 +222,78 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     param.grad = shown
     with _unguarded():
         shown.data = grad
+
+
+class UnreducedLocalGrad:
+    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards.
+
+    Args:
+        param: the parameter that the optimizer holds.
+        local_shard: this rank's shard of the waiting gradient, in the parameter's shape.
+        describe: returns the parameter's name for error texts.
+        indices: the layout's parameters that ``param`` holds elements of.
+    """
+
+    __slots__ = ("_before", "_grad", "_param", "_version", "indices")
+
+    def __init__(
+        self, param: nn.Parameter, local_shard: torch.Tensor, describe: Callable[[], str], indices: range
+    ) -> None:
+        self.indices = indices
+        self._param = param
+        self._before = param.grad
+        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
+        shown = local_shard.to(param.dtype) if self._before is None else self._before
+        set_grad(param, UnreducedGrad.of(shown, describe))
+        assert param.grad is not None
+        self._grad = param.grad
+        self._version = self._grad._version
+
+    @property
+    def is_cleared(self) -> bool:
+        """Return whether a caller has set the gradient to None or zero since it was shown."""
+        grad = self._param.grad
+        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether a caller has written into the gradient since it was shown."""
+        return self._before is None and self._changed_in_place
+
+    @property
+    def _changed_in_place(self) -> bool:
+        return self._param.grad is self._grad and self._grad._version != self._version
+
+    def take_back(self) -> None:
+        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
+        if self._param.grad is self._grad:
+            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
+            set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
+
+
+def hooked_grad(flat_param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """Pass this rank's reduced gradient through the flat parameter's hooks: it is not in the autograd graph."""
+    with _unguarded():
+        hooks = flat_param._backward_hooks or {}
+    for hook in hooks.values():
+        result = hook(grad)
+        grad = grad if result is None else result
+    return grad
+
+
+def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
+    """Add a reduced gradient to ``param.grad``; return whether :func:`run_grad_hooks` must follow."""
+    if param.grad is not None:
+        param.grad.add_(grad)
+    else:
+        set_grad(param, grad)
+    return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
+
+
+def run_grad_hooks(param: nn.Parameter) -> None:
+    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
+    for optimizer in getattr(param, "_in_backward_optimizers", ()):
+        optimizer.step()
+        optimizer.zero_grad()

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.guards import ModuleGuard, ShardedParameter, ShardedPlaceholder, set_sharded_class, unguarded
+from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class, unguarded
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
@@ -52,6 +52,7 @@ class VisibleParam:
     Attributes:
         param: the parameter.
         indices: the layout's parameters of which it holds elements.
+        describe: returns its name and unit, for error texts.
         in_shard: its elements in the rank's shard; None for all.
         shape: its shape where nothing is sharded, else None for one dim.
         is_elsewhere: it has elements, but none on this rank.
@@ -59,6 +60,7 @@ class VisibleParam:
 
     param: nn.Parameter
     indices: range
+    describe: Callable[[], str]
     in_shard: slice | None = None
     shape: tuple[int, ...] | None = None
     is_elsewhere: bool = False
@@ -107,15 +109,15 @@ class Views:
         self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
         self._saved_grads: list[torch.Tensor | None] | None = None
-        guards: dict[nn.Module, ModuleGuard] = {}
+        guards: dict[nn.Module, Callable[..., NoReturn]] = {}
         if layout.world_size > 1:
             for entry, param_info in zip(params, layout.param_infos, strict=True):
                 for site in entry.sites:
-                    guard = ModuleGuard(lambda: self.unit_name, param_info.fqn, param_info.shape)
+                    guard = module_guard(lambda: self.unit_name, param_info.fqn, param_info.shape)
                     guards.setdefault(site.module, guard)
         # Several units may guard one module.
         key = f"fsdp_flat_guard_{id(self)}"
-        self._guard_hooks: list[tuple[Any, str, ModuleGuard]] = [
+        self._guard_hooks: list[tuple[Any, str, Callable[..., NoReturn]]] = [
             (module._forward_pre_hooks, key, guard) for module, guard in guards.items()
         ]
         self.use_unsharded_params(unsharded_params)
@@ -296,12 +298,6 @@ class Views:
         """Return the FQN of a parameter and its unit, for error texts."""
         return f"{self.layout.param_infos[index].fqn!r} of unit {self.unit_name!r}"
 
-    def describe_visible(self, each: VisibleParam) -> str:
-        """Return the name of a visible parameter and its unit, for error texts."""
-        if each.param is self.flat_param:
-            return f"the flat parameter of unit {self.unit_name!r}"
-        return self.describe(each.indices.start)
-
     def _raise_replaced(self, what: str) -> NoReturn:
         raise UsageError(
             f"{what} was replaced in its module: torch's fully_shard was called on a module that "
@@ -320,6 +316,7 @@ class OrigViews(Views):
             VisibleParam(
                 entry.param,
                 range(local_shard.index, local_shard.index + 1),
+                functools.partial(self.describe, local_shard.index),
                 local_shard.in_shard.to_slice(),
                 None if is_sharded else param_info.shape,
                 local_shard.is_empty and param_info.numel > 0,
@@ -440,7 +437,11 @@ class FlatViews(Views):
             for entry, unsharded_param in zip(params, unsharded_params, strict=True)
         ]
         super().__init__(entries, unsharded_params, *args)
-        self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
+        self.visible = (
+            VisibleParam(
+                self.flat_param, range(len(entries)), lambda: f"the flat parameter of unit {self.unit_name!r}"
+            ),
+        )
         _warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.flat._torch import swap_memory
-from fsdp_flat.flat.gradients import FlatGradBuffer
-from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, MemoryPool
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool
 from fsdp_flat.layout import FlatLayout
 from tests.support import assert_equal
 

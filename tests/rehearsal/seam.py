@@ -24,7 +24,7 @@ import fsdp_flat.runtime.comm_context
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
-from fsdp_flat.flat.gradients import FlatGradBuffer
+from fsdp_flat.flat.storage import FlatGradBuffer
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
@@ -70,8 +70,8 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
         for handle in unit.handles:
             add(handle.flat_param.data, f"the shard of {unit.name!r}")
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
-            for dtype, dtype_buffer in handle._dtype_buffers.items():
-                add(dtype_buffer.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
+            for dtype, unsharded in handle._by_dtype.items():
+                add(unsharded.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
             for window in (handle.grads._buffer, handle.grads._spare_buffer):
                 if window is not None:
                     add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
