@@ -34,7 +34,7 @@ from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.extras.names import named_as_plain
 from fsdp_flat.flat import FlatParameter, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
-from fsdp_flat.loading import all_or_nothing, end_load, report_of
+from fsdp_flat.loading import ModelLoad, all_or_nothing, end_load, report_of
 from fsdp_flat.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.state_dict import (
@@ -107,6 +107,9 @@ class FullyShardedDataParallel(UndocumentedMembers):
         UsageError: (a RuntimeError) no process group, or tensors on several devices.
     """
 
+    # The load in which the wrapper takes part.
+    _load: ModelLoad | None = None
+
     def __init__(
         self,
         module: nn.Module,
@@ -159,8 +162,6 @@ class FullyShardedDataParallel(UndocumentedMembers):
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, unit.module)
         self.register_load_state_dict_post_hook(end_load)
-
-    # -- access to the wrapped module ---------------------------------------------------------------------------
 
     @property
     def module(self) -> nn.Module:
@@ -446,14 +447,13 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """
         if not isinstance(state_dict, Mapping):
             raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
-        with all_or_nothing(self, assign=assign):
+        with all_or_nothing(self, strict=strict, assign=assign):
             return super().load_state_dict(with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        _, _, missing_keys, _, error_msgs = args
-        CODECS[self._unit.state_dict_settings.state_dict_type].load(
-            self._unit, state_dict, prefix, report_of(self, missing_keys, error_msgs)
-        )
+        local_metadata, _, missing_keys, _, error_msgs = args
+        report = report_of(self, local_metadata, missing_keys, error_msgs)
+        CODECS[self._unit.state_dict_settings.state_dict_type].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- conversions and copies ----------------------------------------------------------------------------------

@@ -295,16 +295,12 @@ class UndocumentedMembers(nn.Module):
     ) -> dict[str, Any]:
         """Return the state as full tensors on the CPU; older form of ``optim_state_dict``. Every rank must call this.
 
+        Result, errors and other arguments are those of ``optim_state_dict``.
+
         Args:
-            model: the wrapped model, or a module that holds wrapped ones.
-            optim: its optimizer, built after wrapping.
             optim_input: accepted as in FSDP1; ``optim`` gives the order of parameters.
             rank0_only: ranks other than 0 (of all ranks, also with hybrid strategies) send their shards and return an
                 empty dict.
-            group: accepted as in FSDP1; each unit's own groups are used.
-
-        Returns:
-            State dict and errors are those of ``optim_state_dict``.
         """
         _warn_legacy("full_optim_state_dict", "optim_state_dict")
         return save_full_or_sharded(model, optim, None, optim_input, rank0_only)
@@ -315,13 +311,7 @@ class UndocumentedMembers(nn.Module):
     ) -> dict[str, Any]:
         """Return the state as dim-0 chunks; older form of ``optim_state_dict``. Every rank must call this.
 
-        Args:
-            model: the wrapped model, or a module that holds wrapped ones.
-            optim: its optimizer, built after wrapping.
-            group: accepted as in FSDP1; each unit's own groups are used.
-
-        Returns:
-            State dict and errors are those of ``optim_state_dict``.
+        Arguments, result and errors are those of ``optim_state_dict``.
         """
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
         return save_full_or_sharded(model, optim, None, rank0_only=False, full_state_dict=False, cpu_offload=False)
@@ -335,14 +325,12 @@ class UndocumentedMembers(nn.Module):
     ) -> dict[str, Any]:
         """Convert full tensors that every rank has for loading; older form of ``optim_state_dict_to_load``.
 
+        Result, errors and other arguments are those of ``optim_state_dict_to_load``.
+
         Args:
             full_optim_state_dict: full tensors under names.
-            model: the wrapped model, or a module that holds wrapped ones.
             optim_input: input of the optimizer's constructor, if there is no ``optim``.
             optim: gives the order of parameters; without both it is ``model.parameters()``.
-
-        Returns:
-            Input of ``optim.load_state_dict`` on this rank; errors are those of ``optim_state_dict_to_load``.
         """
         _warn_legacy("shard_full_optim_state_dict", "optim_state_dict_to_load")
         return load_full_or_sharded(full_optim_state_dict, model, optim_input, optim)
@@ -353,13 +341,10 @@ class UndocumentedMembers(nn.Module):
     ) -> dict[str, Any]:
         """Convert dim-0 chunks for loading; older form of ``optim_state_dict_to_load``. Every rank must call this.
 
+        Result, errors and other arguments are those of ``optim_state_dict_to_load``.
+
         Args:
             sharded_optim_state_dict: from :meth:`sharded_optim_state_dict` at the same number of ranks.
-            model: the wrapped model, or a module that holds wrapped ones.
-            optim: its optimizer, built after wrapping.
-
-        Returns:
-            Input of ``optim.load_state_dict`` on this rank; errors are those of ``optim_state_dict_to_load``.
         """
         _warn_legacy("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         return load_full_or_sharded(sharded_optim_state_dict, model, None, optim, full_state_dict=False)
@@ -374,17 +359,10 @@ class UndocumentedMembers(nn.Module):
     ) -> dict[str, Any]:
         """Convert full tensors that rank 0 alone has for loading; older form of ``optim_state_dict_to_load``.
 
-        Every rank must call this.
+        Every rank must call this. Other arguments are those of :meth:`shard_full_optim_state_dict`.
 
         Args:
             full_optim_state_dict: full tensors under names on rank 0; ignored on other ranks.
-            model: the wrapped model, or a module that holds wrapped ones.
-            optim_input: input of the optimizer's constructor, if there is no ``optim``.
-            optim: gives the order of parameters; without both it is ``model.parameters()``.
-            group: accepted as in FSDP1; each unit's own groups are used.
-
-        Returns:
-            Input of ``optim.load_state_dict`` on this rank; errors are those of ``optim_state_dict_to_load``.
         """
         _warn_legacy("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         return load_full_or_sharded(full_optim_state_dict, model, optim_input, optim, rank0_only=True)

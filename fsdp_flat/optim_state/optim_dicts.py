@@ -105,13 +105,16 @@ def optim_state_dict_to_load(
     is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
     if not is_full:
         _warn_if_empty(optim, optim_state_dict)
-    loaded = load_full_or_sharded(
-        optim_state_dict,
+    contents = contents_of(optim)
+    loaded = load_optim_state(
         model,
-        optim=optim,
-        full_state_dict=is_full,
-        rank0_only=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
-        is_named_optimizer=is_named_optimizer,
+        contents.params,
+        optim_state_dict,
+        own_groups=None if is_named_optimizer else optim.param_groups,
+        named=is_named_optimizer,
+        from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+        expects_chunks=not is_full,
+        owners=contents.owners,
     )
     if load_directly:
         optim.load_state_dict(loaded)

@@ -1,6 +1,6 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
-from fsdp_flat.runtime.agreement import ErrorTexts, agree
+from fsdp_flat.comm import ErrorTexts, agree
 from fsdp_flat.runtime.build import handles_of, owners_of_ties
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.construction import Arguments, construct
@@ -9,8 +9,8 @@ from fsdp_flat.runtime.forward import forward, participate, register_forward_met
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.options import UnitOptions
 from fsdp_flat.runtime.precision import precision_from
+from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
-    LOW_PRECISION_HOOKS,
     clear_gradients,
     set_comm_hook,
     set_divide_factor,

@@ -13,13 +13,12 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from
+from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from, true_on_any_rank
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights, true_on_any_rank
-from fsdp_flat.runtime.build import build_unit, describe_structure, own_buffers, owners_of_ties
+from fsdp_flat.runtime.build import agree_on_structure, build_unit, describe_structure, own_buffers, owners_of_ties
 from fsdp_flat.runtime.ignored import resolve_ignored
-from fsdp_flat.runtime.materialize import materialize
+from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
     Ignored,
     UnitOptions,
@@ -278,7 +277,7 @@ def _tree_of(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     call = _count_call(group)
     params = list(module.named_parameters())
     has_meta = any(param.is_meta for _, param in params) or any(buffer.is_meta for buffer in module.buffers())
-    (on_meta,) = true_on_any_rank([has_meta], options.groups, options.device)
+    (on_meta,) = true_on_any_rank([has_meta], options.groups.rank_groups, options.device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
@@ -294,7 +293,7 @@ def _tree_of(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         named += own_buffers(module, ignored)
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
-        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups, options.device)
+        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups.rank_groups, options.device)
         named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
     broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
     return _Tree(owners, broadcast, on_meta, group, call)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["LOW_PRECISION_HOOKS", "clear_gradients", "set_comm_hook", "set_divide_factor", "without_reduction"]
-
-# The hooks cast, call the backend and cast back; gloo has no kernels for some of their calls. A reduction in the hook's
-# dtype gives the same result on every backend.
-LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
-    {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
-)
-"""Dtype in which each of torch's low-precision hooks communicates gradients."""
+__all__ = ["clear_gradients", "set_comm_hook", "set_divide_factor", "without_reduction"]
 
 
 @contextmanager
@@ -47,7 +39,7 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
 def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:
     """Clear the gradients of the units' parameters, reduced or not."""
     for handle in (handle for unit in units for handle in unit.handles):
-        handle.drop_gradient()
+        handle.grads.drop()
         for param in handle.views.visible_params():
             if param.grad is not None:
                 if set_to_none:

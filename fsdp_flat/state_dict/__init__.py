@@ -12,7 +12,7 @@ from fsdp_flat.state_dict.chunk_specs import (
 )
 from fsdp_flat.state_dict.codecs import CODECS, StateDictCodec
 from fsdp_flat.state_dict.common import LOADING, LoadReport, failed_anywhere, local_shard_of, rank_groups_of
-from fsdp_flat.state_dict.model_state import (
+from fsdp_flat.state_dict.model_dicts import (
     get_state_dict_type,
     save_model,
     set_state_dict_type,

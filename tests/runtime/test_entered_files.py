@@ -16,8 +16,9 @@ from torch import nn
 
 import fsdp_flat
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import WIDTH, Block, batch, shared_memory, wrapped
+from tests.runtime.kit import WIDTH, batch, shared_memory
 from tests.support import on_ranks
+from tests.support.kit import Block, wrapped
 
 MOST = 12
 PACKAGE = Path(fsdp_flat.__file__).parent
