@@ -25,7 +25,7 @@ from fsdp_flat.errors import FsdpFlatError, LoadError
 from fsdp_flat.flat import FlatParamHandle, modules_of
 from fsdp_flat.layout import clean_fqn, clean_text
 from fsdp_flat.runtime import Unit, unit_of, units_of
-from fsdp_flat.state_dict import LoadReport, failed_anywhere
+from fsdp_flat.state import LoadReport, failed_anywhere
 
 __all__ = ["all_or_nothing", "end_load", "report_of"]
 

@@ -12,8 +12,7 @@ from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.optim_state import contents_of, load_optim_state, ordered_params, rekey, save_optim_state
-from fsdp_flat.state_dict import DEFAULT_SETTINGS
+from fsdp_flat.state import DEFAULT_SETTINGS, contents_of, load_optim_state, ordered_params, rekey, save_optim_state
 from fsdp_flat.state_methods import StateDictMethods
 
 __all__ = ["OptimStateMethods"]

@@ -18,7 +18,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.loading import all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state_dict import CODECS, settings_for
+from fsdp_flat.state import CODECS, settings_for
 
 __all__ = ["StateDictMethods"]
 

@@ -15,9 +15,8 @@ from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.optim_state import OptimContents, save_optim_state
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state_dict import BoxedTensor
+from fsdp_flat.state import BoxedTensor, OptimContents, save_optim_state
 
 __all__ = [
     "NonTensorState",

@@ -36,9 +36,8 @@ from fsdp_flat.extras.matrix_owners import (
 )
 from fsdp_flat.extras.names import whole_shape
 from fsdp_flat.flat import unguarded
-from fsdp_flat.optim_state import ParamNames, names_of
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
-from fsdp_flat.state_dict import rank_groups_of
+from fsdp_flat.state import ParamNames, names_of, rank_groups_of
 
 __all__ = ["MatrixOptimizer", "matrix_params"]
 

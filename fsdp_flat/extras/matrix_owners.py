@@ -13,8 +13,8 @@ from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, FlatParameter, FlatParamHandle, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
-from fsdp_flat.optim_state import Managed, ParamNames
 from fsdp_flat.runtime import Unit
+from fsdp_flat.state import Managed, ParamNames
 
 __all__ = [
     "NO_MOVES",

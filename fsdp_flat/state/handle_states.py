@@ -14,12 +14,12 @@ from torch import nn
 from fsdp_flat.comm import RankGroup, digest_of, dtype_from_name, exchange_bytes, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.optim_state.handlers import refuse_split
-from fsdp_flat.optim_state.non_tensor_values import value_from_text, value_to_text
-from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, is_on_other_ranks, is_scalar
-from fsdp_flat.optim_state.owned import OwnedState, owned_tensors, owners_by_slot
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import rank_groups_of
+from fsdp_flat.state.common import rank_groups_of
+from fsdp_flat.state.handlers import refuse_split
+from fsdp_flat.state.non_tensor_values import value_from_text, value_to_text
+from fsdp_flat.state.optim_params import OptimContents, ParamNames, is_on_other_ranks, is_scalar
+from fsdp_flat.state.owned import OwnedState, owned_tensors, owners_by_slot
 
 __all__ = ["HandleStates", "agree_on_states", "read_states"]
 

@@ -14,9 +14,9 @@ from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
-from fsdp_flat.state_dict.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
-from fsdp_flat.state_dict.chunk_specs import ChunkSpec, ShardWithSpec, chunk_spec, chunks_of, fitting_chunk
-from fsdp_flat.state_dict.common import (
+from fsdp_flat.state.boxed import BoxedTensor, boxed_value, boxes_to_shard, check_boxes
+from fsdp_flat.state.chunk_specs import ChunkSpec, ShardWithSpec, chunk_spec, chunks_of, fitting_chunk
+from fsdp_flat.state.common import (
     LoadReport,
     copy_full,
     finish_load,
@@ -25,7 +25,7 @@ from fsdp_flat.state_dict.common import (
     put,
     restore_buffers,
 )
-from fsdp_flat.state_dict.torch_types import is_chunked, shape_of
+from fsdp_flat.state.torch_types import is_chunked, shape_of
 
 __all__ = ["decode_sharded", "encode_sharded", "prefetch_sharded"]
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from fsdp_flat.comm import digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.errors import OptionError
-from fsdp_flat.optim_state.optim_params import ParamNames
-from fsdp_flat.state_dict import rank_groups_of
+from fsdp_flat.state.common import rank_groups_of
+from fsdp_flat.state.optim_params import ParamNames
 
 __all__ = ["check_groups", "complete_groups"]
 

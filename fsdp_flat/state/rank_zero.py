@@ -10,7 +10,7 @@ import torch
 
 from fsdp_flat.comm import ShardingGroups, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
-from fsdp_flat.optim_state.optim_params import ParamNames
+from fsdp_flat.state.optim_params import ParamNames
 
 __all__ = ["FromRankZero", "shared_from_rank_zero"]
 

@@ -13,7 +13,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state_dict import shape_of
+from fsdp_flat.state.torch_types import shape_of
 
 __all__ = [
     "Managed",

@@ -20,26 +20,16 @@ from fsdp_flat.comm import P2PChannels, barrier
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, boxes, plan_transfer
-from fsdp_flat.optim_state.handlers import DeferredState, OptimStateHandler, refuse_split
-from fsdp_flat.optim_state.optim_params import ParamNames, current_names, is_on_other_ranks, is_scalar, names_of
-from fsdp_flat.optim_state.owned import Owners, owners_by_slot
-from fsdp_flat.optim_state.param_groups import check_groups
-from fsdp_flat.optim_state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.runtime import Unit, agree
-from fsdp_flat.state_dict import (
-    LOADING,
-    BoxedTensor,
-    ShardWithSpec,
-    boxes_to_shard,
-    check_boxes,
-    chunk_spec,
-    dtype_of,
-    fitting_chunk,
-    is_chunked,
-    rank_groups_of,
-    shape_of,
-    write_chunks,
-)
+from fsdp_flat.state.boxed import BoxedTensor, boxes_to_shard, check_boxes
+from fsdp_flat.state.chunk_specs import ShardWithSpec, chunk_spec, fitting_chunk, write_chunks
+from fsdp_flat.state.common import LOADING, rank_groups_of
+from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, refuse_split
+from fsdp_flat.state.optim_params import ParamNames, current_names, is_on_other_ranks, is_scalar, names_of
+from fsdp_flat.state.owned import Owners, owners_by_slot
+from fsdp_flat.state.param_groups import check_groups
+from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
+from fsdp_flat.state.torch_types import dtype_of, is_chunked, shape_of
 
 __all__ = ["load_optim_state"]
 

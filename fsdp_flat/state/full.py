@@ -17,8 +17,8 @@ from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import P2PChannels
 from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, full_params
-from fsdp_flat.state_dict.chunk_specs import plan_full_transfer
-from fsdp_flat.state_dict.common import (
+from fsdp_flat.state.chunk_specs import plan_full_transfer
+from fsdp_flat.state.common import (
     LoadReport,
     copy_full,
     finish_load,

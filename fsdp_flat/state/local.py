@@ -14,9 +14,9 @@ from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX
 from fsdp_flat.runtime import Unit, check_idle
-from fsdp_flat.state_dict.common import LoadReport, copy_full, finish_load, prepare_load, put, restore_buffers
-from fsdp_flat.state_dict.full import encode_full
-from fsdp_flat.state_dict.torch_types import flat_sharded, local_chunk, shape_of
+from fsdp_flat.state.common import LoadReport, copy_full, finish_load, prepare_load, put, restore_buffers
+from fsdp_flat.state.full import encode_full
+from fsdp_flat.state.torch_types import flat_sharded, local_chunk, shape_of
 
 __all__ = ["decode_local", "encode_local"]
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import LoadError
-from fsdp_flat.optim_state.handlers import DeferredState
-from fsdp_flat.optim_state.optim_params import names_of
-from fsdp_flat.optim_state.owned import owners_by_slot
-from fsdp_flat.state_dict import boxed_value
+from fsdp_flat.state.boxed import boxed_value
+from fsdp_flat.state.handlers import DeferredState
+from fsdp_flat.state.optim_params import names_of
+from fsdp_flat.state.owned import owners_by_slot
 
 __all__ = ["template_states"]
 

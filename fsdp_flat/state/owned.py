@@ -20,9 +20,10 @@ from fsdp_flat.comm import P2PChannels
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import Interval, ReplicatedPartition, boxes, plan_transfer
-from fsdp_flat.optim_state.optim_params import ParamNames, is_scalar
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict import BoxedTensor, ShardWithSpec, chunk_spec, chunks_of
+from fsdp_flat.state.boxed import BoxedTensor
+from fsdp_flat.state.chunk_specs import ShardWithSpec, chunk_spec, chunks_of
+from fsdp_flat.state.optim_params import ParamNames, is_scalar
 
 __all__ = [
     "OwnedEntry",

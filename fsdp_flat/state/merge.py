@@ -10,11 +10,11 @@ import torch
 from fsdp_flat.comm import RankGroup, Transfers, dtype_from_name, exchange_bytes
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import ReplicatedPartition, plan_transfer
-from fsdp_flat.optim_state.handle_states import HandleStates
-from fsdp_flat.optim_state.handlers import OptimStateHandler, StatePart
-from fsdp_flat.optim_state.optim_params import ParamNames
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
-from fsdp_flat.state_dict import rank_groups_of
+from fsdp_flat.state.common import rank_groups_of
+from fsdp_flat.state.handle_states import HandleStates
+from fsdp_flat.state.handlers import OptimStateHandler, StatePart
+from fsdp_flat.state.optim_params import ParamNames
 
 __all__ = ["Place", "dst_all", "dst_rank_zero", "dst_round_robin", "merged_states"]
 

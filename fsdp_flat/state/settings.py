@@ -7,7 +7,7 @@ from typing import Any
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.errors import UsageError
-from fsdp_flat.state_dict.codecs import CODECS
+from fsdp_flat.state.codecs import CODECS
 
 __all__ = ["DEFAULT_SETTINGS", "settings_for"]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat.api import OptimStateKeyType
 from fsdp_flat.errors import OptionError, PhaseError
-from fsdp_flat.optim_state.optim_params import ParamNames, names_of
+from fsdp_flat.state.optim_params import ParamNames, names_of
 
 __all__ = ["rekey"]
 

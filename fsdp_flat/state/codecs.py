@@ -19,10 +19,10 @@ from fsdp_flat.api import (
     StateDictType,
 )
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict.common import LoadReport
-from fsdp_flat.state_dict.full import decode_full, encode_full, prefetch_full
-from fsdp_flat.state_dict.local import decode_local, encode_local
-from fsdp_flat.state_dict.sharded import decode_sharded, encode_sharded, prefetch_sharded
+from fsdp_flat.state.common import LoadReport
+from fsdp_flat.state.full import decode_full, encode_full, prefetch_full
+from fsdp_flat.state.local import decode_local, encode_local
+from fsdp_flat.state.sharded import decode_sharded, encode_sharded, prefetch_sharded
 
 __all__ = ["CODECS", "StateDictCodec"]
 

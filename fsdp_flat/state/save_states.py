@@ -13,13 +13,15 @@ from torch import nn
 
 from fsdp_flat.comm import P2PChannels, barrier, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.optim_state.handle_states import HandleStates, agree_on_states, read_states
-from fsdp_flat.optim_state.merge import dst_all, dst_rank_zero, dst_round_robin, merged_states
-from fsdp_flat.optim_state.optim_params import OptimContents, ParamNames, names_of
-from fsdp_flat.optim_state.owned import boxed_owned, chunked_owned, owned_entries, owners_by_slot, whole_owned
-from fsdp_flat.optim_state.param_groups import complete_groups
 from fsdp_flat.runtime import ErrorTexts, agree
-from fsdp_flat.state_dict import ShardWithSpec, boxed_value, chunk_spec, chunks_of, plan_full_transfer, rank_groups_of
+from fsdp_flat.state.boxed import boxed_value
+from fsdp_flat.state.chunk_specs import ShardWithSpec, chunk_spec, chunks_of, plan_full_transfer
+from fsdp_flat.state.common import rank_groups_of
+from fsdp_flat.state.handle_states import HandleStates, agree_on_states, read_states
+from fsdp_flat.state.merge import dst_all, dst_rank_zero, dst_round_robin, merged_states
+from fsdp_flat.state.optim_params import OptimContents, ParamNames, names_of
+from fsdp_flat.state.owned import boxed_owned, chunked_owned, owned_entries, owners_by_slot, whole_owned
+from fsdp_flat.state.param_groups import complete_groups
 
 __all__ = ["save_optim_state"]
 

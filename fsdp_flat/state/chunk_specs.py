@@ -32,8 +32,8 @@ from fsdp_flat.layout import (
     plan_transfer,
 )
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state_dict._torch import root_mesh
-from fsdp_flat.state_dict.torch_types import ShardedTensors, describe_value, dtensor, local_chunk
+from fsdp_flat.state._torch import root_mesh
+from fsdp_flat.state.torch_types import ShardedTensors, describe_value, dtensor, local_chunk
 
 __all__ = [
     "ChunkSpec",

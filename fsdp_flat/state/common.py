@@ -17,8 +17,8 @@ from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMis
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
-from fsdp_flat.state_dict.chunk_specs import ShardWithSpec, write_chunks
-from fsdp_flat.state_dict.torch_types import shape_of
+from fsdp_flat.state.chunk_specs import ShardWithSpec, write_chunks
+from fsdp_flat.state.torch_types import shape_of
 
 __all__ = [
     "LOADING",
