@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, dtype_from_name
+from fsdp_flat.comm import RankGroup, dtype_from_name, exchange_if_different, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.handlers import refuse_split
-from fsdp_flat.state.optim_contents import OptimContents, exchange_if_different
+from fsdp_flat.state.optim_contents import OptimContents
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
@@ -176,16 +176,15 @@ def agree_on_states(index: ParamIndex, states: Sequence[ParamState], error: Exce
     groups = {unit: rank_groups_of([unit]) for unit in index.units}
     for rank_group in index.rank_groups:
         own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        text = "null" if error else json.dumps([_describe(state) for state in own])
-        # Of an owned parameter the owner has all states: no other rank lacks any.
-        numels = [0 if state.owner is not None else state.param.local_shard.numel for state in own]
-        everyone = exchange_if_different(text, rank_group, index.device, payload=f"[{text}, {json.dumps(numels)}]")
-        if everyone is None or any(described is None for described, _ in everyone):
+        payload = b"" if error else json.dumps([_describe(state) for state in own]).encode()
+        payloads = exchange_if_different(payload, rank_group, index.device)
+        if payloads is None or not all(payloads):
             continue
+        everyone = [json.loads(each) for each in payloads]
         try:
-            _check_lacking(rank_group, own, everyone)
+            _check_lacking(rank_group, own, everyone, index.device)
             for at, state in enumerate(own):
-                for described, _ in everyone:
+                for described in everyone:
                     _complete(state, *described[at])
         except FsdpFlatError as found:
             error = found
@@ -242,20 +241,25 @@ def _complete(
             state.plain[name] = _from_json(*encoded)
 
 
-def _check_lacking(rank_group: RankGroup, states: Sequence[ParamState], everyone: Sequence[Any]) -> None:
-    """Raise if a rank lacks a state of elements that it holds.
+def _check_lacking(
+    rank_group: RankGroup, states: Sequence[ParamState], everyone: Sequence[Any], device: torch.device
+) -> None:
+    """Raise if a rank lacks a state of elements that it holds. Every rank of the group must call this.
 
     Raises:
         UsageError: one does; the text lists the parameters by rank and states.
     """
     assert rank_group.group is not None
     lacking: dict[tuple[int, str], list[str]] = {}
+    # Of an owned parameter the owner has all states: no other rank lacks any.
+    own = [0 if state.owner is not None else state.param.local_shard.numel for state in states]
+    numels = exchange_ints(own, rank_group.group, device)
     ranks = dist.get_process_group_ranks(rank_group.group)
     for at, state in enumerate(states):
-        kept = [set(_kept_names(*described[at])) for described, _ in everyone]
+        kept = [set(_kept_names(*described[at])) for described in everyone]
         anywhere = set().union(*kept)
-        for rank, here, (_, numels) in zip(ranks, kept, everyone, strict=True):
-            if anywhere - here and numels[at]:
+        for rank, here, row in zip(ranks, kept, numels, strict=True):
+            if anywhere - here and row[at]:
                 lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
     if lacking:
         told = "; ".join(

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig
-from fsdp_flat.comm import barrier
-from fsdp_flat.runtime import ErrorTexts, agree
+from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.handlers import merged_states
 from fsdp_flat.state.optim_contents import OptimContents, complete_groups, named_groups
@@ -69,11 +68,13 @@ def save_optim_state(
     with torch.no_grad():
         values = _encoded(states, codec, config, on_owner=merge_on_one_rank)
         handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
-        merged = merged_states(
-            handled,
-            lambda position, size: 0 if to_zero else position % size if merge_on_one_rank else None,
-            offload=config.offload_to_cpu,
-        )
+        merged: dict[tuple[IndexedParam, str], torch.Tensor] = {}
+        if handled:
+            merged = merged_states(
+                handled,
+                lambda position, size: 0 if to_zero else position % size if merge_on_one_rank else None,
+                offload=config.offload_to_cpu,
+            )
     if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
         return {}
     by_name = _by_name(index, contents, states, values, merged, offload=config.offload_to_cpu)
