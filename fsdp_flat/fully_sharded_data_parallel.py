@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat import api, runtime
+from fsdp_flat import api, runtime, state
 from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat.compat.semi_private import (
@@ -35,16 +35,7 @@ from fsdp_flat.extras.names import named_as_plain
 from fsdp_flat.flat import FlatParameter, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
 from fsdp_flat.loading import ModelLoad, all_or_nothing, end_load, report_of
-from fsdp_flat.optim_state import optim_state_dict, optim_state_dict_to_load, rekey_optim_state_dict
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
-from fsdp_flat.state_dict import (
-    CODECS,
-    get_state_dict_type,
-    save_model,
-    set_state_dict_type,
-    state_dict_type,
-    with_wrapper_versions,
-)
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
@@ -399,12 +390,12 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     # -- state dicts ---------------------------------------------------------------------------------------------
 
-    set_state_dict_type = staticmethod(set_state_dict_type)
-    get_state_dict_type = staticmethod(get_state_dict_type)
-    state_dict_type = staticmethod(state_dict_type)
-    optim_state_dict = staticmethod(optim_state_dict)
-    optim_state_dict_to_load = staticmethod(optim_state_dict_to_load)
-    rekey_optim_state_dict = staticmethod(rekey_optim_state_dict)
+    set_state_dict_type = staticmethod(state.set_state_dict_type)
+    get_state_dict_type = staticmethod(state.get_state_dict_type)
+    state_dict_type = staticmethod(state.state_dict_type)
+    optim_state_dict = staticmethod(state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(state.optim_state_dict_to_load)
+    rekey_optim_state_dict = staticmethod(state.rekey_optim_state_dict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the state dict in the type that is set, under the names of the unwrapped model.
@@ -423,7 +414,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
             PhaseError: (an AssertionError) called inside a step or with parameters summoned for another type.
             UsageError: (a RuntimeError) other ranks of the group did not call it.
         """
-        return save_model(self, _wrapped_module(self), *args, **kwargs)
+        return state.save_model(self, _wrapped_module(self), *args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load as :meth:`nn.Module.load_state_dict`, under the names of the unwrapped model.
@@ -448,12 +439,14 @@ class FullyShardedDataParallel(UndocumentedMembers):
         if not isinstance(state_dict, Mapping):
             raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
         with all_or_nothing(self, strict=strict, assign=assign):
-            return super().load_state_dict(with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
+            return super().load_state_dict(state.with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         local_metadata, _, missing_keys, _, error_msgs = args
         report = report_of(self, local_metadata, missing_keys, error_msgs)
-        CODECS[self._unit.state_dict_settings.state_dict_type].load(self._unit, state_dict, prefix, report)
+        settings = self._unit.state_dict_settings
+        codec = state.codec_of(settings.state_dict_type, settings.state_dict_config)
+        state.load_unit(self._unit, codec, state_dict, prefix, report)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     # -- conversions and copies ----------------------------------------------------------------------------------

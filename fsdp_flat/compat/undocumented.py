@@ -32,9 +32,8 @@ from fsdp_flat.compat.semi_private import (
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.optim_state import OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.runtime import Schedule, Unit, check_idle, reset_schedule, units_of
-from fsdp_flat.state_dict import CODECS
+from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 
 __all__ = [
     "UndocumentedMembers",

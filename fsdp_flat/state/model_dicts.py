@@ -18,8 +18,8 @@ from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
-from fsdp_flat.state_dict.codecs import CODECS
-from fsdp_flat.state_dict.settings import settings_for
+from fsdp_flat.state.codecs import codec_of, settings_for
+from fsdp_flat.state.model_state import gather_units, save_unit
 
 __all__ = ["get_state_dict_type", "save_model", "set_state_dict_type", "state_dict_type", "with_wrapper_versions"]
 
@@ -123,13 +123,14 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
     settings, saves = unit.state_dict_settings, _saves.get()
-    codec, config = CODECS[settings.state_dict_type], settings.state_dict_config
+    config = settings.state_dict_config
+    codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
     units = units_of(wrapper) if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
-        if outermost and codec.gather is not None and not getattr(config, "boxes", False):
+        if outermost and codec.communicates:
             # Units without parameters and units inside summon_full_params need no all-gather.
             gathering = [each for each in units if each.handles and each.whole is None]
             for rank_group in dict.fromkeys(each.options.groups.shard for each in gathering):
@@ -137,8 +138,10 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
             if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
                 # A nested wrapper with different settings all-gathers by itself.
-                gathered.update(codec.gather([each for each in units if each.state_dict_settings == settings], config))
-        state = codec.save(unit, config, prefix, lambda: wrapped.state_dict(**kwargs), gathered.pop(unit, None))
+                alike = [each for each in units if each.state_dict_settings == settings]
+                gathered.update(gather_units(alike, codec, config))
+        inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
+        state = save_unit(unit, codec, config, prefix, inner, gathered=own)
     finally:
         _saves.reset(token)
     if outermost:

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictType
+from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.optim_state.keys import rekey
-from fsdp_flat.optim_state.load_states import load_optim_state
-from fsdp_flat.optim_state.optim_params import contents_of, ordered_params
-from fsdp_flat.optim_state.save_states import save_optim_state
-from fsdp_flat.state_dict import DEFAULT_SETTINGS, get_state_dict_type
+from fsdp_flat.state.codecs import DEFAULT_SETTINGS, codec_of
+from fsdp_flat.state.load_states import load_optim_state
+from fsdp_flat.state.model_dicts import get_state_dict_type
+from fsdp_flat.state.optim_contents import contents_of, ordered_params, rekey
+from fsdp_flat.state.save_states import save_optim_state
 
 __all__ = [
     "OptimInput",
@@ -58,14 +58,8 @@ def optim_state_dict(
     """
     settings = get_state_dict_type(model) or DEFAULT_SETTINGS
     config = settings.optim_state_dict_config
-    return save_optim_state(
-        model,
-        contents_of(optim, optim_state_dict, model),
-        whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
-        rank0_only=bool(getattr(config, "rank0_only", False)),
-        offload_to_cpu=config.offload_to_cpu,
-        boxes=bool(getattr(config, "boxes", False)),
-    )
+    codec = codec_of(settings.state_dict_type, config)
+    return save_optim_state(model, contents_of(optim, optim_state_dict, model), codec, config)
 
 
 def optim_state_dict_to_load(
@@ -164,8 +158,11 @@ def save_full_or_sharded(
 ) -> dict[str, Any]:
     """Save under the arguments of FSDP1's ``_optim_state_dict_impl``, which clients call. Every rank must call this."""
     _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
+    kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
+    if full_state_dict:
+        kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
     contents = contents_of(optim, optim_state_dict, model)
-    return save_optim_state(model, contents, whole=full_state_dict, rank0_only=rank0_only, offload_to_cpu=cpu_offload)
+    return save_optim_state(model, contents, codec_of(kind, config), config)
 
 
 def load_full_or_sharded(
