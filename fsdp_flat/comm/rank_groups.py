@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ __all__ = [
     "ALONE",
     "RankGroup",
     "ShardingGroups",
+    "connected",
     "destroyed_error",
     "global_ranks",
     "host_group",
@@ -87,6 +89,11 @@ def is_fake(group: dist.ProcessGroup) -> bool:
         return dist.get_backend(group) == "fake"
     except ValueError as error:
         raise destroyed_error(group) from error
+
+
+def connected(rank_groups: Iterable[RankGroup]) -> list[RankGroup]:
+    """Return the groups that have other ranks and a backend that communicates."""
+    return [each for each in rank_groups if each.group is not None and each.size > 1 and not is_fake(each.group)]
 
 
 def destroyed_error(group: dist.ProcessGroup) -> UsageError:

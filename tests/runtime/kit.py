@@ -17,8 +17,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm import flat_collectives, transfers
-from fsdp_flat.comm.host_transports import transport_of
-from fsdp_flat.comm.shared_memory import SharedMemoryTransport
+from fsdp_flat.comm.shm import transport_of
+from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
 from tests.support import assert_close
 from tests.support.kit import BLOCKS, full_grads, full_params, mesh, square_loss, wrapped
