@@ -234,7 +234,7 @@ class _Forward:
         if _hook_outputs(self._record, output, always=self._outermost):
             self._close(True)
         else:
-            hidden = torch.is_grad_enabled() and any(handle.is_in_a_graph for handle in self._unit.handles)
+            hidden = torch.is_grad_enabled() and any(handle.grads.are_in_a_graph for handle in self._unit.handles)
             self._close(hidden, open_ended=hidden)
 
     def leave_open(self) -> None:

@@ -101,7 +101,7 @@ class Reduction:
         self._scratch: tuple[torch.Tensor, ...] = ()
         self._postscale: float = num_ranks
         with unrecorded():
-            flat, gradient = handle.take_gradient()
+            flat, gradient = handle.grads.take(handle.pool)
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -165,7 +165,7 @@ class Reduction:
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.recycle(gradient)
+            self.handle.grads.recycle(gradient, self.handle.pool)
 
     def finish(self) -> torch.Tensor:
         """Return the mean gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype)."""

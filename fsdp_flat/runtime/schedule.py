@@ -109,7 +109,7 @@ class Schedule(CommContext):
                 )
         unit.use_context(self)
         for handle in unit.handles:
-            handle.on_grad_ready = partial(self.grads_ready, unit)
+            handle.grads.on_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -388,7 +388,7 @@ class Schedule(CommContext):
 
     def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
         """Add the parameters that have got gradients to those used in this backward; return whether any has."""
-        grads_ready, before = handle.take_grads_ready(), self._used.get(handle)
+        grads_ready, before = handle.grads.take_ready(), self._used.get(handle)
         has_any = any(grads_ready)
         if before is None:
             self._used[handle] = grads_ready
@@ -457,7 +457,7 @@ class Schedule(CommContext):
                     unit.begin_reduction(handle)
         shards = self.reductions.finish(self.streams)
         for handle, shard in shards.items():
-            handle.views.set_sharded_grad(shard, used[handle])
+            handle.grads.add_reduced(shard, used[handle])
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:

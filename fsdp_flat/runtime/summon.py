@@ -187,7 +187,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     for groups, device in dict.fromkeys(
         (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
     ):
-        own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
+        own = [unit for unit in units if unit.options.groups == groups and any(h.grads.num_ready for h in unit.handles)]
         if any(true_on_any_rank([bool(own)], groups.rank_groups, device)):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
@@ -199,7 +199,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 
 
 def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
-    return handle.views.shard_grad()
+    return handle.grads.shard()
 
 
 def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
@@ -207,7 +207,7 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
 
     A rank without elements of a parameter has none.
     """
-    flags = [handle.views.has_grads() for handle in unit.handles]
+    flags = [handle.grads.exist() for handle in unit.handles]
     if unit.options.use_orig_params:
         own = [flag for row in flags for flag in row]
         anywhere = iter(true_on_any_rank(own, [unit.options.groups.shard], unit.options.device))
@@ -221,11 +221,11 @@ def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     wholes = unit.all_gather_full(shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.views.register_full_grads(whole, there[handle])
+        handle.grads.register_full(whole, there[handle])
     try:
         yield
     finally:
         rank = unit.options.groups.shard.rank
         for handle, whole in zip(unit.handles, wholes, strict=True):
             own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
-            handle.views.restore_sharded_grads(own)
+            handle.grads.restore_shard(own)

@@ -18,8 +18,9 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import _torch as comm_torch
-from tests.runtime.kit import BLOCKS, COLLECTIVES, Stack, batch, sgd, shared_memory, square_loss, wrapped
+from tests.runtime.kit import COLLECTIVES, batch, sgd, shared_memory
 from tests.support import on_ranks
+from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
 
 
 class Waited:
