@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
@@ -231,7 +232,7 @@ class FlatLayout:
             OptionError: if there is no such rank.
         """
         if not 0 <= rank < self.world_size:
-            raise OptionError(f"rank must be in 0..{self.world_size - 1}, got {rank}, for the {self.describe()}")
+            self._raise_rank(rank)
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def local_shard(self, index: int, rank: int) -> LocalShard:
@@ -243,12 +244,16 @@ class FlatLayout:
         Raises:
             OptionError: if there is no such parameter or rank.
         """
-        shard = self.shard(rank)
-        in_buffer = self._slot(index).interval
-        # The intersections of the two, without the values in between: every unit asks for all its local shards.
-        start = min(max(in_buffer.start, shard.start), in_buffer.stop)
-        numel = max(0, min(in_buffer.stop, shard.stop) - start)
-        in_param, in_shard = start - in_buffer.start, min(max(shard.start, in_buffer.start), shard.stop) - shard.start
+        if not 0 <= rank < self.world_size:
+            self._raise_rank(rank)
+        self._slot(index)
+        # The intersections of the parameter and the shard, as integers: every unit asks for all its local shards.
+        first, last = self._starts[index], self._stops[index]
+        shard_first = rank * self.shard_numel
+        shard_last = shard_first + self.shard_numel
+        start = min(max(first, shard_first), last)
+        numel = max(0, min(last, shard_last) - start)
+        in_param, in_shard = start - first, min(max(shard_first, first), shard_last) - shard_first
         return LocalShard(index, Interval(in_param, in_param + numel), Interval(in_shard, in_shard + numel))
 
     def partition(self, index: int) -> EvenPartition:
@@ -291,6 +296,9 @@ class FlatLayout:
             f"({self.numel - sum(param_info.numel for param_info in self.param_infos)} of padding), "
             f"{self.world_size} rank(s) of {self.shard_numel}"
         )
+
+    def _raise_rank(self, rank: int) -> NoReturn:
+        raise OptionError(f"rank must be in 0..{self.world_size - 1}, got {rank}, for the {self.describe()}")
 
     def _slot(self, index: int) -> ParamInfo:
         if not 0 <= index < len(self.param_infos):

@@ -82,8 +82,9 @@ def build_unit(
         for path, child in own_modules(module, lambda m: unit_of(m) is not None)
         if child not in ignored.modules and unit_of(child) is None
     ]
+    nested = units_of(module)
     params = _initialised_params(
-        modules, module, name, options, ignored, owners=owners, broadcast=broadcast, on_meta=on_meta
+        modules, module, name, options, ignored, nested=nested, owners=owners, broadcast=broadcast, on_meta=on_meta
     )
     unwritten = _unwritten_buffers(modules) if on_meta else []
     unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if on_meta else set()
@@ -94,7 +95,7 @@ def build_unit(
     buffers = BufferCasts(module, low, options.precision.buffer_dtype)
     stored = StoredTensors(child for _, child in modules)
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
-    for inner in units_of(module):
+    for inner in nested:
         inner.is_nested = True
     for handle in handles:
         for index, param_info in enumerate(handle.layout.param_infos):
@@ -118,6 +119,7 @@ def _initialised_params(
     options: UnitOptions,
     ignored: Ignored,
     *,
+    nested: Sequence[Unit],
     owners: Owners,
     broadcast: bool,
     on_meta: bool,
@@ -129,7 +131,7 @@ def _initialised_params(
             modules, root=module, ignored_params=ignored.params, device=device, init_fn=options.param_init_fn
         )
         move_to_device(modules, ignored_params=ignored.params, device=device, device_given=options.device_given)
-        params = _managed_params(module, name, ignored, owners)
+        params = _managed_params(module, name, ignored, owners, nested)
         _check_renormalisation(modules, options, ignored)
     except Exception as raised:
         error = raised
@@ -267,8 +269,9 @@ def _spec(
     )
 
 
-def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owners) -> list[ManagedParam]:
-    nested = units_of(module)
+def _managed_params(
+    module: nn.Module, name: str, ignored: Ignored, owners: Owners, nested: Sequence[Unit]
+) -> list[ManagedParam]:
     below = {
         (id(site.module), site.name)
         for unit in nested
