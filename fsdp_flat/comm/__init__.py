@@ -18,7 +18,6 @@ from fsdp_flat.comm.rank_groups import (
     connected,
     global_ranks,
     host_group,
-    is_fake,
     resolve_groups,
 )
 from fsdp_flat.comm.small_messages import (
@@ -72,7 +71,6 @@ __all__ = [
     "gather_bytes",
     "global_ranks",
     "host_group",
-    "is_fake",
     "profiled",
     "report_failure",
     "resolve_groups",

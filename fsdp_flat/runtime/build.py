@@ -33,7 +33,6 @@ from fsdp_flat.runtime.materialize import (
     is_marked,
     materialize,
     move_to_device,
-    own_modules,
 )
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
@@ -78,9 +77,7 @@ def build_unit(
         TiedParameterError: another unit already manages a parameter.
     """
     modules = [
-        (path, child)
-        for path, child in own_modules(module, lambda m: unit_of(m) is not None)
-        if child not in ignored.modules and unit_of(child) is None
+        (path, child) for path, child in _own_modules(module) if child not in ignored.modules and unit_of(child) is None
     ]
     nested = units_of(module)
     params = _initialised_params(
@@ -169,6 +166,17 @@ def handles_of(
     ]
 
 
+def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of ``root``'s subtree outside nested units, breadth first, with their names."""
+    queue: list[tuple[str, nn.Module]] = [("", root)]
+    found: dict[nn.Module, str] = {}
+    for name, module in queue:
+        if module not in found and (module is root or unit_of(module) is None):
+            found[module] = clean_fqn(name)
+            queue += [(join_fqn(name, child), below) for child, below in module.named_children()]
+    return [(name, module) for module, name in found.items()]
+
+
 def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Yield FQN, module, name and buffer of each buffer."""
     for path, module in modules:
@@ -179,10 +187,9 @@ def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn
 
 def own_buffers(root: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
     """Return names and buffers of ``root``'s subtree outside of nested units and ignored modules."""
-    modules = own_modules(root, lambda m: unit_of(m) is not None)
     return [
         (clean_fqn(fqn), buffer)
-        for fqn, module, _, buffer in _buffers(modules)
+        for fqn, module, _, buffer in _buffers(_own_modules(root))
         if module not in ignored.modules
         and buffer.layout is torch.strided
         and type(buffer.data) in (torch.Tensor, DTensor)

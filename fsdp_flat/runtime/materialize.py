@@ -19,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
 from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
-from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.options import SyncStates
 
 __all__ = [
@@ -29,24 +28,8 @@ __all__ = [
     "is_marked",
     "materialize",
     "move_to_device",
-    "own_modules",
     "unwritten_error",
 ]
-
-
-def own_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """Return the modules of ``root``'s subtree outside nested units, breadth first, with their names."""
-    queue: list[tuple[str, nn.Module]] = [("", root)]
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-    while queue:
-        name, module = queue.pop(0)
-        if module in seen or (is_unit(module) and module is not root):
-            continue
-        seen.add(module)
-        found.append((clean_fqn(name), module))
-        queue.extend((f"{name}.{child}" if name else child, sub) for child, sub in module.named_children())
-    return found
 
 
 def _own_tensors(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[torch.Tensor]:
