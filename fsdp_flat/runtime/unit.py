@@ -130,9 +130,8 @@ class Unit:
         self.handles = handles
         self.phase = Phase.IDLE
         self.sync_gradients = True
-        self.state_dict_settings = StateDictSettings(
-            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
-        )
+        kind = StateDictType.FULL_STATE_DICT
+        self.state_dict_settings = StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
         self.context = CommContext(options.device)
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
