@@ -35,8 +35,8 @@ from fsdp_flat.extras import (
 )
 from fsdp_flat.flat import FlatParameter
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.optim_state import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.runtime import participate, register_forward_method, unshard_for, unwrap
+from fsdp_flat.state import OptimStateHandler, StatePart, register_optim_state_handler
 
 __version__ = "0.1.0"
 

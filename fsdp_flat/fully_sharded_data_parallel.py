@@ -63,7 +63,7 @@ from fsdp_flat.semi_private_methods import (
     _optim_state_dict_type_to_config,
     _state_dict_type_to_config,
 )
-from fsdp_flat.state_dict import DEFAULT_SETTINGS
+from fsdp_flat.state import DEFAULT_SETTINGS
 from fsdp_flat.state_methods import StateDictMethods
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from fsdp_flat.wrap.checks import warn_no_forward

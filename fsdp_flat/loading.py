@@ -19,7 +19,7 @@ from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, clean_text
 from fsdp_flat.runtime import unit_of, units_of
-from fsdp_flat.state_dict import LoadReport
+from fsdp_flat.state import LoadReport
 
 __all__ = ["ModelLoad", "all_or_nothing", "end_load", "report_of"]
 
@@ -50,7 +50,7 @@ class ModelLoad:
         """End the load of the wrappers."""
         for child in self._wrappers:
             if child._load is self:
-                child._load = None  # type: ignore[assignment]
+                del child._load
 
     def end(self, keys: Any) -> None:
         """Write all values unless one does not fit; with missing or unexpected names put this off until torch raises.

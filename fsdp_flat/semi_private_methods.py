@@ -18,7 +18,7 @@ from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state_dict import CODECS
+from fsdp_flat.state import CODECS
 
 __all__ = [
     "SemiPrivateMethods",

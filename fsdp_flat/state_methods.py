@@ -18,7 +18,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.loading import ModelLoad, all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state_dict import CODECS, settings_for
+from fsdp_flat.state import codec_of, gather_units, load_unit, save_unit, settings_for
 
 __all__ = ["StateDictMethods"]
 
@@ -127,10 +127,10 @@ class StateDictMethods(SemiPrivateNames):
         assert wrapped is not None
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
-        form = CODECS[self._settings.state_dict_type]
         config = self._settings.state_dict_config
+        codec = codec_of(self._settings.state_dict_type, config)
         with self._saving() as (gathered, outermost):
-            if outermost and form.gather is not None and not getattr(config, "boxes", False):
+            if outermost and codec.communicates:
                 # Units without parameters and units inside summon_full_params need no all-gather.
                 gathering = [unit for unit in units_of(self) if unit.handles and unit.whole is None]
                 for rank_group in dict.fromkeys(unit.options.groups.shard for unit in gathering):
@@ -139,9 +139,14 @@ class StateDictMethods(SemiPrivateNames):
                 if not any(module._state_dict_pre_hooks for module in modules_of(self) if module is not self):
                     # A nested wrapper with different settings all-gathers by itself.
                     alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
-                    gathered.update(form.gather(alike, config))
-            destination = form.save(
-                self._unit, config, prefix, lambda: wrapped.state_dict(**kwargs), gathered.pop(self._unit, None)
+                    gathered.update(gather_units(alike, codec, config))
+            destination = save_unit(
+                self._unit,
+                codec,
+                config,
+                prefix,
+                lambda: wrapped.state_dict(**kwargs),
+                gathered=gathered.pop(self._unit, None),
             )
         if outermost:
             self._record_versions(destination, prefix)
@@ -218,7 +223,10 @@ class StateDictMethods(SemiPrivateNames):
         error_msgs: list[str],
     ) -> None:
         report = report_of(self, local_metadata, missing_keys, error_msgs)
-        CODECS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
+        settings = self._settings
+        load_unit(
+            self._unit, codec_of(settings.state_dict_type, settings.state_dict_config), state_dict, prefix, report
+        )
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

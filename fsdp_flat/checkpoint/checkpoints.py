@@ -32,8 +32,8 @@ from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.comm import global_ranks
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.optim_state import contents_of, load_optim_state, template_states
 from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.state import contents_of, load_optim_state, template_states
 
 # Background saves use a gloo group, which communicates CPU tensors.
 _CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, global_ranks, scatter_bytes
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import ErrorTexts, agree, units_of
-from fsdp_flat.state_dict import rank_groups_of
+from fsdp_flat.state import rank_groups_of
 
 __all__ = ["LOADING", "SAVING", "Consensus", "consensus_of"]
 

@@ -10,14 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import ShardedStateDictConfig, StateDictType
+from fsdp_flat.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.optim_state import OptimContents, save_optim_state
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state_dict import BoxedTensor
+from fsdp_flat.state import BoxedTensor, OptimContents, codec_of, save_optim_state
 
 __all__ = [
     "NonTensorState",
@@ -77,9 +76,9 @@ def add_optim(
 
     Every rank must call this: each state that has a handler is merged on one rank.
     """
-    found = save_optim_state(
-        model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, merge_on_one_rank=True
-    )
+    config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
+    codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
+    found = save_optim_state(model, contents, codec, config, merge_on_one_rank=True)
     rows = found["state"]
     # Merged states are on one rank each, so they are saved as tensors whatever their shape.
     merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}

@@ -20,7 +20,7 @@ from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_o
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.layout import Box
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state_dict import boxes_of
+from fsdp_flat.state import boxes_of
 
 __all__ = ["load_full", "save_full"]
 

@@ -16,7 +16,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state_dict import local_shard_of, plan_full_transfer
+from fsdp_flat.state import local_shard_of, plan_full_transfer
 
 __all__ = ["StateEntry", "entries_of", "iter_full_state_dict", "shard_group"]
 

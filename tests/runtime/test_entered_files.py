@@ -1,10 +1,10 @@
-"""How many files a newcomer has to read to follow one unit through a step."""
+"""How many files a newcomer has to read to follow one unit through a step, or a state dict."""
 
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import fsdp_flat
+from fsdp_flat import FullyShardedDataParallel
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import WIDTH, batch, shared_memory
 from tests.support import on_ranks
@@ -87,6 +88,34 @@ def test_forward_and_backward_of_a_unit_enter_few_files(shared: bool, use_orig_p
     files = model.module.record.files
     assert {"runtime/unit.py", "runtime/forward.py", "runtime/backward.py", "flat/handle.py"} <= files, WIDTH
     assert len(files) <= MOST, " ".join(sorted(files))
+
+
+# Values, tensors of one process and collectives: the terms in which the layers above are written.
+LOWER_LAYERS = ("api.py", "comm/", "flat/", "layout/")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_state_dicts_enter_few_files_above_the_lower_layers(use_orig_params: bool, rank: int) -> None:
+    module = nn.Sequential(Block(), Block())
+    model = wrapped(module, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(batch(rank, 0)).sum().backward()
+    optimizer.step()
+    states: list[dict[str, Any]] = [FullyShardedDataParallel.optim_state_dict(model, optimizer)]
+    calls: dict[str, Callable[[], Any]] = {
+        "model_state.py": model.state_dict,
+        "save_states.py": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        "load_states.py": lambda: FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states[0]),
+    }
+    for file, call in calls.items():
+        with entered() as record:
+            record.on()
+            call()
+            record.off()
+        files = {path for path in record.files if not path.startswith(LOWER_LAYERS)}
+        assert f"state/{file}" in files
+        assert len(files) <= MOST, " ".join(sorted(files))
 
 
 def test_the_record_sees_files_of_the_package_only_while_it_is_on() -> None:

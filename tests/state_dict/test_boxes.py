@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.errors import UnsupportedError
-from fsdp_flat.state_dict import BoxedTensor
+from fsdp_flat.state import BoxedTensor
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.peer import peer_warnings_silenced

@@ -1,4 +1,4 @@
-"""Builds and reads torch's types of sharded tensors, DTensor and ShardedTensor, without communication."""
+"""Builds and reads torch's sharded tensors without communication, for which torch has private names only."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ __all__ = [
     "describe_value",
     "dtensor",
     "dtype_of",
-    "flat_sharded",
     "is_chunked",
     "local_chunk",
+    "root_mesh",
     "shape_of",
-    "sharded_tensor",
 ]
 
 
@@ -42,13 +41,13 @@ def dtensor(
     return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
+def _sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
     """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
 
     Source of the format: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
     a chunk have no local shard).
     """
-    metadata = []
+    metadata: list[tuple[int, list[int], list[int]]] = []
     for rank in range(rank_group.size):
         size = chunk_shape(shape, rank_group.size, rank)
         if size and size[0] == 0:
@@ -58,11 +57,26 @@ def sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: Rank
             offsets[0] = chunk_rows(shape[0], rank_group.size, rank).start
         metadata.append((rank, offsets, list(size)))
     # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
-    return _sharded_tensor(chunk, shape, rank_group, metadata or [(0, [0] * len(shape), list(shape))])
+    metadata = metadata or [(0, [0] * len(shape), list(shape))]
+    shards = [
+        ShardMetadata(offsets, sizes, _placement(rank_group, rank, chunk.device)) for rank, offsets, sizes in metadata
+    ]
+    own = [Shard(chunk, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == rank_group.rank]
+    properties = TensorProperties(
+        dtype=chunk.dtype,
+        layout=chunk.layout,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        pin_memory=chunk.is_pinned(),
+    )
+    whole = ShardedTensorMetadata(shards_metadata=shards, size=torch.Size(shape), tensor_properties=properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        own, sharded_tensor_metadata=whole, process_group=rank_group.group
+    )
 
 
 class ShardedTensors:
-    """Builds the ShardedTensors of one save, as :func:`sharded_tensor` does.
+    """Builds the ShardedTensors of one save, split into dim-0 chunks over a shard group.
 
     torch derives and checks the shard metadata of every tensor anew, in time that grows with the number of ranks.
     Here it does so for the first tensor of each shape, group, dtype and device; the others reuse its metadata.
@@ -76,7 +90,7 @@ class ShardedTensors:
         kind = (shape, rank_group, chunk.dtype, chunk.device, chunk.is_pinned())
         first = self._first.get(kind)
         if first is None:
-            made = self._first[kind] = sharded_tensor(chunk, shape, rank_group)
+            made = self._first[kind] = _sharded_tensor(chunk, shape, rank_group)
             return made
         properties = first.metadata().tensor_properties
         made = ShardedTensor.__new__(
@@ -91,36 +105,6 @@ class ShardedTensors:
         made._local_shards = [Shard(chunk, replace(shard.metadata)) for shard in first.local_shards()]
         made._prepare_init(process_group=rank_group.group)
         return made
-
-
-def flat_sharded(local: torch.Tensor, shard_numel: int, numel: int, rank_group: RankGroup) -> torch.Tensor:
-    """Build a 1-D ShardedTensor of ``numel`` elements, ``shard_numel`` per rank, of which this rank holds ``local``."""
-    metadata = [
-        (rank, [rank * shard_numel], [min(shard_numel, numel - rank * shard_numel)])
-        for rank in range(rank_group.size)
-        if rank * shard_numel < numel
-    ]
-    return _sharded_tensor(local, (numel,), rank_group, metadata or [(0, [0], [0])])
-
-
-def _sharded_tensor(
-    local: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup, metadata: list[tuple[int, list[int], list[int]]]
-) -> ShardedTensor:
-    shards = [
-        ShardMetadata(offsets, sizes, _placement(rank_group, rank, local.device)) for rank, offsets, sizes in metadata
-    ]
-    own = [Shard(local, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == rank_group.rank]
-    properties = TensorProperties(
-        dtype=local.dtype,
-        layout=local.layout,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=local.is_pinned(),
-    )
-    whole = ShardedTensorMetadata(shards_metadata=shards, size=torch.Size(shape), tensor_properties=properties)
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        own, sharded_tensor_metadata=whole, process_group=rank_group.group
-    )
 
 
 def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
@@ -169,3 +153,12 @@ def dtype_of(value: Any) -> torch.dtype:
     """Return the dtype of a tensor of any type."""
     dtype: torch.dtype = (value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value).dtype
     return dtype
+
+
+def root_mesh(mesh: DeviceMesh) -> Any:
+    """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself; torch 2.8 to 2.15 name it differently."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources
+
+    return _mesh_resources.get_root_mesh(mesh)

@@ -1,0 +1,44 @@
+"""Layer 3: saves and loads state dicts of models and optimizers."""
+
+from fsdp_flat.state.boxed import BoxedTensor, boxes_of
+from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, codec_of, settings_for
+from fsdp_flat.state.full import plan_full_transfer
+from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
+from fsdp_flat.state.load_states import load_optim_state, template_states
+from fsdp_flat.state.model_state import LoadReport, gather_units, load_unit, save_unit
+from fsdp_flat.state.optim_contents import OptimContents, contents_of, ordered_params, rekey
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex, local_shard_of, rank_groups_of
+from fsdp_flat.state.save_states import save_optim_state
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
+
+__all__ = [
+    "CODECS",
+    "DEFAULT_SETTINGS",
+    "BoxedTensor",
+    "CodecRow",
+    "IndexedParam",
+    "LoadPlan",
+    "LoadReport",
+    "OptimContents",
+    "OptimStateHandler",
+    "ParamIndex",
+    "StateDictCodec",
+    "StatePart",
+    "StateShard",
+    "boxes_of",
+    "codec_of",
+    "contents_of",
+    "gather_units",
+    "load_optim_state",
+    "load_unit",
+    "local_shard_of",
+    "ordered_params",
+    "plan_full_transfer",
+    "rank_groups_of",
+    "register_optim_state_handler",
+    "rekey",
+    "save_optim_state",
+    "save_unit",
+    "settings_for",
+    "template_states",
+]

@@ -1,0 +1,95 @@
+"""Encodes full tensors. Every rank sends its part directly to its place in the results, so that peak memory is the
+result; a load copies this rank's part out of the given tensors and communicates nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.overrides import is_tensor_like
+
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
+from fsdp_flat.errors import LoadError
+from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.layout import ReplicatedPartition, TransferPlan, plan_transfer
+from fsdp_flat.state._torch import shape_of
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
+
+__all__ = ["FullCodec", "plan_full_transfer"]
+
+
+class FullCodec(StateDictCodec):
+    """Encodes full tensors, on every rank or on rank 0 of each shard group."""
+
+    shows_full = True
+
+    def gather(
+        self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
+    ) -> list[torch.Tensor]:
+        """Return the unsharded tensors; with ``config.rank0_only`` they are empty except on rank 0 of the groups.
+
+        Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
+        """
+        dst = 0 if getattr(config, "rank0_only", False) else None
+        found: list[torch.Tensor] = []
+
+        def transfers() -> Iterator[TensorTransfer]:
+            # Results are allocated one by one, as earlier transfers release their memory.
+            for shard in shards:
+                rank_group, device = shard.param.rank_group, shard.param.unit.options.device
+                shape = shard.shape if dst in (None, rank_group.rank) else (0,)
+                target = torch.empty(shape, dtype=shard.local.dtype, device=device)
+                found.append(target)
+                numel = math.prod(shard.shape)
+                wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * target.itemsize
+                yield TensorTransfer(rank_group, device, shard.held, wanted, shard.local, target.view(-1), nbytes)
+
+        with torch.no_grad():
+            redistribute(transfers())
+        return found
+
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        """Return full tensors; None on ranks that get none."""
+        is_elsewhere = bool(getattr(config, "rank0_only", False))
+        return [
+            None if is_elsewhere and shard.param.rank_group.rank else self._completed(shard, unsharded, config)
+            for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
+        ]
+
+    def _completed(self, shard: StateShard, unsharded: torch.Tensor, config: Any) -> torch.Tensor:
+        adapter = shard.param.adapter
+        value = adapter.full_tensor(adapter.from_local(unsharded))
+        return value.cpu() if config.offload_to_cpu else value
+
+    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+        """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
+        is_read, run = isinstance(value, torch.Tensor), target.run.to_slice()
+        if not is_read and not is_tensor_like(value):
+            raise LoadError(
+                f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
+            )
+        if isinstance(value, ShardedTensor):
+            raise LoadError(
+                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a whole "
+                "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+            )
+        if run.start == run.stop and not is_read:
+            return
+        # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
+        full = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
+        adapter = target.param.adapter
+        if adapter is not PLAIN:
+            full = adapter.local_slice(full.detach().reshape(target.full_shape))
+        local = full.reshape(-1)[run]
+        # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
+        plan.copy(target.local, local if is_read else local.clone())
+
+
+def plan_full_transfer(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> TransferPlan:
+    """Plan the transfers of rank ``rank`` of the shard group that unshard a parameter on rank ``dst`` (None: all)."""
+    held = handle.layout.partition(index)
+    return plan_transfer(held, ReplicatedPartition(held.numel, dst, held.size), rank)

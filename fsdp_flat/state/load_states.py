@@ -1,0 +1,391 @@
+"""Implements ``optim_state_dict_to_load``: converts states under parameter names to this rank's optimizer state dict.
+
+Everything is checked before anything is written. Each rank loads full tensors without communication. Before chunks or
+rank 0's tensors are sent, ranks agree that everything fits.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.api import ShardedOptimStateDictConfig
+from fsdp_flat.comm import agree, barrier
+from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.state._torch import dtype_of, is_chunked, shape_of
+from fsdp_flat.state.codecs import BOXES, decoder_of
+from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
+from fsdp_flat.state.model_state import LOADING
+from fsdp_flat.state.optim_contents import check_groups
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex
+from fsdp_flat.state.param_states import is_scalar
+from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
+from fsdp_flat.state.shards import LoadPlan, StateShard
+
+__all__ = ["load_optim_state", "template_states"]
+
+_States = dict[str, dict[str, Any]]
+# Reads a state, given the names of parameter and state, into a tensor for it, and returns that tensor.
+Read = Callable[[str, str, torch.Tensor], torch.Tensor]
+
+_LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+
+
+def load_optim_state(
+    model: nn.Module,
+    params: Sequence[nn.Parameter],
+    given: Mapping[str, Any] | None,
+    *,
+    own_groups: Sequence[Mapping[str, Any]] | None = None,
+    named: bool = False,
+    from_rank_zero: bool = False,
+    expects_chunks: bool = False,
+    owners: Mapping[nn.Parameter, int] | None = None,
+) -> dict[str, Any]:
+    """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
+
+    Values may be of any codec's kind. With ``from_rank_zero``, or if decoding any value takes an exchange (DTensors
+    and ShardedTensors do), every rank must call this.
+
+    Args:
+        model: the model that the optimizer was built from.
+        params: the optimizer's parameters in order.
+        given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
+        own_groups: the optimizer's groups, to be compared with those of ``given``; None if they are not known.
+        named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
+        from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
+        expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
+        owners: by parameter whose states one rank of the shard group has in full, that rank; the result has them only
+            there, as full tensors.
+
+    Raises:
+        OptionError: (a ValueError) ``given`` has no ``state``, is keyed by positions, or has other parameter groups.
+        LoadError: (a RuntimeError) a value does not fit its parameter.
+        PeerFailureError: (a RuntimeError) another rank raised one of these; only where every rank must call this.
+        UsageError: (a RuntimeError) other ranks did not call this; likewise.
+    """
+    index = ParamIndex(model)
+    if from_rank_zero and index.params:
+        given = shared_from_rank_zero(index.units[0], given)
+    loading = _OptimLoad(index, owners or {})
+    result: dict[str, Any] = {}
+    error: Exception | None = None
+    try:
+        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
+        result = loading.planned(params, given, keys, named=named)
+        if own_groups and result.get("param_groups"):
+            assert given is not None
+            check_groups(index, own_groups, given["param_groups"])
+    except Exception as found:
+        error = found
+    unknown = expects_chunks and not _is_state_dict(given)
+    if index.units and (from_rank_zero or unknown or _takes_exchange(given)):
+        for rank_group in index.rank_groups:
+            barrier("optim_state_dict_to_load", rank_group)
+        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING)
+    elif error is not None:
+        raise error
+    loading.plan.commit()
+    return result
+
+
+def _is_state_dict(given: Any) -> bool:
+    return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
+
+
+def _takes_exchange(given: Any) -> bool:
+    rows = given["state"].values() if _is_state_dict(given) else ()
+    return any(decoder_of(value).exchanges for row in rows if isinstance(row, Mapping) for value in row.values())
+
+
+class _OptimLoad:
+    """Plans the load of one optimizer state dict.
+
+    Args:
+        index: the model's parameters.
+        owners: by parameter that one rank owns, that rank.
+
+    Attributes:
+        plan: fills the tensors of the result, once everything fits.
+    """
+
+    def __init__(self, index: ParamIndex, owners: Mapping[nn.Parameter, int]) -> None:
+        self.plan = LoadPlan()
+        self._index = index
+        self._owners = owners
+        self._elementwise: set[str] = set()
+
+    def planned(
+        self, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, keys: Sequence[Any], *, named: bool
+    ) -> dict[str, Any]:
+        """Return the state dict of the optimizer; the plan will fill its tensors.
+
+        Args:
+            params: the optimizer's parameters.
+            given: the state dict, keyed by names.
+            keys: for each parameter its key in the result.
+            named: every parameter needs a state, as in torch's named optimizer; others have none for an empty shard.
+        """
+        by_name = _checked_states(given)
+        self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
+        positions = self._index.positions(params)
+        held = {param.handle for param in self._index.params if param.fqn in positions}
+        state: dict[Any, dict[str, Any]] = {}
+        for visible, entries in self._index.managed.items():
+            first, rows = entries[0], [by_name.get(entry.fqn) for entry in entries]
+            # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
+            if first.handle not in held or not any(row is not None for row in rows):
+                continue
+            owner = self._owners.get(visible)
+            row = self._planned_row(visible, entries, rows, owner)
+            is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
+            if is_here and first.fqn in positions:
+                state[keys[positions[first.fqn]]] = row
+        for param, name in self._index.others.items():
+            if name in by_name and name in positions:
+                row = {key: self._unmanaged_state(value, param) for key, value in by_name[name].items()}
+                state[keys[positions[name]]] = row
+        _warn_left_out(self._index, positions, by_name)
+        groups = None if given is None else given.get("param_groups")
+        return (
+            {"state": state} if groups is None else {"state": state, "param_groups": _groups(positions, keys, groups)}
+        )
+
+    def _planned_row(
+        self,
+        visible: nn.Parameter,
+        params: Sequence[IndexedParam],
+        rows: Sequence[Mapping[str, Any] | None],
+        owner: int | None,
+    ) -> dict[str, Any]:
+        """Return the states of a parameter of the optimizer, put together from those of the parameters in it.
+
+        Args:
+            visible: the optimizer's parameter.
+            params: the parameters in it.
+            rows: their states.
+            owner: the rank of the shard group that has full states of any shape, if there is one.
+        """
+        first, found = params[0], dict[str, Any]()
+        if not first.is_original:
+            _check_uniform(params, rows)
+        is_owner, visible_shape = owner == first.rank_group.rank, visible.shape
+        # Sorted, because every rank must exchange in the same order.
+        for key in sorted(rows[0] or ()):
+            values = [row[key] for row in rows if row is not None]
+            handler = handler_of(first, key) if owner is None else None
+            if handler is not None:
+                self._split(first, key, values[0], handler, found)
+            elif not self._is_elementwise(key, values[0], first.shape if owner is None else (1,)):
+                found[key] = _plain(values[0])
+            elif first.is_original:
+                shape = visible_shape if owner is None else shape_of(values[0])
+                numel = first.local_shard.numel if owner is None else math.prod(shape) if is_owner else 0
+                local = torch.empty(numel, dtype=dtype_of(values[0]), device=first.handle.flat_param.device)
+                if owner is None or is_owner:
+                    found[key] = local.view(shape)
+                self._fill(StateShard.of_state(first, local, key, shape, owner), values[0])
+            else:
+                found[key] = shard = _new_shard(values[0], first)
+                for param, value in zip(params, values, strict=True):
+                    local = shard[param.local_shard.in_shard.to_slice()]
+                    self._fill(StateShard.of_state(param, local, key, (), None), value)
+        return found
+
+    def _fill(self, target: StateShard, value: Any) -> None:
+        """Plan the copy or transfer that fills this rank's part of a state."""
+        if shape_of(value) != target.full_shape:
+            raise LoadError(
+                f"{target.label} has shape {shape_of(value)}; expected {target.full_shape}, that of the parameter, on "
+                f"rank {target.param.rank_group.rank} of the shard group. Is it the state dict of another model?"
+            )
+        if isinstance(value, FromRankZero):
+            value.plan_scatter(target, self.plan)
+        elif isinstance(value, DeferredState):
+            if not target.run.is_empty:
+                self.plan.call(lambda: target.local.copy_(value.read().reshape(-1)))
+        else:
+            decoder_of(value).decode(value, target, self.plan)
+
+    def _split(
+        self, param: IndexedParam, key: str, value: Any, handler: OptimStateHandler, result: dict[str, Any]
+    ) -> None:
+        """Split this rank's part of a state off with its handler, now or as part of the plan."""
+        refuse_split(param, key)
+        run, device = param.local_shard.in_param, param.handle.flat_param.device
+
+        def put(full: torch.Tensor) -> None:
+            result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
+
+        if isinstance(value, FromRankZero):
+            value.plan_broadcast(device, self.plan, put)
+        elif isinstance(value, DeferredState):
+            self.plan.call(lambda: put(value.read()))
+        elif isinstance(value, torch.Tensor) and not is_chunked(value):
+            put(value)
+        else:
+            raise LoadError(
+                f"State {key!r} of {param.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
+                f"{type(value).__name__}."
+            )
+
+    def _unmanaged_state(self, value: Any, param: nn.Parameter) -> Any:
+        """Return a state of a parameter that no unit manages."""
+        if not isinstance(value, FromRankZero):
+            return _plain(value)
+        found: torch.Tensor = value.plan_broadcast(param.device, self.plan)
+        return found
+
+    def _is_elementwise(self, key: str, value: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether a state has one value per element of its parameter.
+
+        For a parameter of shape () the number of dims does not decide: the states of the other parameters do, or else
+        the name "step", torch's name of the step count.
+        """
+        if not is_scalar(value):
+            return True
+        if shape or not (isinstance(value, (torch.Tensor, FromRankZero)) or decoder_of(value).reads(value)):
+            return False
+        return key in self._elementwise if self._elementwise else key != "step"
+
+
+def _checked_states(given: Mapping[str, Any] | None) -> _States:
+    if not _is_state_dict(given):
+        raise OptionError(
+            "An optimizer state dict has 'state' and mostly 'param_groups'; got "
+            f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
+        )
+    assert given is not None
+    by_name: _States = given["state"]
+    positions = [key for key in by_name if not isinstance(key, str)]
+    if positions:
+        raise OptionError(
+            f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
+            "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
+        )
+    return by_name
+
+
+def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
+    """Warn of states that are not loaded: of parameters that the optimizer, or the model, does not have."""
+    # Only of parameters that this rank has elements of: its optimizer may be built from these alone.
+    found = [
+        param.fqn
+        for param in index.params
+        if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
+    ]
+    if found:
+        warnings.warn(
+            f"The optimizer state dict has states of {len(found)} parameter(s) that this optimizer does not hold, "
+            f"{found[0]!r} the first; they are left out.",
+            stacklevel=6,
+        )
+    known = {*(param.fqn for param in index.params), *index.others.values()}
+    unknown = [name for name in by_name if name not in known]
+    if unknown:
+        warnings.warn(
+            f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
+            "the first; they are left out.",
+            stacklevel=6,
+        )
+
+
+def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    groups = []
+    for group in given:
+        # The optimizer keeps the names that it was built with; the file's names cover the parameters of all ranks.
+        settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
+        known = {positions[fqn] for fqn in group.get("params", []) if fqn in positions}
+        groups.append({**settings, "params": [keys[position] for position in sorted(known)]})
+    return groups
+
+
+def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
+    """Allocate a flat shard with zeroed padding; everything else will be written."""
+    layout = param.handle.layout
+    shard = torch.empty(layout.shard_numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
+    own = layout.shard(param.rank_group.rank)
+    for padding in layout.paddings():
+        shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
+    return shard
+
+
+def _plain(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
+    have = {param.fqn: sorted(row) for param, row in zip(params, rows, strict=True) if row is not None}
+    kinds = {tuple(keys) for keys in have.values()}
+    lacking = [param.fqn for param in params if param.fqn not in have]
+    if len(kinds) > 1 or (lacking and have):
+        raise OptionError(
+            f"With use_orig_params=False the parameters of unit {params[0].unit.name!r} share one state, so each needs "
+            f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
+            "use_orig_params=True."
+        )
+
+
+def template_states(
+    model: nn.Module,
+    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    read: Read,
+    *,
+    owners: Mapping[nn.Parameter, int],
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
+    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
+
+    Args:
+        model: the model that has the parameters.
+        wanted: by parameter name and state name, the full shape and the dtype.
+        read: reads one state into a tensor for it, and returns that tensor.
+        owners: by parameter whose states one rank of the shard group has in full, that rank.
+
+    Returns:
+        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
+
+    Raises:
+        LoadError: a name or shape does not fit the model.
+    """
+    index = ParamIndex(model)
+    sharded = {param.fqn: (param, visible in owners) for visible, entries in index.managed.items() for param in entries}
+    others = {name: tuple(param.shape) for param, name in index.others.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    deferred: dict[str, dict[str, DeferredState]] = {}
+    for fqn, states in wanted.items():
+        param, is_owned = sharded.get(fqn, (None, False))
+        if param is None and fqn not in others:
+            raise LoadError(
+                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
+            )
+        for name, (shape, dtype) in states.items():
+            if param is not None and (is_owned or handler_of(param, name) is not None):
+                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
+                read_it = partial(_read_full, read, fqn, name, shape, dtype)
+                deferred.setdefault(fqn, {})[name] = DeferredState(torch.Size(shape), dtype, read_it)
+                continue
+            expected = others[fqn] if param is None else param.full_shape
+            if shape != expected:
+                raise LoadError(
+                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
+                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
+                    "merge=..., split=...). Nothing was loaded."
+                )
+            if param is None:
+                value = torch.zeros(shape, dtype=dtype)
+            else:
+                local = torch.zeros(param.local_shard.numel, dtype=dtype)
+                (value,) = BOXES.encode([StateShard(param, local, fqn, param.shape)], _LIVE)
+            found.setdefault(fqn, {})[name] = value
+    return found, deferred
+
+
+def _read_full(read: Read, fqn: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return read(fqn, name, torch.zeros(shape, dtype=dtype))

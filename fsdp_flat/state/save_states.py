@@ -1,0 +1,177 @@
+"""Implements ``optim_state_dict``: saves an optimizer's states under parameter names, with any codec."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.api import OptimStateDictConfig
+from fsdp_flat.comm import ErrorTexts, agree, barrier
+from fsdp_flat.state.codecs import FULL
+from fsdp_flat.state.handlers import merged_states
+from fsdp_flat.state.optim_contents import OptimContents, complete_groups, named_groups
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex
+from fsdp_flat.state.param_states import ParamState, agree_on_states, read_states
+from fsdp_flat.state.shards import StateDictCodec, StateShard
+
+__all__ = ["save_optim_state"]
+
+_SAVING = ErrorTexts(
+    "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
+)
+
+Groups = list[dict[str, Any]] | None
+
+
+def save_optim_state(
+    model: nn.Module,
+    contents: OptimContents,
+    codec: StateDictCodec,
+    config: OptimStateDictConfig,
+    *,
+    merge_on_one_rank: bool = False,
+) -> dict[str, Any]:
+    """Return the state dict of an optimizer, keyed by names.
+
+    Every rank must call this.
+
+    Args:
+        model: the model that the optimizer's parameters belong to.
+        contents: the optimizer's contents.
+        codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
+            communicated except with registered handlers, owned parameters or ``merge_on_one_rank``.
+        config: the options. With ``rank0_only`` ranks other than the first of all send their shards and return an
+            empty dict.
+        merge_on_one_rank: return each state of another shape (which has a handler, or whose parameter has an owner) on
+            one rank only, as a full tensor, ranks in turn. Ranks compare the names of their states.
+
+    Raises:
+        OptionError: the optimizer holds a parameter that is not the model's.
+        UnsupportedError: a state that is neither shaped like the rank's local shard nor a scalar, and has no handler.
+        UsageError: a rank lacks a state of elements that it holds, while other ranks have it; or other ranks did not
+            call this.
+        PeerFailureError: another rank raised one of these.
+    """
+    index = ParamIndex(model)
+    # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
+    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
+    alone = not (codec.communicates or merge_on_one_rank or shared)
+    groups, states = _read_alone(index, contents) if alone else _agreed_states(index, contents)
+    order = complete_groups(index, contents, groups, alone=alone)
+    to_zero = bool(getattr(config, "rank0_only", False))
+    with torch.no_grad():
+        values = _encoded(states, codec, config, on_owner=merge_on_one_rank)
+        handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
+        merged: dict[tuple[IndexedParam, str], torch.Tensor] = {}
+        if handled:
+            merged = merged_states(
+                handled,
+                lambda position, size: 0 if to_zero else position % size if merge_on_one_rank else None,
+                offload=config.offload_to_cpu,
+            )
+    if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
+        return {}
+    by_name = _by_name(index, contents, states, values, merged, offload=config.offload_to_cpu)
+    placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
+    state = {"state": {name: by_name[name] for name in placed}}
+    return state if groups is None else {**state, "param_groups": groups}
+
+
+def _encoded(
+    states: Sequence[ParamState], codec: StateDictCodec, config: OptimStateDictConfig, *, on_owner: bool
+) -> dict[StateShard, Any]:
+    """Return the value of each tensor; those of another shape than their parameter's are full tensors.
+
+    Args:
+        states: the states.
+        codec: encodes the tensors of their parameter's shape.
+        config: the options.
+        on_owner: return full tensors on the owner only, so that nothing is communicated.
+    """
+    shards = [shard for state in states for shard in state.tensors.values()]
+    alike = [shard for shard in shards if shard.shape == shard.param.shape]
+    others = [shard for shard in shards if shard.shape != shard.param.shape]
+    found = dict(zip(alike, codec.encode(alike, config), strict=True))
+    if not on_owner:
+        return {**found, **dict(zip(others, FULL.encode(others, config), strict=True))}
+    for shard in others:
+        if shard.owner == shard.param.rank_group.rank:
+            value = shard.local.view(shard.shape)
+            found[shard] = value.to("cpu", copy=True) if config.offload_to_cpu else value
+    return found
+
+
+def _by_name(
+    index: ParamIndex,
+    contents: OptimContents,
+    states: Sequence[ParamState],
+    values: Mapping[StateShard, Any],
+    merged: Mapping[tuple[IndexedParam, str], torch.Tensor],
+    *,
+    offload: bool,
+) -> dict[str, dict[str, Any]]:
+    by_name: dict[str, dict[str, Any]] = {}
+    for state in states:
+        if state.names:
+            row = {**state.plain, **{name: values[s] for name, s in state.tensors.items() if s in values}}
+            row |= {name: merged[state.param, name] for name in state.custom_handled if (state.param, name) in merged}
+            by_name[state.param.fqn] = {key: row[key] for key in sorted(row)}
+    held = set(contents.params)
+    for param, name in index.others.items():
+        if param in held and param in contents.state:
+            by_name[name] = {key: _copied(value, offload) for key, value in contents.state[param].items()}
+    return by_name
+
+
+def _copied(value: Any, offload: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach().clone()
+    return value.cpu() if offload or value.dim() == 0 else value
+
+
+def _read_alone(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
+    states = read_states(index, contents)
+    if contents.state:
+        _warn_of_gaps(states)
+    return named_groups(index, contents), states
+
+
+def _warn_of_gaps(states: Sequence[ParamState]) -> None:
+    """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
+    found = [
+        str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
+    ]
+    if found:
+        warnings.warn(
+            f"The optimizer of rank {dist.get_rank()} has states, but none of {', '.join(found[:6])}"
+            f"{f' and {len(found) - 6} more' if len(found) > 6 else ''}, of which the rank holds elements. That is "
+            "right for parameters that have had no gradient yet. With boxes=True ranks do not compare what they have: "
+            "if another rank has these states, the checkpoint is incomplete.",
+            stacklevel=5,
+        )
+
+
+def _agreed_states(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
+    for rank_group in dict.fromkeys(unit.options.groups.shard for unit in index.units):
+        barrier("optim_state_dict", rank_group)
+    error: Exception | None = None
+    groups: Groups = None
+    states: list[ParamState] = []
+    try:
+        groups = named_groups(index, contents)
+        states = read_states(index, contents)
+    except Exception as found:
+        error = found
+    error = agree_on_states(index, states, error)
+    if index.units:
+        agree([], error, index.rank_groups, index.device, _SAVING)
+    elif error is not None:
+        raise error
+    return groups, states
