@@ -27,6 +27,7 @@ from fsdp_flat.comm.small_messages import (
     exchange_bytes,
     exchange_ints,
     fingerprint,
+    fingerprints,
     gather_bytes,
     scatter_bytes,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "exchange_ints",
     "find_disagreement",
     "fingerprint",
+    "fingerprints",
     "gather_bytes",
     "global_ranks",
     "host_group",

@@ -103,8 +103,7 @@ def build_unit(
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
     for _, child in modules:
         # torch.compile and transformers read these two attributes of every managed submodule.
-        child._is_fsdp_managed_module = True  # type: ignore[assignment]
-        child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
+        child.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=options.use_orig_params)
         hide_compiled_name(child)
     return unit
 
@@ -276,7 +275,7 @@ def _spec(
 
 
 def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owners) -> list[ManagedParam]:
-    nested = [unit for child in module.children() for unit in units_of(child)]
+    nested = units_of(module)
     below = {
         (id(site.module), site.name)
         for unit in nested
@@ -379,10 +378,11 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            check_adapter(adapter_of(param, clean_fqn(name)), clean_fqn(name), groups)
+            fqn = clean_fqn(name)
+            check_adapter(adapter_of(param, fqn), fqn, groups)
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
-            lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
+            lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprint
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
 from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import SyncStates
@@ -192,7 +192,8 @@ def agree_on_weights(
     """
     if sync == "broadcast":
         return True
-    lines = [f"{name!r} {fingerprint(adapter_if_dtensor(each).to_local(each.detach()))}" for name, each in named]
+    prints = fingerprints([adapter_if_dtensor(each).to_local(each.detach()) for _, each in named])
+    lines = [f"{name!r} {print_}" for (name, _), print_ in zip(named, prints, strict=True)]
     found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
     if found is not None and sync == "raise":
         raise RankMismatchError(f"{found}. {_ADVICE}")
