@@ -140,11 +140,6 @@ class ParamIndex:
         """Units that have parameters, each once, in the model's order."""
         return list(dict.fromkeys(param.unit for param in self.params))
 
-    @cached_property
-    def by_name(self) -> dict[str, IndexedParam]:
-        """Managed parameters by each of their names."""
-        return {fqn: param for param in self.params for fqn in param.fqns}
-
     @property
     def device(self) -> torch.device:
         """Compute device of the units; the CPU if there are none."""
