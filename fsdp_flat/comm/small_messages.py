@@ -6,11 +6,13 @@ Each exchange is a collective: every rank of the group must call it at the same 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.rank_groups import is_fake
+from fsdp_flat.comm.failures import WatchedWork
+from fsdp_flat.comm.rank_groups import RankGroup, is_fake
 
 __all__ = [
     "control_device",
@@ -68,7 +70,7 @@ def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.dev
     where = control_device(group, device)
     own = torch.tensor(values, dtype=torch.int64, device=where)
     everyone = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(everyone, own, group=group)
+    _wait(dist.all_gather(everyone, own, group=group, async_op=True), group, where)
     return [tensor.tolist() for tensor in everyone]
 
 
@@ -80,7 +82,7 @@ def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.devic
         return [payload] * size
     own = _padded(payload, max(1, *lengths), control_device(group, device))
     everyone = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(everyone, own, group=group)
+    _wait(dist.all_gather(everyone, own, group=group, async_op=True), group, own.device)
     return [_content(row, length) for row, length in zip(everyone, lengths, strict=True)]
 
 
@@ -92,7 +94,7 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
         return [payload] * size
     own = _padded(payload, max(1, *lengths), control_device(group, device))
     rows = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
-    dist.gather(own, rows, dst=dist.get_global_rank(group, 0), group=group)
+    _wait(dist.gather(own, rows, dst=dist.get_global_rank(group, 0), group=group, async_op=True), group, own.device)
     return [_content(row, length) for row, length in zip(rows or [], lengths, strict=rank == 0)]
 
 
@@ -105,8 +107,18 @@ def scatter_bytes(payloads: list[bytes], group: dist.ProcessGroup, device: torch
     # Each row starts with its length as 8 bytes.
     rows = [_padded(len(each).to_bytes(8, "big") + each, longest + 8, where) for each in payloads]
     own = torch.empty(longest + 8, dtype=torch.uint8, device=where)
-    dist.scatter(own, rows or None, src=dist.get_global_rank(group, 0), group=group)
+    work = dist.scatter(own, rows or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
+    _wait(work, group, where)
     return _content(own[8:], int.from_bytes(_content(own, 8), "big"))
+
+
+def _wait(work: Any, group: dist.ProcessGroup, where: torch.device) -> None:
+    """Wait for an exchange; on the host, log a long wait, and raise the cause if another rank has failed."""
+    if where.type == "cpu":
+        rank_group = RankGroup.of(group)
+        others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", others)
+    work.wait()
 
 
 def _padded(payload: bytes, length: int, where: torch.device) -> torch.Tensor:
