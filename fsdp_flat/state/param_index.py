@@ -1,4 +1,4 @@
-"""Maps a model's parameters to their names, units and handles, and back: the only walk over parameter names."""
+"""Maps a model's parameters to their names, units and handles, in one walk for all state dicts."""
 
 from __future__ import annotations
 
