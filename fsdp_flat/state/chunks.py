@@ -41,33 +41,40 @@ __all__ = ["ChunkCodec", "FlatCodec"]
 
 
 @dataclass(frozen=True, slots=True)
-class _SecondExchange:
-    """Describes the exchange along the tensor-parallel group, between the rows held and the rows of the chunks."""
+class _Exchange:
+    """Describes an exchange along one group on the way from local shards to chunks."""
 
     rank_group: RankGroup
     held: Partition
     wanted: Partition
 
+    def transfer(
+        self, held: torch.Tensor, wanted: torch.Tensor, device: torch.device, nbytes: int, *, reverse: bool = False
+    ) -> TensorTransfer:
+        """Describe the transfer of one tensor, from ``wanted`` to ``held`` if ``reverse``."""
+        if reverse:
+            return TensorTransfer(self.rank_group, device, self.wanted, self.held, wanted, held, nbytes)
+        return TensorTransfer(self.rank_group, device, self.held, self.wanted, held, wanted, nbytes)
+
 
 @dataclass(frozen=True, slots=True)
 class _ChunkSpec:
-    """Describes the chunks of one parameter of a unit.
+    """Describes the chunks of one parameter of a unit, or of a state of it.
 
     Attributes:
-        chunks: partition of the flattened parameter (or its tensor-parallel part) into the ranks' chunks.
+        exchanges: the exchanges from local shards to chunks: along the shard group, and if the chunk needs it along
+            the tensor-parallel group.
         shape: shape of the full tensor.
         chunk_shape: shape of this rank's chunk.
         mesh: the mesh of the DTensor; None for a ShardedTensor, or a plain tensor if nothing is sharded.
         placements: placements of the DTensor.
-        second: the exchange along the tensor-parallel group, if the chunk needs one.
     """
 
-    chunks: Partition
+    exchanges: tuple[_Exchange, ...]
     shape: tuple[int, ...]
     chunk_shape: tuple[int, ...]
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
-    second: _SecondExchange | None = None
 
 
 class ChunkCodec(StateDictCodec):
@@ -77,28 +84,25 @@ class ChunkCodec(StateDictCodec):
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
         """Exchange parts for chunks. Each rank sends at most its own elements."""
-        specs: dict[IndexedParam, _ChunkSpec] = {}
+        specs: dict[tuple[IndexedParam, int | None], _ChunkSpec] = {}
+        stages: tuple[list[TensorTransfer], ...] = ([], [])
+        chunks = []
         for shard in shards:
-            specs.setdefault(shard.param, _chunk_spec(shard.param))
-        chunks, first, second = [], [], []
-        for shard in shards:
-            spec = specs[shard.param]
-            chunk = shard.local.new_empty(spec.chunks[shard.param.rank_group.rank].numel)
-            first.append(_transfer(shard, spec, shard.local, chunk))
-            if spec.second is not None:
-                held, chunk = chunk, shard.local.new_empty(math.prod(spec.chunk_shape))
-                second.append(_second_transfer(shard, spec, held, chunk))
-            chunks.append(chunk)
-        redistribute(first)
-        redistribute(second)
+            key = (shard.param, shard.owner)
+            spec = specs[key] = specs.get(key) or _chunk_spec(shard)
+            chunk, device = shard.local, shard.param.unit.options.device
+            for stage, exchange in zip(stages, spec.exchanges, strict=False):
+                held, chunk = chunk, chunk.new_empty(exchange.wanted[exchange.rank_group.rank].numel)
+                stage.append(exchange.transfer(held, chunk, device, math.prod(spec.shape) * chunk.itemsize))
+            chunks.append((spec, chunk.view(spec.chunk_shape), shard.param.rank_group))
+        for stage in stages:
+            redistribute(stage)
         tensors, found = ShardedTensors(), []
-        for shard, chunk in zip(shards, chunks, strict=True):
-            spec, chunk = specs[shard.param], chunk.view(specs[shard.param].chunk_shape)
+        for spec, chunk, rank_group in chunks:
             chunk = chunk.cpu() if config.offload_to_cpu else chunk
             if spec.mesh is not None:
                 found.append(dtensor(chunk, spec.shape, spec.mesh, spec.placements))
             else:
-                rank_group = shard.param.rank_group
                 found.append(chunk if rank_group.size == 1 else tensors.make(chunk, spec.shape, rank_group))
         return found
 
@@ -107,22 +111,22 @@ class ChunkCodec(StateDictCodec):
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the exchange of chunks for parts."""
-        spec = _as_given(_chunk_spec(target.param), target.param.rank_group, value)
+        spec = _as_given(_chunk_spec(target), target, value)
         if spec.shape != shape_of(value):
             raise LoadError(
                 f"{target.label}: a tensor of shape {shape_of(value)} in chunks; expected {spec.shape}, the "
                 "parameter's shape."
             )
-        chunk = _fitting_chunk(spec, target, value).detach().reshape(-1)
-        local = target.local
-        chunk = chunk.to(dtype=local.dtype, device=local.device)
-        second = None
-        if spec.second is not None:
-            held = local.new_empty(spec.chunks[target.param.rank_group.rank].numel)
-            second = _second_transfer(target, spec, held, chunk, reverse=True)
+        local, device = target.local, target.param.unit.options.device
+        chunk = _fitting_chunk(spec, target, value).detach().reshape(-1).to(dtype=local.dtype, device=local.device)
+        stages: list[TensorTransfer] = []
+        for exchange in reversed(spec.exchanges):
+            is_last = exchange is spec.exchanges[0]
+            held = local if is_last else local.new_empty(exchange.held[exchange.rank_group.rank].numel)
+            nbytes = math.prod(spec.shape) * local.itemsize
+            stages.append(exchange.transfer(held, chunk, device, nbytes, reverse=True))
             chunk = held
-        first = _transfer(target, spec, local, chunk, reverse=True)
-        plan.transfer(*((None, first) if second is None else (second, first)))
+        plan.transfer(None if len(stages) == 1 else stages[0], stages[-1])
         plan.lines.append(f"{target.label}: {spec.shape} {local.dtype} in chunks")
 
 
@@ -161,54 +165,39 @@ class FlatCodec(StateDictCodec):
         plan.copy(target.local, local)
 
 
-def _transfer(
-    shard: StateShard, spec: _ChunkSpec, local: torch.Tensor, chunk: torch.Tensor, *, reverse: bool = False
-) -> TensorTransfer:
-    """Describe the transfer from local shards to chunks along the shard group, or back (``reverse``)."""
-    ends = (spec.chunks, shard.held, chunk, local) if reverse else (shard.held, spec.chunks, local, chunk)
-    nbytes = math.prod(spec.shape) * local.itemsize
-    return TensorTransfer(shard.param.rank_group, shard.param.unit.options.device, *ends, nbytes)
-
-
-def _second_transfer(
-    shard: StateShard, spec: _ChunkSpec, held: torch.Tensor, chunk: torch.Tensor, *, reverse: bool = False
-) -> TensorTransfer:
-    """Describe the transfer from rows held to chunks along the tensor-parallel group, or back (``reverse``)."""
-    second = spec.second
-    assert second is not None
-    ends = (second.wanted, second.held, chunk, held) if reverse else (second.held, second.wanted, held, chunk)
-    nbytes = math.prod(spec.shape) * held.itemsize
-    return TensorTransfer(second.rank_group, shard.param.unit.options.device, *ends, nbytes)
-
-
-def _as_given(spec: _ChunkSpec, rank_group: RankGroup, value: Any) -> _ChunkSpec:
+def _as_given(spec: _ChunkSpec, target: StateShard, value: Any) -> _ChunkSpec:
     """Return the spec for a 0-dim ``value``: a DTensor is replicated, a ShardedTensor is held by one rank."""
+    rank_group = target.param.rank_group
     if spec.shape or rank_group.size == 1:
         return spec
     if isinstance(value, DTensor):
-        return replace(spec, chunks=ReplicatedPartition(1, None, rank_group.size), chunk_shape=())
-    own_shape = chunk_shape((), rank_group.size, rank_group.rank)
-    return replace(spec, chunks=chunk_partition((), rank_group.size), chunk_shape=own_shape)
+        chunks: Partition = ReplicatedPartition(1, None, rank_group.size)
+        return replace(spec, exchanges=(_Exchange(rank_group, target.held, chunks),), chunk_shape=())
+    chunks, own_shape = chunk_partition((), rank_group.size), chunk_shape((), rank_group.size, rank_group.rank)
+    return replace(spec, exchanges=(_Exchange(rank_group, target.held, chunks),), chunk_shape=own_shape)
 
 
-def _chunk_spec(param: IndexedParam) -> _ChunkSpec:
-    """Return the spec of a parameter.
+def _chunk_spec(shard: StateShard) -> _ChunkSpec:
+    """Return the spec of a tensor.
 
     Raises:
-        UnsupportedError: tensor parallelism has split it, and no mesh contains both groups.
+        UnsupportedError: tensor parallelism has split its parameter, and no mesh contains both groups.
     """
-    unit, shape, rank_group = param.unit, param.shape, param.rank_group
+    param, rank_group = shard.param, shard.param.rank_group
+    unit, shape = param.unit, param.shape
     if isinstance(param.adapter, DTensorAdapter):
-        return _split_spec(param, param.adapter)
+        return _split_spec(shard, param.adapter)
     assert param.adapter is PLAIN
-    chunks, own_shape = chunk_partition(shape, rank_group.size), chunk_shape(shape, rank_group.size, rank_group.rank)
+    first = _Exchange(rank_group, shard.held, chunk_partition(shape, rank_group.size))
+    own_shape = chunk_shape(shape, rank_group.size, rank_group.rank)
     if unit.options.groups.mesh is None or rank_group.size == 1:
-        return _ChunkSpec(chunks, shape, own_shape)
+        return _ChunkSpec((first,), shape, own_shape)
     mesh, dim = _mesh_of(unit)
     if not shape:
         # A 0-dim tensor has no dimension to shard.
-        return _ChunkSpec(ReplicatedPartition(1, None, rank_group.size), shape, shape, mesh, _placements(mesh, {}))
-    return _ChunkSpec(chunks, shape, own_shape, mesh, _placements(mesh, {dim: Shard(0)}))
+        first = replace(first, wanted=ReplicatedPartition(1, None, rank_group.size))
+        return _ChunkSpec((first,), shape, shape, mesh, _placements(mesh, {}))
+    return _ChunkSpec((first,), shape, own_shape, mesh, _placements(mesh, {dim: Shard(0)}))
 
 
 def _mesh_of(unit: Unit) -> tuple[Any, int]:
@@ -226,17 +215,18 @@ def _placements(mesh: DeviceMesh, by_dim: dict[int, Placement]) -> tuple[Placeme
     return tuple(by_dim.get(dim, Replicate()) for dim in range(mesh.ndim))
 
 
-def _split_spec(param: IndexedParam, adapter: DTensorAdapter) -> _ChunkSpec:
-    rank_group, part_shape, shape = param.rank_group, param.shape, tuple(adapter.shape)
+def _split_spec(shard: StateShard, adapter: DTensorAdapter) -> _ChunkSpec:
+    rank_group, part_shape, shape = shard.param.rank_group, shard.param.shape, tuple(adapter.shape)
     if rank_group.size == 1:
-        own = ReplicatedPartition(math.prod(part_shape), None, 1)
-        return _ChunkSpec(own, shape, part_shape, adapter.mesh, adapter.placements)
-    root, shard_dim, split_dim = _joined_mesh(param, adapter)
+        own = _Exchange(rank_group, shard.held, ReplicatedPartition(math.prod(part_shape), None, 1))
+        return _ChunkSpec((own,), shape, part_shape, adapter.mesh, adapter.placements)
+    root, shard_dim, split_dim = _joined_mesh(shard.param, adapter)
     placement = adapter.placements[0]
     placements = _placements(root, {shard_dim: Shard(0), split_dim: placement})
     if not (isinstance(placement, Shard) and placement.dim == 0 and split_dim > shard_dim):
+        first = _Exchange(rank_group, shard.held, chunk_partition(part_shape, rank_group.size))
         own_shape = chunk_shape(part_shape, rank_group.size, rank_group.rank)
-        return _ChunkSpec(chunk_partition(part_shape, rank_group.size), shape, own_shape, root, placements)
+        return _ChunkSpec((first,), shape, own_shape, root, placements)
     # DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first: rows
     # change ranks in both groups.
     tp_group, width = RankGroup.of(adapter.mesh.get_group(0)), math.prod(shape[1:])
@@ -246,12 +236,13 @@ def _split_spec(param: IndexedParam, adapter: DTensorAdapter) -> _ChunkSpec:
     block = blocks[rank_group.rank]
     parts = [chunk_rows(shape[0], tp_group.size, rank) for rank in range(tp_group.size)]
     wanted = [chunk_rows(block.numel, tp_group.size, rank).shift(block.start) for rank in range(tp_group.size)]
-    second = _SecondExchange(
+    second = _Exchange(
         tp_group,
         IrregularPartition(tuple(_times(other.intersect(block), width) for other in parts)),
         IrregularPartition(tuple(_times(rows, width) for rows in wanted)),
     )
-    return _ChunkSpec(in_blocks, shape, (wanted[tp_group.rank].numel, *shape[1:]), root, placements, second)
+    own_shape = (wanted[tp_group.rank].numel, *shape[1:])
+    return _ChunkSpec((_Exchange(rank_group, shard.held, in_blocks), second), shape, own_shape, root, placements)
 
 
 def _times(rows: Interval, width: int) -> Interval:
@@ -284,7 +275,7 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
     if isinstance(value, DTensor) and spec.mesh is not None and value.device_mesh == spec.mesh:
         if tuple(value.placements) != spec.placements:
             value = value.redistribute(spec.mesh, spec.placements)
-    elif spec.second is not None:
+    elif len(spec.exchanges) > 1:
         raise LoadError(
             f"{target.label}: expected a DTensor on {spec.mesh} with placements {spec.placements}, got "
             f"{describe_value(value)}."

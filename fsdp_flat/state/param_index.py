@@ -1,4 +1,4 @@
-"""Maps a model's parameters to their names, units and handles, and back: the only walk over parameter names."""
+"""Maps a model's parameters to their names, units and handles, in one walk for all state dicts."""
 
 from __future__ import annotations
 
@@ -139,11 +139,6 @@ class ParamIndex:
     def units(self) -> list[Unit]:
         """Units that have parameters, each once, in the model's order."""
         return list(dict.fromkeys(param.unit for param in self.params))
-
-    @cached_property
-    def by_name(self) -> dict[str, IndexedParam]:
-        """Managed parameters by each of their names."""
-        return {fqn: param for param in self.params for fqn in param.fqns}
 
     @property
     def device(self) -> torch.device:

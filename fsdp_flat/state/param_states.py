@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -251,7 +251,10 @@ def _check_lacking(
     numels = exchange_ints(own, rank_group.group, device)
     ranks = dist.get_process_group_ranks(rank_group.group)
     for at, state in enumerate(states):
-        kept = [set(_kept_names(*described[at])) for described in everyone]
+        kept = [
+            {*tensors, *custom_handled, *plain, *(["a place in a parameter group"] if is_held else ())}
+            for tensors, custom_handled, plain, is_held in (described[at] for described in everyone)
+        ]
         anywhere = set().union(*kept)
         for rank, here, row in zip(ranks, kept, numels, strict=True):
             if anywhere - here and row[at]:
@@ -267,12 +270,3 @@ def _check_lacking(
             "states of parameters that it has no elements of, and no others: build the optimizer from the same "
             "parameters on every rank, and step it on every rank or on none."
         )
-
-
-def _kept_names(
-    tensors: dict[str, Any], custom_handled: list[str], plain: dict[str, Any], is_held: bool
-) -> Iterator[str]:
-    """Iterate over the names of all states that a rank's optimizer has of a parameter."""
-    yield from (*tensors, *custom_handled, *plain)
-    if is_held:
-        yield "a place in a parameter group"
