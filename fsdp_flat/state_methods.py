@@ -18,7 +18,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.loading import all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state import CODECS, settings_for
+from fsdp_flat.state import CODECS, BoxedTensor, TypedStateDict, settings_for
 
 __all__ = ["StateDictMethods"]
 
@@ -124,8 +124,9 @@ class StateDictMethods(SemiPrivateNames):
         assert wrapped is not None
         for hook in self._state_dict_pre_hooks.values():
             hook(self, prefix, keep_vars)
-        form = CODECS[self._settings.state_dict_type]
-        config = self._settings.state_dict_config
+        given = kwargs.get("destination")
+        settings = given.settings if isinstance(given, TypedStateDict) else self._settings
+        form, config = CODECS[settings.state_dict_type], settings.state_dict_config
         with self._saving() as (gathered, outermost):
             if outermost and form.gather is not None and not getattr(config, "boxes", False):
                 # Units without parameters and units inside summon_full_params need no all-gather.
@@ -215,7 +216,10 @@ class StateDictMethods(SemiPrivateNames):
         error_msgs: list[str],
     ) -> None:
         report = report_of(self, missing_keys, error_msgs)
-        CODECS[self._settings.state_dict_type].load(self._unit, state_dict, prefix, report)
+        # Boxes are loaded as such, whichever type is set.
+        boxed = any(isinstance(value, BoxedTensor) for value in state_dict.values())
+        kind = StateDictType.SHARDED_STATE_DICT if boxed else self._settings.state_dict_type
+        CODECS[kind].load(self._unit, state_dict, prefix, report)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

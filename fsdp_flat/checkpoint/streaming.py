@@ -13,15 +13,34 @@ from fsdp_flat.api import ShardedStateDictConfig, StateDictType
 from fsdp_flat.comm import RankGroup, Transfers
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state import local_shard_of, plan_full_transfer
+from fsdp_flat.state import TypedStateDict, local_shard_of, plan_full_transfer, settings_for
 
-__all__ = ["StateEntry", "entries_of", "iter_full_state_dict", "shard_group"]
+__all__ = [
+    "StateEntry",
+    "boxed_state_dict",
+    "entries_of",
+    "full_tensor_on",
+    "iter_full_state_dict",
+    "param_infos_by_name",
+    "shard_group",
+]
 
 
-@dataclass(frozen=True, slots=True)
+def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """Return a model's state dict with the shards of this rank as boxes, without communication.
+
+    Args:
+        model: a wrapper, or a module that holds wrappers.
+        copy: copy the shards to the CPU.
+    """
+    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
+    destination = TypedStateDict(settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
+    return model.state_dict(destination=destination)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class StateEntry:
     """Describes one entry of a model's state dict.
 
@@ -67,12 +86,9 @@ def entries_of(
         UnsupportedError: an entry is not a tensor.
         PhaseError: called in the middle of a step.
     """
-    where = _param_infos_by_name(model)
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)
-    ):
-        # The state dict of a compiled model has torch.compile's prefix in its names.
-        template = {clean_fqn(name): value for name, value in model.state_dict().items()}
+    where = param_infos_by_name(model)
+    # The state dict of a compiled model has torch.compile's prefix in its names.
+    template = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
     trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
     found: list[StateEntry] = []
     first: dict[tuple[int, int], str] = {}
@@ -101,7 +117,8 @@ def entries_of(
     return found
 
 
-def _param_infos_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, int]]:
+def param_infos_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, int]]:
+    """Return unit, handle and index in the handle of each managed parameter, by each of its names."""
     found: dict[str, tuple[Unit, FlatParamHandle, int]] = {}
     for path, module in model.named_modules():
         unit = unit_of(module)

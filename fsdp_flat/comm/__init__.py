@@ -7,6 +7,7 @@ from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_redu
 from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.rank_groups import (
     ALONE,
+    BackgroundWork,
     RankGroup,
     ShardingGroups,
     global_ranks,
@@ -32,6 +33,7 @@ __all__ = [
     "ALONE",
     "STRATEGIES",
     "AllGather",
+    "BackgroundWork",
     "CollectiveLog",
     "Collectives",
     "CustomCollectives",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
 __all__ = [
     "ALONE",
+    "BackgroundWork",
     "RankGroup",
     "ShardingGroups",
     "destroyed_error",
@@ -40,6 +42,20 @@ class RankGroup:
 
 
 ALONE = RankGroup(None, 0, 1)
+
+
+@dataclass(slots=True, eq=False)
+class BackgroundWork:
+    """Holds the process group of a thread beside the step, and that thread's newest work.
+
+    Attributes:
+        group: a gloo group, separate from the collectives of training. It is created once, because another group of the
+            same ranks would collide with its keys in the store.
+        finish: waits for the newest work, and returns its error if the caller has not seen it yet, else an empty text.
+    """
+
+    group: dist.ProcessGroup
+    finish: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CustomCollectives, Pending, ReduceScatter, collectives_for, profiled, unrecorded
+from fsdp_flat.comm import (
+    AllGather,
+    BackgroundWork,
+    CustomCollectives,
+    Pending,
+    ReduceScatter,
+    collectives_for,
+    profiled,
+    unrecorded,
+)
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
 from fsdp_flat.runtime.comm_context import CommContext
@@ -77,7 +86,7 @@ class Unit:
             an earlier forward still needs the old values, a forward does not.
         whole: the full tensors of an open ``full_params``, else None.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
-        saver: saves checkpoints of this unit's tree in the background; None before the first.
+        background: work beside the steps of this unit's tree, saves of checkpoints; None before the first.
         optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
@@ -123,7 +132,7 @@ class Unit:
         self.is_outdated = False
         self.whole: object | None = None
         self.forward_methods: set[str] = set()
-        self.saver: object | None = None
+        self.background: BackgroundWork | None = None
         self.optim_state_handlers: dict[str, object] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None

@@ -12,12 +12,13 @@ from fsdp_flat.state.chunk_specs import (
 )
 from fsdp_flat.state.codecs import CODECS, StateDictCodec
 from fsdp_flat.state.common import LOADING, LoadReport, failed_anywhere, local_shard_of, rank_groups_of
+from fsdp_flat.state.handle_states import Peers
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.keys import rekey
 from fsdp_flat.state.load_states import load_optim_state
 from fsdp_flat.state.optim_params import Managed, OptimContents, ParamNames, contents_of, names_of, ordered_params
 from fsdp_flat.state.save_states import save_optim_state
-from fsdp_flat.state.settings import DEFAULT_SETTINGS, settings_for
+from fsdp_flat.state.settings import DEFAULT_SETTINGS, TypedStateDict, settings_for
 from fsdp_flat.state.templates import template_states
 from fsdp_flat.state.torch_types import dtype_of, is_chunked, shape_of
 
@@ -32,9 +33,11 @@ __all__ = [
     "OptimContents",
     "OptimStateHandler",
     "ParamNames",
+    "Peers",
     "ShardWithSpec",
     "StateDictCodec",
     "StatePart",
+    "TypedStateDict",
     "boxed_value",
     "boxes_of",
     "boxes_to_shard",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from fsdp_flat.state.non_tensor_values import value_from_text, value_to_text
 from fsdp_flat.state.optim_params import OptimContents, ParamNames, is_on_other_ranks, is_scalar
 from fsdp_flat.state.owned import OwnedState, owned_tensors, owners_by_slot
 
-__all__ = ["HandleStates", "agree_on_states", "read_states"]
+__all__ = ["HandleStates", "Peers", "agree_on_states", "compare_states", "read_states"]
 
 # A unit, one of its handles, and the names of the handle's parameters.
 _Member = tuple[Unit, FlatParamHandle, tuple[str, ...]]
@@ -163,18 +163,104 @@ def agree_on_states(
         numels = [_numels_with_state(handle, states[handle]) for _, handle, _ in members]
         payloads = exchange_bytes(json.dumps([json.loads(text), numels]).encode(), rank_group.group, device)
         everyone = [json.loads(payload) for payload in payloads]
-        lacking = _lacking(dist.get_process_group_ranks(rank_group.group), members, everyone)
         try:
-            if lacking:
-                raise _incomplete(lacking)
-            for (_, handle, _), *described in zip(members, *(rows for rows, _ in everyone), strict=True):
-                for each in described:
-                    _complete(states[handle], each, handle)
+            _complete_all(members, states, dist.get_process_group_ranks(rank_group.group), everyone)
         except FsdpFlatError as found:
             error = found
     for found_states in states.values():
         _sort(found_states)
     return error
+
+
+class Peers(Protocol):
+    """Exchanges values with all ranks of a model.
+
+    Attributes:
+        ranks: their global ranks.
+    """
+
+    ranks: list[int]
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
+
+
+def compare_states(
+    names: ParamNames,
+    states: Mapping[FlatParamHandle, HandleStates],
+    held: list[list[str]],
+    error: Exception | None,
+    peers: Peers,
+) -> list[list[list[str]]]:
+    """Compare the states of all ranks in one collective of an integer a parameter.
+
+    A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
+    parameters, for which every rank needs to know all states, a second exchange names the difference or completes the
+    states.
+
+    Args:
+        names: the model's names.
+        states: by handle, from :func:`read_states`.
+        held: by parameter group, the names of the parameters that this rank's optimizer holds.
+        error: the exception that stopped this rank before, or None.
+        peers: every rank of the model must call this.
+
+    Returns:
+        ``held`` of every rank.
+
+    Raises:
+        UsageError: a rank lacks a state of elements that it holds.
+        OptionError: a state has several dtypes.
+    """
+    digests = [
+        digest if error is None else 0
+        for _, handle, _ in names.handles
+        for digest in (_digests(handle, states[handle]) if error is None else [0] * len(handle.layout.param_infos))
+    ]
+    rows = peers.integers([digest_of(json.dumps(held).encode()), *digests], error)
+    needs_all = any(unit.optim_state_handlers for unit in names.units) or any(each.owned for each in states.values())
+    alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
+    everyone = [held] * len(rows)
+    if needs_all or not alike:
+        own = [_describe(states[handle]) for _, handle, _ in names.handles]
+        numels = [_numels_with_state(handle, states[handle]) for _, handle, _ in names.handles]
+        described = [json.loads(text) for text in peers.texts(json.dumps([own, numels, held]))]
+        _complete_all(names.handles, states, peers.ranks, [each[:2] for each in described])
+        everyone = [each[2] for each in described]
+    for found_states in states.values():
+        _sort(found_states)
+    return everyone
+
+
+def _digests(handle: FlatParamHandle, states: HandleStates) -> list[int]:
+    """Return for each parameter a digest of the names and dtypes of its states; 0 if this rank has no elements."""
+    found = []
+    for index, numel in enumerate(_numels_with_state(handle, states)):
+        shards = {
+            name: str(shard.dtype) for name, row in states.local_shards.items() if (shard := row[index]) is not None
+        }
+        others = [sorted(states.plain[index]), sorted(states.custom_handled[index]), states.held[index]]
+        text = json.dumps([shards, *others], sort_keys=True)
+        found.append(digest_of(text.encode()) if numel else 0)
+    return found
+
+
+def _complete_all(
+    members: Sequence[_Member],
+    states: Mapping[FlatParamHandle, HandleStates],
+    ranks: Sequence[int],
+    everyone: Sequence[Any],
+) -> None:
+    """Complete the states from the descriptions of all ranks, each a pair of descriptions and numbers of elements."""
+    lacking = _lacking(ranks, members, everyone)
+    if lacking:
+        raise _incomplete(lacking)
+    for (_, handle, _), *described in zip(members, *(rows for rows, _ in everyone), strict=True):
+        for each in described:
+            _complete(states[handle], each, handle)
 
 
 def _numels_with_state(handle: FlatParamHandle, states: HandleStates) -> list[int]:

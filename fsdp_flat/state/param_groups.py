@@ -11,7 +11,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.state.common import rank_groups_of
 from fsdp_flat.state.optim_params import ParamNames
 
-__all__ = ["check_groups", "complete_groups"]
+__all__ = ["check_groups", "complete_groups", "merged_params"]
 
 Groups = list[dict[str, Any]]
 
@@ -36,14 +36,19 @@ def complete_groups(names: ParamNames, groups: Groups | None, *, alone: bool) ->
         text, device = json.dumps(held).encode(), units[0].options.device
         if len({digest for (digest,) in exchange_ints([digest_of(text)], rank_group.group, device)}) == 1:
             continue
-        everyone = [json.loads(payload) for payload in exchange_bytes(text, rank_group.group, device)]
-        if all(len(of_rank) == len(held) for of_rank in everyone):
-            held = [_merged(names, [of_rank[index] for of_rank in everyone]) for index in range(len(held))]
+        held = merged_params(names, held, [json.loads(each) for each in exchange_bytes(text, rank_group.group, device)])
     for group, params in zip(groups or (), held, strict=True):
         group["params"] = params
         if "param_names" in group:
             # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             group["param_names"] = list(params)
+
+
+def merged_params(names: ParamNames, held: list[list[str]], everyone: Sequence[list[list[str]]]) -> list[list[str]]:
+    """Return by parameter group the names that any rank holds; ``held`` if ranks have other numbers of groups."""
+    if any(len(of_rank) != len(held) for of_rank in everyone):
+        return held
+    return [_merged(names, [of_rank[index] for of_rank in everyone]) for index in range(len(held))]
 
 
 def _merged(names: ParamNames, held: list[list[str]]) -> list[str]:

@@ -17,11 +17,11 @@ from fsdp_flat.runtime import ErrorTexts, agree
 from fsdp_flat.state.boxed import boxed_value
 from fsdp_flat.state.chunk_specs import ShardWithSpec, chunk_spec, chunks_of, plan_full_transfer
 from fsdp_flat.state.common import rank_groups_of
-from fsdp_flat.state.handle_states import HandleStates, agree_on_states, read_states
+from fsdp_flat.state.handle_states import HandleStates, Peers, agree_on_states, compare_states, read_states
 from fsdp_flat.state.merge import dst_all, dst_rank_zero, dst_round_robin, merged_states
 from fsdp_flat.state.optim_params import OptimContents, ParamNames, names_of
 from fsdp_flat.state.owned import boxed_owned, chunked_owned, owned_entries, owners_by_slot, whole_owned
-from fsdp_flat.state.param_groups import complete_groups
+from fsdp_flat.state.param_groups import complete_groups, merged_params
 
 __all__ = ["save_optim_state"]
 
@@ -41,7 +41,7 @@ def save_optim_state(
     rank0_only: bool,
     offload_to_cpu: bool,
     boxes: bool = False,
-    merge_on_one_rank: bool = False,
+    peers: Peers | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer, keyed by names.
 
@@ -54,9 +54,9 @@ def save_optim_state(
         rank0_only: with ``whole``, ranks other than the first of all send their shards and return an empty dict.
         offload_to_cpu: return values on the CPU.
         boxes: without ``whole``, return boxes of this rank's states in place of chunks; then nothing is communicated,
-            except with registered handlers, owned parameters or ``merge_on_one_rank``.
-        merge_on_one_rank: return each state that has a handler on one rank only, as a full tensor, ranks in turn. Ranks
-            compare the names of their states.
+            except with registered handlers, owned parameters or ``peers``.
+        peers: with ``boxes``, for a checkpoint: ranks compare the names of their states through it, and each state that
+            has a handler is returned on one rank only, as a full tensor, ranks in turn.
 
     Raises:
         OptionError: the optimizer holds a parameter that is not the model's.
@@ -69,8 +69,12 @@ def save_optim_state(
     boxes = boxes and not whole
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in names.units)
-    alone = boxes and not merge_on_one_rank and not shared
-    groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
+    alone = boxes and (peers is not None or not shared)
+    values: _Values = {}
+    if peers is not None:
+        groups, states, values = _compared_states(names, contents, peers, offload=offload_to_cpu)
+    else:
+        groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
     order = _order(names, contents, alone=alone)
     to_zero = whole and rank0_only
     keep = not to_zero or all(
@@ -79,17 +83,17 @@ def save_optim_state(
     complete_groups(names, groups, alone=alone)
     with torch.no_grad():
         if boxes:
-            values = _boxed_values(names, states, offload=offload_to_cpu)
+            values = values or _boxed_values(names, states, offload=offload_to_cpu)
         elif whole:
             values = _full_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
         else:
             values = _chunked_values(names, states, offload=offload_to_cpu)
-        dst_of = dst_rank_zero if to_zero else dst_round_robin if merge_on_one_rank else dst_all
+        dst_of = dst_rank_zero if to_zero else dst_round_robin if peers is not None else dst_all
         merged = merged_states(names, states, dst_of, offload=offload_to_cpu)
         owners = owners_by_slot(names, contents.owners)
         owned = list(owned_entries(names, {handle: states[handle].owned for handle in states}, owners))
         if boxes:
-            rows = boxed_owned(owned, once=merge_on_one_rank, offload=offload_to_cpu)
+            rows = boxed_owned(owned, once=peers is not None, offload=offload_to_cpu)
         elif whole:
             rows = whole_owned(owned, to_zero=to_zero, offload=offload_to_cpu)
         else:
@@ -172,20 +176,39 @@ def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]
         )
 
 
+def _compared_states(
+    names: ParamNames, contents: OptimContents, peers: Peers, *, offload: bool
+) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates], _Values]:
+    groups, states, error = _read_or_fail(names, contents)
+    values: _Values = {}
+    try:
+        # Copied before ranks compare, since there may not be enough memory on one of them.
+        values = {} if error else _boxed_values(names, states, offload=offload)
+    except Exception as raised:
+        error = raised
+    held = [group["params"] for group in groups or ()]
+    everyone = compare_states(names, states, held, error, peers)
+    for group, params in zip(groups or (), merged_params(names, held, everyone), strict=True):
+        group["params"] = params
+    return groups, states, values
+
+
+def _read_or_fail(
+    names: ParamNames, contents: OptimContents
+) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates], Exception | None]:
+    try:
+        return _groups(names, contents), read_states(names, contents), None
+    except Exception as error:
+        return None, {}, error
+
+
 def _agreed_states(
     names: ParamNames, contents: OptimContents
 ) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
     units = names.units
     for rank_group in dict.fromkeys(unit.options.groups.shard for unit in units):
         barrier("optim_state_dict", rank_group)
-    error: Exception | None = None
-    groups: list[dict[str, Any]] | None = None
-    states: dict[FlatParamHandle, HandleStates] = {}
-    try:
-        groups = _groups(names, contents)
-        states = read_states(names, contents)
-    except Exception as found:
-        error = found
+    groups, states, error = _read_or_fail(names, contents)
     error = agree_on_states(names, states, error)
     if units:
         agree([], error, rank_groups_of(units), units[0].options.device, _SAVING)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import fields
 from typing import Any
 
@@ -9,7 +10,21 @@ from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettin
 from fsdp_flat.errors import UsageError
 from fsdp_flat.state.codecs import CODECS
 
-__all__ = ["DEFAULT_SETTINGS", "settings_for"]
+__all__ = ["DEFAULT_SETTINGS", "TypedStateDict", "settings_for"]
+
+
+class TypedStateDict(OrderedDict[str, Any]):
+    """Collects a state dict of one type, whichever type is set on the wrappers: pass it as ``destination``.
+
+    torch passes ``destination`` to every module below, so nothing is set on the model.
+
+    Attributes:
+        settings: the type and its options.
+    """
+
+    def __init__(self, settings: StateDictSettings) -> None:
+        super().__init__()
+        self.settings = settings
 
 
 def settings_for(

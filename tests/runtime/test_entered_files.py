@@ -15,11 +15,14 @@ import torch
 from torch import nn
 
 import fsdp_flat
+from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import WIDTH, Block, batch, shared_memory, wrapped
 from tests.support import on_ranks
 
 MOST = 12
+# Files of the package and of its folder checkpoint/ that a save and a load of a checkpoint enter; the aim is 12 in all.
+MOST_IN_CHECKPOINTS = {"save": (41, 7), "load": (43, 6)}
 PACKAGE = Path(fsdp_flat.__file__).parent
 
 
@@ -86,6 +89,26 @@ def test_forward_and_backward_of_a_unit_enter_few_files(shared: bool, use_orig_p
     files = model.module.record.files
     assert {"runtime/unit.py", "runtime/forward.py", "runtime/backward.py", "flat/handle.py"} <= files, WIDTH
     assert len(files) <= MOST, " ".join(sorted(files))
+
+
+@on_ranks(2)
+def test_a_save_and_a_load_of_a_checkpoint_enter_few_files(tmp_path: Path, rank: int) -> None:
+    model = wrapped(Watched(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    calls = {
+        "save": lambda: save_checkpoint(tmp_path, model, optimizer),
+        "load": lambda: load_checkpoint(tmp_path, model, optimizer),
+    }
+    for name, call in calls.items():
+        with entered() as record:
+            record.on()
+            call()
+        inner = [file for file in record.files if file.startswith("checkpoint/")]
+        most, most_inner = MOST_IN_CHECKPOINTS[name]
+        assert 0 < len(inner) <= most_inner, " ".join(sorted(inner))
+        assert len(record.files) <= most, " ".join(sorted(record.files))
 
 
 def test_the_record_sees_files_of_the_package_only_while_it_is_on() -> None:
