@@ -71,7 +71,8 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
         A text for :func:`write_metadata`.
     """
     with _torch_warnings_ignored():
-        planner, writer = _SavePlanner(update), dcp.FileSystemWriter(path)
+        # Files are on disk (sync_files) before their record is.
+        planner, writer = _SavePlanner(update), dcp.FileSystemWriter(path, sync_files=True)
         planner.set_up_planner(state, writer.storage_meta())
         writer.set_up_storage_writer(False)
         plan = writer.prepare_local_plan(planner.create_local_plan())
@@ -113,7 +114,10 @@ def write_metadata(texts: Sequence[str], path: Path) -> None:
         plans.append(SavePlan(items, planner_data=keys_of))
         results.append(written)
     with _torch_warnings_ignored():
-        planner, writer = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True), dcp.FileSystemWriter(path)
+        planner, writer = (
+            dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
+            dcp.FileSystemWriter(path, sync_files=True),
+        )
         writer.set_up_storage_writer(True)
         _, metadata = planner.create_global_plan(plans)
         # The writer keeps the last result of each part.
