@@ -11,11 +11,11 @@ demo: $(INSTALLED)
 
 # One thread per process, since multi-rank tests run several processes on few cores.
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests
 
 # Every combination of the parameters of every test; make test covers every value of every parameter at least once.
 test-all: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --all-combinations
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests --all-combinations
 
 # Released accelerate, transformers, lightning and peft on fsdp_flat, in a separate environment.
 test-clients: .venv-clients/.installed

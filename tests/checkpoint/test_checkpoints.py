@@ -38,7 +38,8 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
-from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, train, whole_state
+from tests.support.kit import square_loss
+from tests.wrapper.models import Tied, batch, seeded, shard, train, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -20,7 +20,8 @@ from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
-from tests.wrapper.models import Tied, batch, seeded, shard, square_loss, whole_state
+from tests.support.kit import square_loss
+from tests.wrapper.models import Tied, batch, seeded, shard, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])

@@ -12,8 +12,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.collectives import QuantizedAllGather, QuantizedReduceScatter, use_collectives
 from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
 from fsdp_flat.errors import OptionError, PhaseError
-from tests.runtime.kit import Stack, Twin, batch, recorded, square_loss, whole
+from tests.runtime.kit import Twin, batch, recorded
 from tests.support import assert_equal, on_ranks
+from tests.support.kit import Stack, full_params, square_loss
 
 
 class Plain:
@@ -145,4 +146,4 @@ def test_training_in_8_bits_stays_near_exact_training_with_a_quarter_of_the_byte
     assert record.sent("all_to_all_single") < 0.5 * numel * 4 * 0.3
     with FSDP.summon_full_params(twin.model):
         shown = {name: param.detach().clone() for name, param in twin.model.named_parameters()}
-    assert_equal(shown, whole(twin.model))
+    assert_equal(shown, full_params(twin.model))

@@ -23,7 +23,8 @@ import fsdp_flat
 from fsdp_flat.errors import UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
-from tests.wrapper.models import batch, seeded, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, seeded
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", r"`torch.jit.\w+` is deprecated", DeprecationWarning)

@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict import (
 import fsdp_flat
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
 OPTIONS = {

@@ -14,7 +14,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.runtime.kit import WIDTH, Block, Stack, Twin
+from tests.runtime.kit import WIDTH, Twin
+from tests.support.kit import Block, Stack
 
 __all__ = [
     "FACTOR",

@@ -19,7 +19,8 @@ from torch import nn
 from fsdp_flat import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.gpu.accelerator import FACTOR, Recomputed, compute_device
-from tests.runtime.kit import BLOCKS, ROWS, WIDTH, Stack, wrapped
+from tests.runtime.kit import ROWS, WIDTH
+from tests.support.kit import BLOCKS, Stack, wrapped
 
 __all__ = ["NUM_RANKS", "WAYS", "OneRank", "pretended_group"]
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from fsdp_flat import CPUOffload, ShardingStrategy, StateDictType, load_checkpoint, save_checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.gpu.accelerator import Trainer, on_devices
-from tests.runtime.kit import batches, whole
+from tests.runtime.kit import batches
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import full_params
 
 BOTH_KINDS = [False, True]
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
@@ -47,10 +48,10 @@ def train(trainer: Trainer, steps: range) -> None:
 
 def assert_train_alike(one: Trainer, other: Trainer) -> None:
     """Compare the parameters of two models before and after one more step of each."""
-    assert_equal(whole(other.model), whole(one.model), what="loaded parameters")
+    assert_equal(full_params(other.model), full_params(one.model), what="loaded parameters")
     for trainer in (one, other):
         train(trainer, range(7, 8))
-    assert_equal(whole(other.model), whole(one.model), what="parameters after another step")
+    assert_equal(full_params(other.model), full_params(one.model), what="parameters after another step")
 
 
 @on_devices("kind, use_orig_params, offload", KINDS, [(FULL, True, False), (SHARDED, False, False)], case_id)
@@ -62,7 +63,7 @@ def test_state_dicts_of_model_and_optimizer_come_back(
     train(saved, range(2))
     torch.manual_seed(1)
     loaded = trainer_of(where, use_orig_params, offload)
-    assert not torch.equal(whole(loaded.model)["first.weight"], whole(saved.model)["first.weight"])
+    assert not torch.equal(full_params(loaded.model)["first.weight"], full_params(saved.model)["first.weight"])
     with FSDP.state_dict_type(saved.model, kind), FSDP.state_dict_type(loaded.model, kind), warnings.catch_warnings():
         # torch's ShardedTensor, which sharded state dicts are made of, is deprecated in some versions.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.")
@@ -74,7 +75,7 @@ def test_state_dicts_of_model_and_optimizer_come_back(
     if kind is FULL:
         assert_equal(
             {name: value.cpu() for name, value in state.items()},
-            {name: value.cpu() for name, value in whole(saved.model).items()},
+            {name: value.cpu() for name, value in full_params(saved.model).items()},
             what="full state dict",
         )
     assert_train_alike(saved, loaded)
@@ -91,7 +92,7 @@ def test_a_checkpoint_is_saved_and_loaded(where: str, background: bool, use_orig
     saved = trainer_of(where, use_orig_params)
     train(saved, range(2))
     save = save_checkpoint(tmp_path, saved.model, saved.twin.optimizer, {"step": 2}, background=background)
-    before = whole(saved.model)
+    before = full_params(saved.model)
     if background:
         # The save has copied what it writes: training goes on meanwhile.
         train(saved, range(2, 4))
@@ -100,8 +101,8 @@ def test_a_checkpoint_is_saved_and_loaded(where: str, background: bool, use_orig
     loaded = trainer_of(where, use_orig_params, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
     found = load_checkpoint(tmp_path, loaded.model, loaded.twin.optimizer)
     assert found is not None
-    assert_equal(whole(loaded.model), before, what="loaded parameters")
+    assert_equal(full_params(loaded.model), before, what="loaded parameters")
     if background:
         train(loaded, range(2, 4))
-    assert_close(whole(loaded.model), whole(saved.model), rtol=0, atol=0)
+    assert_close(full_params(loaded.model), full_params(saved.model), rtol=0, atol=0)
     assert_train_alike(saved, loaded)

@@ -17,8 +17,9 @@ from fsdp_flat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStra
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.gpu.accelerator import Recomputed, Trainer, compute_device, on_devices
-from tests.runtime.kit import STRATEGIES, assert_idle, batches, whole
+from tests.runtime.kit import STRATEGIES, assert_idle, batches
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import full_params
 from tests.support.reference import replicated_gradients
 
 FULL = ShardingStrategy.FULL_SHARD
@@ -118,7 +119,7 @@ def test_offloaded_shards_are_pinned_and_train_as_a_replica_does(
         assert_gradients_on_any_device(trainer, inputs)
         twin.optimizer.step()
     expected = {name: param.detach().cpu() for name, param in twin.plain.named_parameters()}
-    found = {name: param.cpu() for name, param in whole(trainer.model).items()}
+    found = {name: param.cpu() for name, param in full_params(trainer.model).items()}
     assert_close(found, expected, what="parameters", **trainer.tolerance)
 
 
@@ -143,7 +144,7 @@ def test_the_scaler_skips_a_step_of_fp16_that_overflowed_on_one_rank(
     trainer = Trainer(where, sharding_strategy=strategy, use_orig_params=use_orig_params, mixed_precision=precision)
     scaler = ShardedGradScaler(trainer.device.type, init_scale=1024.0)
     model, optimizer = trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=0.01)
-    states = [whole(model)]
+    states = [full_params(model)]
     for step in range(3):
         # In fp32, or the scaled square of the output would not fit.
         loss = trainer.loss(model, batches(step)[rank]).float()
@@ -152,7 +153,7 @@ def test_the_scaler_skips_a_step_of_fp16_that_overflowed_on_one_rank(
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        states.append(whole(model))
+        states.append(full_params(model))
     assert scaler.get_scale() == 512.0
     assert_equal(states[2], states[1], what="parameters around the step that is left out")
     assert not torch.equal(states[1]["first.weight"], states[0]["first.weight"])
@@ -208,7 +209,7 @@ def test_gradients_accumulate_inside_no_sync(
         twin.plain_optimizer.step()
         assert_idle(twin.model)
     expected = {name: param.detach().cpu() for name, param in twin.plain.named_parameters()}
-    found = {name: param.cpu() for name, param in whole(twin.model).items()}
+    found = {name: param.cpu() for name, param in full_params(twin.model).items()}
     assert_close(found, expected, what="parameters", **trainer.tolerance)
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.wrapper.models import batch, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch
 
 
 class Factored(torch.optim.Optimizer):

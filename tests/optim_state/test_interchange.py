@@ -21,9 +21,10 @@ from fsdp_flat import OptimStateKeyType
 from fsdp_flat.errors import LoadError, OptionError
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, peer_quiet, save, train
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import square_loss
 from tests.support.peer import PeerFSDP
 from tests.support.reference import replicated_step
-from tests.wrapper.models import Block, Model, batch, seeded, shard, shard_by_peer, square_loss, whole_state
+from tests.wrapper.models import Block, Model, batch, seeded, shard, shard_by_peer, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 PEER = peer_library.StateDictType

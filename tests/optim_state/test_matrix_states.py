@@ -24,7 +24,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import UnsupportedError
 from tests.state_dict.kit import FULL, SHARDED, groups_of, load, peer_quiet, save, single_rank_allowed
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import batch, seeded, shard, square_loss, whole_grads, whole_state
+from tests.support.kit import full_grads, square_loss
+from tests.wrapper.models import batch, seeded, shard, whole_state
 
 Muon = getattr(torch.optim, "Muon", None)
 
@@ -86,7 +87,7 @@ def train(model: Any, optimizer: Any, steps: range, plain: Any = None, plain_opt
     for step in steps:
         square_loss(model, batch(0, step)).backward()
         if plain is not None:
-            grads = whole_grads(model)
+            grads = full_grads(model)
             for name, param in plain.named_parameters():
                 param.grad = grads[name]
             plain_optimizer.step()

@@ -15,7 +15,8 @@ from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PeerFailur
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, groups_of, save, train, wrapped
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import batch, seeded, shard, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 CODECS = pytest.mark.parametrize("kind", [FULL, LOCAL, SHARDED], ids=lambda kind: kind.name.split("_")[0].lower())

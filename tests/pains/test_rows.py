@@ -25,10 +25,11 @@ from fsdp_flat import (
 )
 from fsdp_flat.checkpoint.safetensors_files import FileWriter
 from fsdp_flat.errors import UsageError
-from tests.runtime.kit import BLOCKS, WIDTH, Stack, Twin, batch, mesh_for, square_loss, whole, wrapped
 from tests.runtime.kit import STRATEGIES as ALL_STRATEGIES
+from tests.runtime.kit import WIDTH, Twin, batch, mesh_for
 from tests.runtime.test_memory import live_bytes, settled_bytes
 from tests.support import Ranks, assert_close, assert_equal, on_ranks
+from tests.support.kit import BLOCKS, Stack, full_params, square_loss, wrapped
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -328,7 +329,7 @@ def digest_of_run(strategy: Any, use_orig_params: bool) -> list[Any]:
         seen += [loss.detach(), model.clip_grad_norm_(0.5)]
         optimizer.step()
         optimizer.zero_grad()
-    return [*seen, whole(model)]
+    return [*seen, full_params(model)]
 
 
 @on_ranks(4)
@@ -352,7 +353,7 @@ def run_on_batches(num_batches: int, use_orig_params: bool) -> dict[str, torch.T
                 (square_loss(model, batch(number, step)) / len(mine)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return whole(model)
+    return full_params(model)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -20,6 +20,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.parity.zoo import CASES, Batch, Case
 from tests.support import assert_close
+from tests.support.kit import full_grads, full_params, no_shard_allowed
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -55,14 +56,6 @@ def options_for(layout: Layout, strategies: Any = ShardingStrategy) -> dict[str,
     if layout.mesh is not None:
         options["device_mesh"] = init_device_mesh("cpu", layout.mesh, mesh_dim_names=("replicate", "shard"))
     return options
-
-
-@contextmanager
-def no_shard_allowed() -> Iterator[None]:
-    """Ignore the advice to use DistributedDataParallel in place of NO_SHARD, and nothing else."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="NO_SHARD", category=FutureWarning)
-        yield
 
 
 def wrapped(module: nn.Module, units: Sequence[type[nn.Module]], **options: Any) -> FSDP:
@@ -150,31 +143,16 @@ def reference_for(case: Case, use_orig_params: bool) -> Reference:
     return Reference(case, zero=() if use_orig_params else case.zero_if_flat)
 
 
-def summoned_params(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter by its clean name, whole."""
-    with FSDP.summon_full_params(model, writeback=False):
-        return {name.replace("_fsdp_wrapped_module.", ""): p.detach().clone() for name, p in model.named_parameters()}
-
-
-def summoned_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every gradient by the parameter's clean name, whole."""
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): None if p.grad is None else p.grad.clone()
-            for name, p in model.named_parameters()
-        }
-
-
 def assert_same_gradients(model: nn.Module, reference: Reference) -> None:
     """Every gradient equals the reference's; None where it has none."""
     expected = {name: param.grad for name, param in reference.model.named_parameters()}
-    assert_close(summoned_grads(model), expected, **TOLERANCE, what="gradients")
+    assert_close(full_grads(model), expected, **TOLERANCE, what="gradients")
 
 
 def assert_same_training(model: nn.Module, reference: Reference) -> None:
     """Every parameter and buffer equals the reference's, by both ways of looking at them."""
     assert_close(dict(model.state_dict()), reference.state(), **TOLERANCE, what="state_dict")
-    assert_close(summoned_params(model), reference.params(), **TOLERANCE, what="summon_full_params")
+    assert_close(full_params(model), reference.params(), **TOLERANCE, what="summon_full_params")
 
 
 def train_beside_reference(

@@ -24,8 +24,9 @@ from fsdp_flat.errors import LoadError
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.state_dict.kit import peer_quiet
 from tests.support import assert_equal, on_ranks
+from tests.support.kit import square_loss
 from tests.support.peer import mend_peer
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer, square_loss
+from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
 LIBRARIES = {"ours": fsdp_flat, "peer": peer_library}
 BOTH = pytest.mark.parametrize("library", ["ours", "peer"])

@@ -24,12 +24,12 @@ from tests.parity.harness import (
     build,
     options_for,
     reference_for,
-    summoned_params,
     train_beside_reference,
     wrapped,
 )
 from tests.parity.zoo import CASES, Batch, Unused
 from tests.support import OWN_STATISTICS, Ranks, assert_close, assert_equal, on_ranks
+from tests.support.kit import full_params
 
 RanksOf = Callable[..., Ranks]
 
@@ -80,13 +80,13 @@ def test_a_branch_that_one_rank_uses_gets_that_rank_s_gradient_over_the_number_o
 
 def unused_parameters_keep_their_values(layout: Layout, use_orig_params: bool) -> None:
     model, reference = pair("unused branch", use_orig_params, layout)
-    before = summoned_params(model)
+    before = full_params(model)
     optimizer = adamw(model)
     for index in range(3):
         optimizer.zero_grad()
         one_backward(model, reference, index)
         optimizer.step()
-    after = summoned_params(model)
+    after = full_params(model)
     untouched = [name for name in before if name.startswith(("branches.unused.", "spare.", "never"))]
     assert len(untouched) == 5
     for name in before:

@@ -21,7 +21,6 @@ from tests.parity.harness import (
     adamw,
     batch_of,
     build,
-    no_shard_allowed,
     options_for,
     reference_for,
     train_beside_reference,
@@ -29,6 +28,7 @@ from tests.parity.harness import (
 )
 from tests.parity.zoo import CASES, Layer
 from tests.support import Ranks, assert_close, on_ranks
+from tests.support.kit import no_shard_allowed
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 RanksOf = Callable[..., Ranks]

@@ -16,7 +16,8 @@ from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE, fake_accelerator
 from tests.rehearsal.memory import MemoryRecorder
 from tests.rehearsal.streams import Machine
-from tests.runtime.kit import BLOCKS, ROWS, WIDTH, Stack, wrapped
+from tests.runtime.kit import ROWS, WIDTH
+from tests.support.kit import BLOCKS, Stack, wrapped
 
 __all__ = ["NUM_RANKS", "Rehearsal", "rehearsal", "train"]
 

@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import CPUOffload, MixedPrecision, ShardingStrategy
 from tests.rehearsal.fake_device import DEVICE
-from tests.runtime.kit import STRATEGIES, WIDTH, Block
+from tests.runtime.kit import STRATEGIES, WIDTH
+from tests.support.kit import Block
 
 __all__ = [
     "BOTH_KINDS",

@@ -26,7 +26,8 @@ from tests.rehearsal.models import (
     Twice,
     on_device,
 )
-from tests.runtime.kit import Stack, mesh_for
+from tests.runtime.kit import mesh_for
+from tests.support.kit import Stack
 
 
 @BOTH_KINDS

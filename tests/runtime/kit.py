@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,8 +20,8 @@ from fsdp_flat.comm import flat_collectives, transfers
 from fsdp_flat.comm.host_transports import transport_of
 from fsdp_flat.comm.shared_memory import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
+from tests.support.kit import BLOCKS, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.reference import replicated_step
 
 WIDTH = 8
@@ -33,57 +32,11 @@ SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
-class Block(nn.Module):
-    """Two layers and a residual connection."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    """A first layer, blocks and a head; ``order`` lists the blocks to run, in order."""
-
-    def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
-        super().__init__()
-        self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
-        self.head = nn.Linear(width, 5)
-        self.order: list[int] = list(range(num_blocks))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        for index in self.order:
-            x = self.blocks[index](x)
-        return self.head(x)
-
-
-BLOCKS = ModuleWrapPolicy({Block})
-
-
-def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
-    """Shard ``module`` without FSDP1's warnings about NO_SHARD and single ranks, which other tests check."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
-        warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
-        return FSDP(module, **kwargs)
-
-
 def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
     """Return a ``device_mesh`` with two replicas for a hybrid strategy; nothing for other strategies."""
     if "HYBRID" not in strategy.name:
         return {}
     return {"device_mesh": mesh(2, dist.get_world_size() // 2)}
-
-
-def mesh(num_replicas: int, num_shards: int) -> Any:
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
 
 
 def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
@@ -94,10 +47,6 @@ def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
 def batches(step: int = 0, width: int = WIDTH) -> list[torch.Tensor]:
     """Return every rank's batch."""
     return [batch(rank, step, width) for rank in range(dist.get_world_size())]
-
-
-def square_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).pow(2).mean()
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -147,8 +96,7 @@ class Twin:
         return mean
 
     def check_gradients(self, *, atol: float = 1e-6, rtol: float = 1e-5) -> None:
-        with FSDP.summon_full_params(self.model, writeback=False, with_grads=True):
-            actual = {name: param.grad for name, param in self.model.named_parameters()}
+        actual = full_grads(self.model)
         expected = {name: param.grad for name, param in self.plain.named_parameters()}
         assert {k for k, v in actual.items() if v is None} == {k for k, v in expected.items() if v is None}
         assert_close(
@@ -161,13 +109,7 @@ class Twin:
 
     def check_parameters(self, *, atol: float = 1e-6, rtol: float = 1e-5) -> None:
         expected = {name: param.detach() for name, param in self.plain.named_parameters()}
-        assert_close(whole(self.model), expected, atol=atol, rtol=rtol, what="parameters")
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every unsharded parameter. Every rank must call this."""
-    with FSDP.summon_full_params(model, writeback=False):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+        assert_close(full_params(self.model), expected, atol=atol, rtol=rtol, what="parameters")
 
 
 def assert_idle(model: nn.Module) -> None:

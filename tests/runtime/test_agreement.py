@@ -16,8 +16,9 @@ from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import BLOCKS, Block, Stack, mesh, recorded, square_loss, whole, wrapped
+from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks
+from tests.support.kit import BLOCKS, Block, Stack, full_params, mesh, square_loss, wrapped
 
 
 def other_shape() -> tuple[nn.Module, dict[str, Any]]:
@@ -196,7 +197,7 @@ def test_equal_weights_give_no_warning() -> None:
 def test_syncing_starts_every_rank_from_the_weights_of_rank_zero(sync: Any, rank: int) -> None:
     model = FSDP(differing(rank), auto_wrap_policy=BLOCKS, sync_module_states=sync)
     expected = {name: param.detach() for name, param in differing(-1).named_parameters()}
-    assert_equal(whole(model), expected)
+    assert_equal(full_params(model), expected)
 
 
 @on_ranks(2)
@@ -233,7 +234,7 @@ def test_syncing_on_a_two_by_two_mesh_starts_every_rank_from_the_weights_of_rank
     if odd_rank == 0:
         with torch.no_grad():
             plain.head.weight.mul_(2.0)
-    assert_equal(whole(model), {name: param.detach() for name, param in plain.named_parameters()})
+    assert_equal(full_params(model), {name: param.detach() for name, param in plain.named_parameters()})
 
 
 @on_ranks(4)

@@ -13,9 +13,7 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import (
     OBJECT_COLLECTIVES,
     STRATEGIES,
-    Block,
     Record,
-    Stack,
     Twin,
     acquaint,
     batch,
@@ -23,10 +21,9 @@ from tests.runtime.kit import (
     mesh_for,
     recorded,
     shared_memory,
-    square_loss,
-    wrapped,
 )
 from tests.support import on_ranks
+from tests.support.kit import Block, Stack, square_loss, wrapped
 
 ITEMSIZE = 4
 

@@ -17,8 +17,9 @@ from torch import nn
 import fsdp_flat
 from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import WIDTH, Block, batch, shared_memory, wrapped
+from tests.runtime.kit import WIDTH, batch, shared_memory
 from tests.support import on_ranks
+from tests.support.kit import Block, wrapped
 
 MOST = 12
 # Files of the package and of its folder checkpoint/ that a save and a load of a checkpoint enter; the aim is 12 in all.

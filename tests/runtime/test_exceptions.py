@@ -12,8 +12,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import STRATEGIES, WIDTH, Block, Stack, Twin, assert_idle, batch, mesh_for, square_loss
+from tests.runtime.kit import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 from tests.support import on_ranks
+from tests.support.kit import Block, Stack, square_loss
 
 
 class Trouble(Exception):

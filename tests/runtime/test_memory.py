@@ -14,8 +14,9 @@ from torch import nn
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.runtime import units_of
-from tests.runtime.kit import SHARDED, Block, Stack, Twin, batch, recorded, square_loss
+from tests.runtime.kit import SHARDED, Twin, batch, recorded
 from tests.support import on_ranks
+from tests.support.kit import Block, Stack, square_loss
 
 WIDTH = 256
 

@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from tests.runtime.kit import WIDTH, Block, Stack, Twin, acquaint, recorded, square_loss, wrapped
+from tests.runtime.kit import WIDTH, Twin, acquaint, recorded
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import Block, Stack, square_loss, wrapped
 
 
 class Mixed(nn.Module):

@@ -15,20 +15,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import (
-    SHARDED,
-    WIDTH,
-    Block,
-    Stack,
-    Twin,
-    batch,
-    batches,
-    recorded,
-    square_loss,
-    whole,
-    wrapped,
-)
+from tests.runtime.kit import SHARDED, WIDTH, Twin, batch, batches, recorded
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import Block, Stack, full_params, square_loss, wrapped
 from tests.support.reference import replicated_step
 
 
@@ -262,7 +251,7 @@ def test_recomputation_in_low_precision_equals_no_recomputation(reentrant: bool,
             optimizer.zero_grad()
             square_loss(model, batch(rank, step)).backward()
             optimizer.step()
-        results.append(list(whole(model).values()))
+        results.append(list(full_params(model).values()))
     assert_equal(results[1], results[0])
 
 

@@ -10,20 +10,9 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import (
-    SHARDED,
-    STRATEGIES,
-    WIDTH,
-    Block,
-    Stack,
-    Twin,
-    assert_idle,
-    batch,
-    batches,
-    mesh_for,
-    square_loss,
-)
+from tests.runtime.kit import SHARDED, STRATEGIES, WIDTH, Twin, assert_idle, batch, batches, mesh_for
 from tests.support import assert_close, on_ranks
+from tests.support.kit import Block, Stack, square_loss
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -7,15 +7,16 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat import ShardingStrategy
-from tests.runtime.kit import Stack, Twin, mesh, whole
+from tests.runtime.kit import Twin
 from tests.support import on_ranks
+from tests.support.kit import Stack, full_params, mesh, wrapped
 
 
 def train_on_mesh(shape: tuple[int, int], strategy: ShardingStrategy, use_orig_params: bool) -> None:
     twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, device_mesh=mesh(*shape))
     for _ in range(2):
         twin.step()
-    flat = torch.cat([value.reshape(-1) for value in whole(twin.model).values()])
+    flat = torch.cat([value.reshape(-1) for value in full_params(twin.model).values()])
     everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
     assert all(torch.equal(flat, other) for other in everyone), "every rank has the same parameters, to the bit"
@@ -66,7 +67,6 @@ def test_units_of_different_strategies_in_one_tree_train_as_the_reference() -> N
     module = Stack()
 
     def by_hand(module: Stack, **kwargs: object) -> object:
-        from tests.runtime.kit import wrapped
 
         strategies = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
         for index, strategy in enumerate(strategies):

@@ -21,7 +21,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import Block, batch, seeded, shard, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import Block, batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = [

@@ -19,9 +19,10 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.runtime.kit import Block, batch, mesh, whole, wrapped
+from tests.runtime.kit import batch
 from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
+from tests.support.kit import Block, full_params, mesh, wrapped
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
@@ -47,7 +48,7 @@ def round_trip(model: FSDP, form: StateDictType, state_of_another: FSDP) -> None
         state = model.state_dict()
     with FSDP.state_dict_type(state_of_another, form):
         state_of_another.load_state_dict(state)
-    assert_equal(whole(state_of_another), whole(model))
+    assert_equal(full_params(state_of_another), full_params(model))
 
 
 @KINDS
@@ -104,7 +105,7 @@ def test_a_module_at_two_places_of_a_unit_goes_through_a_checkpoint(
     model(batch(rank)).sum().backward()
     save_checkpoint(tmp_path / "run", model).wait()
     load_checkpoint(tmp_path / "run", other)
-    assert_equal(whole(other), whole(model))
+    assert_equal(full_params(other), full_params(model))
 
 
 @pytest.mark.parametrize("meshes", [(True, False), (False, True)], ids=["from a mesh", "to a mesh"])
@@ -215,5 +216,5 @@ def test_optimizer_states_of_parameters_without_elements_or_dimensions_go_round(
         with FSDP.state_dict_type(other, *how):
             other.load_state_dict(state)
             others.load_state_dict(FSDP.optim_state_dict_to_load(other, others, states))
-    assert_equal(whole(other), whole(model))
+    assert_equal(full_params(other), full_params(model))
     assert_equal(FSDP.optim_state_dict(other, others), expected)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,14 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
+from tests.support.kit import BLOCKS, Block, full_grads, full_params, mesh, square_loss, wrapped
 
-WIDTH = 6
+WIDTH = 8
 ROWS = 3
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 MEMORY = pytest.mark.parametrize("shared_memory", [True, False], ids=["shared memory", "gloo"])
@@ -31,45 +29,6 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-11}
 
 # loss_of(model, batch, rank): ranks may compute different things.
 LossOf = Callable[[nn.Module, torch.Tensor, int], torch.Tensor]
-
-
-class Block(nn.Module):
-    """Two layers and a residual path, which count their forwards."""
-
-    def __init__(self, width: int = WIDTH) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Stack(nn.Module):
-    """Blocks between two layers that belong to the root."""
-
-    def __init__(self, num_blocks: int = 3) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList([Block() for _ in range(num_blocks)])
-        self.head = nn.Linear(WIDTH, 2)
-        self.calls = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return self.head(self.features(x))
-
-    def features(self, x: torch.Tensor) -> torch.Tensor:
-        """All but the head."""
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-BLOCKS = ModuleWrapPolicy({Block})
 
 
 def placed(layout: str, *, shared_memory: bool = True) -> dict[str, Any]:
@@ -93,21 +52,9 @@ def placed(layout: str, *, shared_memory: bool = True) -> dict[str, Any]:
     return {**options, "process_group": (_own_group(grid.tolist()), _own_group(grid.t().tolist()))}
 
 
-def mesh(num_replicas: int, num_shards: int) -> Any:
-    """A 2-D mesh over all ranks."""
-    return init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
-
-
 def _own_group(rows: Sequence[Sequence[int]]) -> Any:
     groups = [dist.new_group(list(row)) for row in rows]
     return next(group for group, row in zip(groups, rows, strict=True) if dist.get_rank() in row)
-
-
-def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
-    """A sharded ``module``, without the advice against NO_SHARD."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
-        return FSDP(module, **kwargs)
 
 
 def by_policy(module: nn.Module, **kwargs: Any) -> FSDP:
@@ -130,29 +77,9 @@ def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
     return torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
 
 
-def square_loss(model: nn.Module, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:
-    return model(x).pow(2).mean()
-
-
-def clean(name: str) -> str:
-    """A parameter's name in the plain model."""
-    for word in ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "inner_of_recording."):
-        name = name.replace(word, "")
-    return name
-
-
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter by its plain name, whole. Every rank must call this."""
-    with FSDP.summon_full_params(model, writeback=False):
-        return {clean(name): param.detach().clone() for name, param in model.named_parameters()}
-
-
-def whole_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Every gradient by the parameter's plain name, whole. Every rank must call this."""
-    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
-        return {
-            clean(name): None if param.grad is None else param.grad.clone() for name, param in model.named_parameters()
-        }
+def by_plain_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Rename values of modules that a test has put inside a recording module (``inner_of_recording``)."""
+    return {name.replace("inner_of_recording.", ""): value for name, value in values.items()}
 
 
 @dataclass
@@ -187,7 +114,7 @@ class Pair:
 
     def check_gradients(self, what: str = "gradients") -> None:
         """Gradients are the replica's: None where it has none, or zero where they are part of a flat one."""
-        actual = whole_grads(self.model)
+        actual = by_plain_names(full_grads(self.model))
         expected = {name: param.grad for name, param in self.plain.named_parameters()}
         if not self.use_orig_params:
             for name, grad in expected.items():
@@ -197,7 +124,7 @@ class Pair:
 
     def check_parameters(self) -> None:
         expected = {name: param.detach() for name, param in self.plain.named_parameters()}
-        assert_close(whole(self.model), expected, **CLOSE, what="parameters")
+        assert_close(by_plain_names(full_params(self.model)), expected, **CLOSE, what="parameters")
 
     def step(self, lr: float = 0.1) -> None:
         """One step of plain gradient descent of both."""

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from tests.step.pairs import Pair, Stack, batch, placed, square_loss
+from tests.step.pairs import Pair, batch, placed
 from tests.support import on_ranks
+from tests.support.kit import Stack, square_loss
 
 
 def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import failures
 from fsdp_flat.errors import PeerFailureError
-from tests.step.pairs import Stack, batch, by_policy, square_loss
+from tests.step.pairs import batch, by_policy
 from tests.support import on_ranks
+from tests.support.kit import Stack, square_loss
 
 TIMEOUT_S = 3
 

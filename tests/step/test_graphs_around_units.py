@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import UsageError
-from tests.step.pairs import CLOSE, KINDS, WIDTH, Block, Pair, Stack, batch, square_loss, whole_grads
+from tests.step.pairs import CLOSE, KINDS, WIDTH, Pair, batch
 from tests.support import OWN_PARAMETERS, assert_close, on_ranks
+from tests.support.kit import Block, Stack, full_grads, square_loss
 
 STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole:FutureWarning")
@@ -87,7 +88,7 @@ def test_a_trunk_shared_by_two_roots_and_both_heads_get_their_gradients(rank: in
             (sum(square_loss(model, batch(other, step + i)) for i, model in enumerate(plain)) / 2).backward()
         for model, twin in zip(sharded, plain, strict=True):
             expected = {name: param.grad for name, param in twin.named_parameters()}
-            assert_close(whole_grads(model), expected, **CLOSE, what=f"gradients of step {step}")
+            assert_close(full_grads(model), expected, **CLOSE, what=f"gradients of step {step}")
 
 
 @KINDS

@@ -14,8 +14,9 @@ from torch import nn
 from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, WIDTH, Pair, batch, wrapped
+from tests.step.pairs import KINDS, WIDTH, Pair, batch
 from tests.support import on_ranks
+from tests.support.kit import wrapped
 
 _shelf: list[torch.Tensor] = []
 

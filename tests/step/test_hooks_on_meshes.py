@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.errors import FsdpFlatError
-from tests.step.pairs import KINDS, WIDTH, Block, Pair, Stack, placed, wrapped
+from tests.step.pairs import KINDS, WIDTH, Pair, placed
 from tests.support import on_ranks
+from tests.support.kit import Block, Stack, wrapped
 
 
 class TripledMean:

@@ -18,8 +18,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.step.pairs import KINDS, WIDTH, Block, Pair, Stack, batch, by_hand, by_policy, mesh, placed, square_loss
+from tests.step.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
+from tests.support.kit import Block, Stack, mesh, square_loss
 
 WHEN = pytest.mark.parametrize("steps_before", [0, 2], ids=["before the first step", "after two steps"])
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])
@@ -147,7 +148,8 @@ def test_a_mesh_of_two_dimensions_without_a_strategy_is_hybrid_sharding(
         pair.train(num_steps=2)
         total = sum(param.numel() for param in pair.plain.parameters())
         held = sum(param.numel() for param in pair.model.parameters())
-        assert total / num_shards <= held <= total / num_shards + 100
+        # Alignment gives some ranks a little more than their share, the last one less.
+        assert abs(held - total / num_shards) <= 100
 
 
 @KINDS

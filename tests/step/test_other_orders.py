@@ -11,8 +11,9 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import RankMismatchError
-from tests.step.pairs import KINDS, WIDTH, Block, Pair, batch, by_hand, by_policy, placed, square_loss
+from tests.step.pairs import KINDS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
+from tests.support.kit import Block, square_loss
 
 
 class Ordered(nn.Module):

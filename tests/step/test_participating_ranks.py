@@ -17,8 +17,9 @@ from fsdp_flat import participate
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.test_compile import fresh_compiler
-from tests.step.pairs import KINDS, WIDTH, Block, Pair, batch, placed, wrapped
+from tests.step.pairs import KINDS, WIDTH, Pair, batch, placed
 from tests.support import on_ranks
+from tests.support.kit import Block, wrapped
 
 
 class Experts(nn.Module):

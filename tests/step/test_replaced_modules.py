@@ -20,20 +20,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, register_forward_method
-from tests.step.pairs import (
-    KINDS,
-    TWO_RANKS,
-    Block,
-    Pair,
-    Stack,
-    batch,
-    by_hand,
-    by_policy,
-    placed,
-    square_loss,
-    wrapped,
-)
+from tests.step.pairs import KINDS, TWO_RANKS, Pair, batch, by_hand, by_policy, placed
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import Block, Stack, square_loss, wrapped
 
 IMPLS = pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])
 WRAPS = pytest.mark.parametrize("wrap", [by_policy, by_hand])

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch
-from tests.step.pairs import BLOCKS, KINDS, MEMORY, ROWS, WIDTH, Block, Pair, by_hand, by_policy, placed, wrapped
+from tests.step.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, by_hand, by_policy, placed
 from tests.support import on_ranks
+from tests.support.kit import BLOCKS, Block, wrapped
 
 # For each block the ranks whose loss does not depend on it; -1 is the last rank.
 Skips = dict[int, tuple[int, ...]]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from fsdp_flat.errors import UsageError
-from tests.step.pairs import KINDS, Pair, Stack, batch, placed, square_loss, whole
+from tests.step.pairs import KINDS, Pair, batch, placed
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import Stack, full_params, square_loss
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     f"{kind.__name__}{suffix}": partial(kind, **options, **more)
@@ -36,11 +37,11 @@ def backward_in_no_sync(pair: Pair, rank: int, step: int = 0) -> None:
 
 
 def check_refused(pair: Pair, optimizer: torch.optim.Optimizer) -> None:
-    before = whole(pair.model)
+    before = full_params(pair.model)
     with pytest.raises(UsageError, match="no_sync") as caught:
         optimizer.step()
     assert "outside" in str(caught.value), caught.value
-    assert_equal(whole(pair.model), before, what="weights")
+    assert_equal(full_params(pair.model), before, what="weights")
 
 
 @KINDS
@@ -180,9 +181,9 @@ def test_gradients_filled_with_zeros_inside_no_sync_stay_zeros(use_orig_params: 
 def test_a_step_after_everything_was_cleared_inside_no_sync_changes_nothing(use_orig_params: bool, rank: int) -> None:
     pair = Pair.of(Stack(), use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(pair.model.parameters(), lr=0.1)
-    before = whole(pair.model)
+    before = full_params(pair.model)
     with pair.model.no_sync():
         square_loss(pair.model, batch(rank)).backward()
         optimizer.zero_grad()
     optimizer.step()
-    assert_close(whole(pair.model), before, rtol=0.0, atol=0.0)
+    assert_close(full_params(pair.model), before, rtol=0.0, atol=0.0)

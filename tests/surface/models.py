@@ -17,6 +17,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy as PeerModuleWrapPolicy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
+from tests.support.kit import full_grads, full_params
 from tests.support.peer import peer_fsdp
 
 WIDTH = 7
@@ -79,19 +80,10 @@ def mesh_for(strategy: str) -> Any:
     return init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
-def whole_grads(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole gradients by name, zero where there is none. Every rank must call this."""
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        return {
-            name: torch.zeros_like(param) if param.grad is None else param.grad.clone()
-            for name, param in model.named_parameters()
-        }
-
-
-def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole parameters by name. Every rank must call this."""
-    with FSDP.summon_full_params(model, writeback=False):
-        return {name: param.detach().clone() for name, param in model.named_parameters()}
+def grads_or_zeros(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return unsharded gradients by name, zeros where there is none. Every rank must call this."""
+    params = full_params(model)
+    return {name: torch.zeros_like(params[name]) if grad is None else grad for name, grad in full_grads(model).items()}
 
 
 def plain_grads(model: nn.Module) -> dict[str, torch.Tensor]:

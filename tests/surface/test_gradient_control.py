@@ -16,12 +16,13 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.runtime import units_of
 from tests.support import on_ranks
+from tests.support.kit import full_params
 from tests.surface.models import (
     ALL_STRATEGIES,
     assert_near,
     batches,
     count_events,
-    full_params,
+    grads_or_zeros,
     mean_loss,
     plain_grads,
     plain_mean_grads,
@@ -29,7 +30,6 @@ from tests.surface.models import (
     sharded_by_peer,
     small_model,
     traced,
-    whole_grads,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
@@ -68,7 +68,7 @@ def test_accumulation_under_no_sync_equals_one_large_batch(
         assert reshards == {}, "parameters stay gathered between the micro batches"
     elif strategy != "NO_SHARD":
         assert reshards["1"] == 4, "freed after each forward and each backward"
-    assert_near(whole_grads(model), plain_grads_of_steps(3, num_ranks), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads_of_steps(3, num_ranks), 1e-5, "gradients")
 
 
 @KINDS
@@ -87,7 +87,7 @@ def test_accumulation_that_stays_sharded_keeps_shards_only_and_equals_one_large_
             held = sum(param.grad.numel() for param in model.parameters() if param.grad is not None)
             assert held <= sum(handle.layout.shard_numel for handle in handles)
     mean_loss(model, batches(num_ranks, step=2)[rank]).backward()
-    assert_near(whole_grads(model), plain_grads_of_steps(3, num_ranks), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads_of_steps(3, num_ranks), 1e-5, "gradients")
 
 
 @on_ranks(2)
@@ -110,7 +110,7 @@ def test_no_sync_and_reduced_backwards_mix_in_any_order(use_orig_params: bool, r
                 mean_loss(model, batch[rank]).backward()
         for rows in batch:
             (mean_loss(plain, rows) / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
 
 
 @on_ranks(2)
@@ -123,7 +123,7 @@ def test_no_sync_is_for_the_root_and_not_nested(rank: int, num_ranks: int) -> No
         pass
     # Neither error leaves the units without reduction.
     mean_loss(model, batches(num_ranks)[rank]).backward()
-    assert_near(whole_grads(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
 
 
 # ---------------------------------------------------------------------------------------------- communication hooks
@@ -163,7 +163,7 @@ def test_a_comm_hook_replaces_the_reduction_over_the_shard_axis(
         [((layout.numel,), None if size == 1 else (layout.numel // size,)) for layout in flat_sizes] * 2
     )
     expected = plain_mean_grads(small_model(), num_ranks)
-    assert_near(whole_grads(model), {name: 2 * grad for name, grad in expected.items()}, 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), {name: 2 * grad for name, grad in expected.items()}, 1e-5, "gradients")
 
 
 @KINDS
@@ -177,7 +177,7 @@ def test_built_in_compression_hooks_run_on_gloo(
     model.register_comm_hook(None, getattr(default_hooks, name))
     mean_loss(model, batches(num_ranks)[rank]).backward()
     assert {param.grad.dtype for param in model.parameters() if param.grad is not None} == {torch.float32}
-    got, expected = whole_grads(model), plain_mean_grads(small_model(), num_ranks)
+    got, expected = grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks)
     assert_near(got, expected, 1e-2, "gradients")
     with pytest.raises(AssertionError, match="differs"):  # it did compress
         assert_near(got, expected, 1e-6, "gradients")
@@ -195,7 +195,7 @@ def test_built_in_uncompressed_hooks_give_the_mean(
         # torch's own hooks call functions that newer torch deprecates.
         warnings.simplefilter("ignore", FutureWarning)
         mean_loss(model, batches(num_ranks)[rank]).backward()
-    assert_near(whole_grads(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
 
 
 @on_ranks(2)
@@ -232,7 +232,7 @@ def test_a_divide_factor_replaces_the_number_of_ranks(
         model.set_gradient_divide_factor(factor)
         mean_loss(model, batches(num_ranks)[rank]).backward()
         assert_near(
-            whole_grads(model), {name: grad * scale for name, grad in mean.items()}, 1e-5, f"divided by {factor}"
+            grads_or_zeros(model), {name: grad * scale for name, grad in mean.items()}, 1e-5, f"divided by {factor}"
         )
 
 
@@ -259,7 +259,7 @@ def test_a_token_count_known_after_backward_gives_the_single_process_gradient(
 
     plain = small_model(num_blocks=4)
     plain(torch.cat(rows).detach()).pow(2).mean(dim=1).mean().backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5 if precision is None else 1e-2, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5 if precision is None else 1e-2, "gradients")
 
 
 def count_tokens(own: int) -> float:
@@ -362,7 +362,7 @@ def test_a_hook_can_change_the_gradient_before_it_is_reduced(use_orig_params: bo
         grads["1.up.weight"] *= 3
         grads["3.bias"].clamp_(-1e-3, 1e-3)
         expected = {name: expected.get(name, 0) + grad / num_ranks for name, grad in grads.items()}
-    assert_near(whole_grads(model), expected, 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), expected, 1e-5, "gradients")
 
 
 @KINDS

@@ -19,18 +19,18 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, register_forward_method, unshard_for
 from tests.support import on_ranks
+from tests.support.kit import full_params
 from tests.surface.models import (
     Block,
     assert_near,
     batches,
     count_events,
-    full_params,
+    grads_or_zeros,
     mean_loss,
     plain_grads,
     sharded,
     small_model,
     traced,
-    whole_grads,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
@@ -44,7 +44,7 @@ def check_grads(
     """The gradients on ``model`` are those of the mean over ranks of ``loss_of`` on the plain model."""
     for batch in batches(num_ranks):
         (loss_of(plain, batch) / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
 
 
 # ------------------------------------------------------------------------------------------------------------ errors
@@ -343,7 +343,7 @@ def test_a_recurrent_module_trains_after_a_conversion(use_orig_params: bool, ran
         plain = Recurrent().double()
         for batch in batches(num_ranks).double():
             (mean_loss(plain, batch) / num_ranks).backward()
-        assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+        assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
 
 
 @on_ranks(2)
@@ -452,7 +452,7 @@ def test_unshard_for_covers_what_is_below_a_module_and_nests(use_orig_params: bo
     loss.backward()
     plain = small_model()
     outside_loss(plain).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
 
 
 def outside_loss(module: nn.Module) -> torch.Tensor:

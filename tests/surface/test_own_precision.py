@@ -13,16 +13,16 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
+from tests.support.kit import full_params
 from tests.surface.models import (
     ALL_STRATEGIES,
     assert_near,
     batches,
     count_events,
-    full_params,
+    grads_or_zeros,
     sharded,
     small_model,
     traced,
-    whole_grads,
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -111,7 +111,7 @@ def test_masters_compute_as_the_bf16_model_does(use_orig_params: bool, rank: int
     for batch in x:
         (plain(batch).float().pow(2).mean() / num_ranks).backward()
     expected = {name: param.grad.float() for name, param in plain.named_parameters() if param.grad is not None}
-    assert_near(whole_grads(model), expected, 1e-2, "gradients")
+    assert_near(grads_or_zeros(model), expected, 1e-2, "gradients")
 
 
 @KINDS
@@ -164,7 +164,7 @@ def test_norms_stay_in_fp32_and_are_gathered_with_their_unit(strategy: str, rank
         for name, param in reference.named_parameters()
         if param.grad is not None
     }
-    got = whole_grads(model)
+    got = grads_or_zeros(model)
     assert_near({name: got[name] for name in expected}, expected, 2e-2, "gradients")
     assert set(got) == set(expected)
 

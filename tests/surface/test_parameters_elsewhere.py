@@ -17,8 +17,9 @@ from fsdp_flat.extras.names import clean_tensor_name
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, groups_of
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import square_loss
 from tests.support.reference import replicated_gradients
-from tests.wrapper.models import batch, seeded, shard, shard_by_peer, square_loss
+from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
 CLOSE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"]

@@ -11,12 +11,12 @@ from tests.surface.models import (
     Block,
     assert_near,
     batches,
+    grads_or_zeros,
     mean_loss,
     plain_grads,
     plain_mean_grads,
     sharded,
     small_model,
-    whole_grads,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
@@ -38,7 +38,7 @@ def test_differentiable_parameter_gradients_are_refused_by_name(
         loss.backward(create_graph=True)
     # The next step is right.
     mean_loss(model, batches(num_ranks)[rank]).backward()
-    assert_near(whole_grads(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients")
 
 
 @KINDS
@@ -57,11 +57,11 @@ def test_a_penalty_on_the_gradient_of_inputs_equals_the_plain_model(
         model.zero_grad()
         penalty(model, batches(num_ranks)[rank]).backward()
         expected = plain_mean_grads(small_model(), num_ranks, penalty)
-        assert_near(whole_grads(model), expected, 1e-5, "gradients of the penalty")
+        assert_near(grads_or_zeros(model), expected, 1e-5, "gradients of the penalty")
         assert all(unit.is_sharded or not unit.needs_all_gather for unit in model._unit.context.units)
     model.zero_grad()
     mean_loss(model, batches(num_ranks)[rank]).backward()
-    assert_near(whole_grads(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients of the next step")
+    assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients of the next step")
 
 
 @KINDS
@@ -77,7 +77,7 @@ def test_gradients_of_inputs_alone_leave_parameters_without_any(
     assert_near(got, expected, 1e-5, "gradient of the inputs")
     assert all(param.grad is None for param in model.parameters())
     mean_loss(model, x).backward()
-    assert_near(whole_grads(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients of the next step")
+    assert_near(grads_or_zeros(model), plain_mean_grads(small_model(), num_ranks), 1e-5, "gradients of the next step")
 
 
 # ----------------------------------------------------------------------------------------------- sparse and frozen
@@ -108,7 +108,7 @@ def test_sparse_embedding_gradients_become_dense_shards(
     model(tokens(num_ranks)[rank]).pow(2).mean().backward()
     for row in tokens(num_ranks):
         (plain(row).pow(2).mean() * (2 if under_no_sync else 1) / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
@@ -119,7 +119,7 @@ def test_a_frozen_input_embedding_costs_no_gradient_and_changes_none(strategy: s
         model(tokens(num_ranks)[rank]).pow(2).mean().backward()
         for row in tokens(num_ranks):
             (plain(row).pow(2).mean() / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
     assert model[0].weight.grad is None
     assert all(unit.is_sharded or not unit.needs_all_gather for unit in model._unit.context.units)
 
@@ -135,5 +135,5 @@ def test_a_frozen_embedding_as_a_unit_of_its_own_goes_with_both_kinds(
         model(tokens(num_ranks)[rank]).pow(2).mean().backward()
         for row in tokens(num_ranks):
             (plain(row).pow(2).mean() / num_ranks).backward()
-    assert_near(whole_grads(model), plain_grads(plain), 1e-5, "gradients")
+    assert_near(grads_or_zeros(model), plain_grads(plain), 1e-5, "gradients")
     assert all(unit.is_sharded for unit in model._unit.context.units)

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import assert_close
+from tests.support.kit import square_loss
 from tests.support.reference import replicated_step
-from tests.wrapper.models import Model, Tied, batch, seeded, square_loss, whole_state
+from tests.wrapper.models import Model, Tied, batch, seeded, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
+from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 WIDTH = 5
@@ -92,22 +92,9 @@ def shard_by_peer(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: 
         return peer_fsdp(model, sharding_strategy=peer_library.ShardingStrategy[strategy], **kwargs)
 
 
-@contextlib.contextmanager
-def no_shard_allowed() -> Iterator[None]:
-    """Ignore that NO_SHARD is called a lesser DistributedDataParallel."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole parameters", category=FutureWarning)
-        yield
-
-
 def batch(rank: int, step: int = 0, rows: int = 4) -> torch.Tensor:
     """One rank's input of one step, (row, 3)."""
     return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1000 + 10 * step + rank))
-
-
-def square_loss(model: nn.Module, data: torch.Tensor) -> torch.Tensor:
-    """A loss that is not linear in the parameters."""
-    return model(data).square().mean()
 
 
 def train(
@@ -133,15 +120,6 @@ def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:
     with peer_warnings_silenced():
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``")
         return {name: value.detach().clone() for name, value in model.state_dict().items()}
-
-
-def whole_grads(model: Any) -> dict[str, torch.Tensor | None]:
-    """Every parameter's whole gradient by clean name. Every rank must call this."""
-    with FSDP.summon_full_params(model, with_grads=True, writeback=False):
-        return {
-            name.replace("_fsdp_wrapped_module.", ""): None if param.grad is None else param.grad.clone()
-            for name, param in model.named_parameters()
-        }
 
 
 def assert_same_grads(ours: nn.Module, theirs: nn.Module, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:

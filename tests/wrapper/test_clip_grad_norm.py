@@ -15,17 +15,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import (
-    assert_same_grads,
-    batch,
-    message,
-    no_shard_allowed,
-    seeded,
-    shard,
-    shard_by_peer,
-    square_loss,
-    whole_grads,
-)
+from tests.support.kit import full_grads, no_shard_allowed, square_loss
+from tests.wrapper.models import assert_same_grads, batch, message, seeded, shard, shard_by_peer
 
 NORMS = pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, float("inf")])
 
@@ -95,7 +86,7 @@ def test_the_norm_and_the_clipped_gradients_are_the_reference_on_every_rank(
     assert_close(norm, expected, rtol=1e-5, atol=0.0)
     assert expected > 0.05
     wanted = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(whole_grads(model), wanted, rtol=1e-4, atol=1e-6)
+    assert_close(full_grads(model), wanted, rtol=1e-4, atol=1e-6)
 
 
 @NORMS
@@ -139,7 +130,7 @@ def test_the_norm_has_the_dtype_that_the_gradients_promote_to(rank: int) -> None
     total = torch.stack([param.grad.double().norm() for param in plain.parameters()]).norm()
     assert norm.dtype is torch.float64
     assert_close(norm, total, rtol=1e-5, atol=0.0)
-    for name, grad in whole_grads(model).items():
+    for name, grad in full_grads(model).items():
         other = dict(plain.named_parameters())[name].grad
         assert_close(grad, other * (0.1 / (total + 1e-6)).to(other.dtype), rtol=1e-4, atol=1e-6, what=name)
 

@@ -18,17 +18,16 @@ from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import no_shard_allowed, square_loss
 from tests.wrapper.models import (
     WIDTH,
     Block,
     Model,
     assert_same_grads,
     batch,
-    no_shard_allowed,
     seeded,
     shard,
     shard_by_peer,
-    square_loss,
     whole_state,
 )
 

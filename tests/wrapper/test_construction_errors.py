@@ -17,8 +17,9 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 from tests.support import on_ranks
+from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.peer import peer_fsdp
-from tests.wrapper.models import Block, Model, batch, message, no_shard_allowed, seeded, shard, square_loss
+from tests.wrapper.models import Block, Model, batch, message, seeded, shard
 
 HYBRID = ShardingStrategy.HYBRID_SHARD
 POLICY = ModuleWrapPolicy({Block})

@@ -17,9 +17,10 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, register_forward_method
 from fsdp_flat.errors import OptionTypeError, PhaseError, UsageError
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
+from tests.support.kit import square_loss
 from tests.support.reference import replicated_step
 from tests.wrapper.lives import KINDS, assert_same, make, train, train_reference
-from tests.wrapper.models import Block, batch, message, seeded, shard, square_loss
+from tests.wrapper.models import Block, batch, message, seeded, shard
 
 # ------------------------------------------------------------------------------------------------------- copies
 

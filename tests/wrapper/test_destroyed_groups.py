@@ -16,7 +16,8 @@ import torch.multiprocessing as mp
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, load_checkpoint, save_checkpoint, save_full, unshard_for
 from fsdp_flat.errors import UsageError
-from tests.wrapper.models import batch, seeded, shard, square_loss, train
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, seeded, shard, train
 
 Call = Callable[[], object]
 

@@ -13,7 +13,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardedEMA
 from fsdp_flat.errors import LoadError, OptionError, PhaseError
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.wrapper.models import batch, message, seeded, shard, square_loss, whole_state
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, message, seeded, shard, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 

@@ -24,21 +24,9 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import no_shard_allowed, square_loss
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import (
-    WIDTH,
-    Block,
-    Model,
-    Tied,
-    batch,
-    message,
-    no_shard_allowed,
-    seeded,
-    shard,
-    shard_by_peer,
-    square_loss,
-    whole_state,
-)
+from tests.wrapper.models import WIDTH, Block, Model, Tied, batch, message, seeded, shard, shard_by_peer, whole_state
 
 BOTH = pytest.mark.parametrize("use_orig_params", [False, True])
 FULL = StateDictType.FULL_STATE_DICT

@@ -18,7 +18,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import batch, message, seeded, shard, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 # foreach=False, and what torch falls back to for classes of tensors that it does not list.

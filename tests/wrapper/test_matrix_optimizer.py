@@ -27,7 +27,8 @@ from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, groups_of, load, save
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import Model, Tied, batch, seeded, shard, square_loss, whole_grads, whole_state
+from tests.support.kit import full_grads, square_loss
+from tests.wrapper.models import Model, Tied, batch, seeded, shard, whole_state
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD mesh"]
 Muon = getattr(torch.optim, "Muon", None)
@@ -63,7 +64,7 @@ def hand_over_grads(model: Any, plain: nn.Module) -> None:
     """Give the plain model the gradients of ours, so that steps of both can be compared bit by bit."""
     kept = {param.grad.dtype for param in model.parameters() if param.grad is not None}
     low = torch.bfloat16 if kept == {torch.bfloat16} else None
-    grads = {name: None if grad is None else grad.to(low or grad.dtype) for name, grad in whole_grads(model).items()}
+    grads = {name: None if grad is None else grad.to(low or grad.dtype) for name, grad in full_grads(model).items()}
     for name, param in plain.named_parameters():
         grad = grads[name]
         set_grad(param, None if grad is None else grad.clone())

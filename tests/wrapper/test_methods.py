@@ -15,6 +15,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import full_grads, square_loss
 from tests.wrapper.models import (
     WIDTH,
     Block,
@@ -25,8 +26,6 @@ from tests.wrapper.models import (
     seeded,
     shard,
     shard_by_peer,
-    square_loss,
-    whole_grads,
     whole_state,
 )
 
@@ -208,7 +207,7 @@ def test_no_sync_accumulates_to_the_reference_and_to_the_peer(
     for step in range(3):
         sum(square_loss(plain, batch(other, step)) for other in range(num_ranks)).div(num_ranks).backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(whole_grads(ours), expected, rtol=1e-4, atol=1e-6)
+    assert_close(full_grads(ours), expected, rtol=1e-4, atol=1e-6)
 
 
 @on_ranks(2)
@@ -340,7 +339,7 @@ def test_zero_grad_drops_what_came_before_it_and_nothing_else(
     plain = seeded()
     sum(square_loss(plain, batch(other)) for other in range(num_ranks)).div(num_ranks).backward()
     expected = {name: param.grad for name, param in plain.named_parameters()}
-    assert_close(whole_grads(model), expected, rtol=1e-4, atol=1e-6)
+    assert_close(full_grads(model), expected, rtol=1e-4, atol=1e-6)
 
 
 @BOTH

@@ -13,7 +13,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import UsageError
 from tests.support import assert_equal, on_ranks
-from tests.wrapper.models import Model, batch, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import Model, batch
 
 BUILDERS = {
     "Adam": lambda params: torch.optim.Adam(params, lr=0.1),

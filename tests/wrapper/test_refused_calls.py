@@ -11,7 +11,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
-from tests.wrapper.models import Model, batch, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import Model, batch
 
 
 @on_ranks(2)

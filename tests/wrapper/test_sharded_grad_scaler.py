@@ -22,7 +22,8 @@ from fsdp_flat.errors import FsdpFlatError, OptionError, OptionTypeError, PhaseE
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler, _exchange_device
 from tests.runtime.kit import recorded
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.wrapper.models import batch, message, seeded, shard, shard_by_peer, square_loss, whole_state
+from tests.support.kit import square_loss
+from tests.wrapper.models import batch, message, seeded, shard, shard_by_peer, whole_state
 
 INF, NAN = float("inf"), float("nan")
 # Which ranks overflow in which step; the rest are clean.

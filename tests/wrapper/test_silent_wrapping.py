@@ -14,7 +14,8 @@ from fsdp_flat import whole_shape
 from fsdp_flat.errors import OptionError, TiedParameterError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import batch, message, seeded, shard, square_loss, whole_grads
+from tests.support.kit import full_grads, square_loss
+from tests.wrapper.models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 
@@ -71,7 +72,7 @@ def test_parameters_of_lists_go_to_a_unit_that_runs(use_orig_params: bool, rank:
     plain = TiedInList()
     square_loss(model, batch(0)).backward()
     square_loss(plain, batch(0)).backward()
-    assert_close(whole_grads(model), {name: p.grad for name, p in plain.named_parameters()}, rtol=1e-5, atol=1e-6)
+    assert_close(full_grads(model), {name: p.grad for name, p in plain.named_parameters()}, rtol=1e-5, atol=1e-6)
 
 
 @on_ranks(2)

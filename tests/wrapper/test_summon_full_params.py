@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import FsdpFlatError, PhaseError, UnsupportedError
 from tests.support import assert_close, assert_equal, on_ranks
+from tests.support.kit import full_grads, square_loss
 from tests.support.peer import peer_warnings_silenced
 from tests.support.reference import replicated_gradients
 from tests.wrapper.models import (
@@ -23,8 +24,6 @@ from tests.wrapper.models import (
     seeded,
     shard,
     shard_by_peer,
-    square_loss,
-    whole_grads,
     whole_state,
 )
 
@@ -452,7 +451,7 @@ def test_a_summon_between_forward_and_backward_leaves_the_root_gathered(
     # A unit may keep its memory for the backward besides; the root has to.
     assert [each[:2] for each in gathered] == [[True, False]] * 2
     replicated_gradients(plain, [batch(each) for each in range(2)], square_loss)
-    grads = whole_grads(model)
+    grads = full_grads(model)
     for name, param in plain.named_parameters():
         assert_close(grads[name], param.grad, rtol=1e-5, atol=1e-6, what=name)
 

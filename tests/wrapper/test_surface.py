@@ -29,7 +29,8 @@ from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.fully_sharded_data_parallel import FlatParamHandle, HandleTrainingState, TrainingState
 from fsdp_flat.tools.migrate_names import FSDP2_NAMES
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer, square_loss
+from tests.support.kit import square_loss
+from tests.wrapper.models import Block, Model, Tied, batch, message, seeded, shard, shard_by_peer
 
 SURFACE = json.loads((Path(__file__).parent / "fsdp1_surface.json").read_text())["modules"]
 PEER = "torch.distributed.fsdp"

@@ -19,7 +19,8 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.runtime import unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
-from tests.wrapper.models import batch, message, no_shard_allowed, seeded, shard, square_loss
+from tests.support.kit import no_shard_allowed, square_loss
+from tests.wrapper.models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 

@@ -1,0 +1,114 @@
+"""Small models and helpers that tests of sharded training share: wrapping, meshes, and unsharded values by name."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.wrap import ModuleWrapPolicy
+
+__all__ = [
+    "BLOCKS",
+    "Block",
+    "Stack",
+    "full_grads",
+    "full_params",
+    "mesh",
+    "no_shard_allowed",
+    "square_loss",
+    "wrapped",
+]
+
+
+class Block(nn.Module):
+    """Two layers and a residual connection; counts its forwards in ``calls``."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks between two layers that belong to the root.
+
+    Attributes:
+        order: indices of the blocks to run, in order.
+        calls: number of forwards.
+    """
+
+    def __init__(self, num_blocks: int = 3, width: int = 8, num_outputs: int = 5) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.head = nn.Linear(width, num_outputs)
+        self.order = list(range(num_blocks))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.head(self.features(x))
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        """Run everything but the head."""
+        x = self.first(x)
+        for index in self.order:
+            x = self.blocks[index](x)
+        return x
+
+
+BLOCKS = ModuleWrapPolicy({Block})
+
+
+@contextmanager
+def no_shard_allowed() -> Iterator[None]:
+    """Ignore FSDP1's warnings about NO_SHARD and single ranks, which other tests check."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
+        warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
+        yield
+
+
+def wrapped(module: nn.Module, **kwargs: Any) -> FSDP:
+    """Shard ``module`` without the warnings that :func:`no_shard_allowed` ignores."""
+    with no_shard_allowed():
+        return FSDP(module, **kwargs)
+
+
+def mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
+    """Create a 2-D mesh over all ranks. Every rank must call this."""
+    return init_device_mesh("cpu", (num_replicas, num_shards), mesh_dim_names=("replicate", "shard"))
+
+
+def square_loss(model: nn.Module, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:
+    """Compute a loss that is not linear in the parameters."""
+    return model(x).pow(2).mean()
+
+
+def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of all unsharded parameters, by their names in the plain model. Every rank must call this."""
+    with FSDP.summon_full_params(model, writeback=False):
+        return {clean_fqn(name): param.detach().clone() for name, param in model.named_parameters()}
+
+
+def full_grads(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return copies of all unsharded gradients, by the names of their parameters. Every rank must call this."""
+    with FSDP.summon_full_params(model, writeback=False, with_grads=True):
+        return {
+            clean_fqn(name): None if param.grad is None else param.grad.clone()
+            for name, param in model.named_parameters()
+        }
