@@ -10,9 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, OptimStateKeyType, StateDictSettings, StateDictType
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    StateDictSettings,
+    StateDictType,
+)
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.state import DEFAULT_SETTINGS, contents_of, load_optim_state, ordered_params, rekey, save_optim_state
+from fsdp_flat.state import (
+    DEFAULT_SETTINGS,
+    codec_of,
+    contents_of,
+    load_optim_state,
+    ordered_params,
+    rekey,
+    save_optim_state,
+)
 from fsdp_flat.state_methods import StateDictMethods
 
 __all__ = ["OptimStateMethods"]
@@ -55,10 +69,8 @@ class OptimStateMethods(nn.Module):
         return save_optim_state(
             model,
             contents_of(optim, optim_state_dict, model),
-            whole=settings.state_dict_type is StateDictType.FULL_STATE_DICT,
-            rank0_only=bool(getattr(config, "rank0_only", False)),
-            offload_to_cpu=config.offload_to_cpu,
-            boxes=bool(getattr(config, "boxes", False)),
+            codec_of(settings.state_dict_type, config),
+            config,
         )
 
     @staticmethod
@@ -128,10 +140,11 @@ class OptimStateMethods(nn.Module):
     ) -> dict[str, Any]:
         """Implement FSDP1's saving methods, under the name that clients call. Every rank must call this."""
         _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
+        kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
+        if full_state_dict:
+            kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
         contents = contents_of(optim, optim_state_dict, model)
-        return save_optim_state(
-            model, contents, whole=full_state_dict, rank0_only=rank0_only, offload_to_cpu=cpu_offload
-        )
+        return save_optim_state(model, contents, codec_of(kind, config), config)
 
     @staticmethod
     def _optim_state_dict_to_load_impl(
@@ -213,7 +226,9 @@ class OptimStateMethods(nn.Module):
             UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
         """
         _warn_legacy("sharded_optim_state_dict", "optim_state_dict")
-        return save_optim_state(model, contents_of(optim), whole=False, rank0_only=False, offload_to_cpu=False)
+        return OptimStateMethods._optim_state_dict_impl(
+            model, optim, None, rank0_only=False, full_state_dict=False, cpu_offload=False
+        )
 
     @staticmethod
     def shard_full_optim_state_dict(

@@ -18,7 +18,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
 from fsdp_flat.loading import all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
-from fsdp_flat.state import CODECS, BoxedTensor, TypedStateDict, settings_for
+from fsdp_flat.state import BoxedTensor, TypedStateDict, codec_of, gather_units, load_unit, save_unit, settings_for
 
 __all__ = ["StateDictMethods"]
 
@@ -126,9 +126,10 @@ class StateDictMethods(SemiPrivateNames):
             hook(self, prefix, keep_vars)
         given = kwargs.get("destination")
         settings = given.settings if isinstance(given, TypedStateDict) else self._settings
-        form, config = CODECS[settings.state_dict_type], settings.state_dict_config
+        config = settings.state_dict_config
+        codec = codec_of(settings.state_dict_type, config)
         with self._saving() as (gathered, outermost):
-            if outermost and form.gather is not None and not getattr(config, "boxes", False):
+            if outermost and codec.communicates:
                 # Units without parameters and units inside summon_full_params need no all-gather.
                 gathering = [unit for unit in units_of(self) if unit.handles and unit.whole is None]
                 for rank_group in dict.fromkeys(unit.options.groups.shard for unit in gathering):
@@ -137,9 +138,14 @@ class StateDictMethods(SemiPrivateNames):
                 if not any(module._state_dict_pre_hooks for module in modules_of(self) if module is not self):
                     # A nested wrapper with different settings all-gathers by itself.
                     alike = [wrapper._unit for wrapper in _wrappers(self) if wrapper._settings == self._settings]
-                    gathered.update(form.gather(alike, config))
-            destination = form.save(
-                self._unit, config, prefix, lambda: wrapped.state_dict(**kwargs), gathered.pop(self._unit, None)
+                    gathered.update(gather_units(alike, codec, config))
+            destination = save_unit(
+                self._unit,
+                codec,
+                config,
+                prefix,
+                lambda: wrapped.state_dict(**kwargs),
+                gathered=gathered.pop(self._unit, None),
             )
         if outermost:
             self._record_versions(destination, prefix)
@@ -216,10 +222,11 @@ class StateDictMethods(SemiPrivateNames):
         error_msgs: list[str],
     ) -> None:
         report = report_of(self, missing_keys, error_msgs)
+        settings = self._settings
         # Boxes are loaded as such, whichever type is set.
         boxed = any(isinstance(value, BoxedTensor) for value in state_dict.values())
-        kind = StateDictType.SHARDED_STATE_DICT if boxed else self._settings.state_dict_type
-        CODECS[kind].load(self._unit, state_dict, prefix, report)
+        kind = StateDictType.SHARDED_STATE_DICT if boxed else settings.state_dict_type
+        load_unit(self._unit, codec_of(kind, settings.state_dict_config), state_dict, prefix, report)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.consensus import Consensus
-from fsdp_flat.checkpoint.streaming import boxed_state_dict, param_infos_by_name
+from fsdp_flat.checkpoint.streaming import boxed_state_dict
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state import BoxedTensor, OptimContents, Peers, save_optim_state, template_states
+from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, Peers, codec_of, save_optim_state, template_states
 
 __all__ = [
     "CheckpointValues",
@@ -89,9 +90,9 @@ class CheckpointValues:
 
     def add_optim(self, model: nn.Module, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
         """Add the optimizer's states. Every rank must call this: a state that has a handler is merged on one rank."""
-        found = save_optim_state(
-            model, contents, whole=False, rank0_only=False, offload_to_cpu=copy, boxes=True, peers=peers
-        )
+        config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
+        codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
+        found = save_optim_state(model, contents, codec, config, peers=peers)
         # Merged states are on one rank each, so they are saved as tensors whatever their shape.
         merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}
         tensors: dict[str, dict[str, Any]] = {}
@@ -105,8 +106,8 @@ class CheckpointValues:
 
     def unmanaged_names(self, model: nn.Module) -> list[str]:
         """Return the names of the model's tensors that no unit manages."""
-        where = param_infos_by_name(model)
-        return [name for name in self.tensors["model"] if name not in where]
+        by_name = ParamIndex(model).by_name
+        return [name for name in self.tensors["model"] if name not in by_name]
 
     def keep_share(self, model: nn.Module, rank: int, *, is_alike: bool) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
@@ -116,22 +117,21 @@ class CheckpointValues:
             rank: this rank among those of the model.
             is_alike: tensors that no unit manages have the same names on every rank.
         """
-        where = param_infos_by_name(model)
+        by_name = ParamIndex(model).by_name
 
         def is_mine(name: str, value: Any) -> bool:
-            if name not in where:
+            param = by_name.get(name)
+            if param is None:
                 return rank == 0 or not is_alike or isinstance(value, BoxedTensor)
-            unit, handle, index = where[name]
-            adapter, shape = handle.views.params[index].adapter, handle.layout.param_infos[index].shape
-            if adapter.full_shape(shape) == shape and not adapter.is_first_of_mesh:
+            if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
                 return False
-            replicas = unit.options.groups.replicate
+            replicas = param.unit.options.groups.replicate
             return zlib.crc32(name.encode()) % replicas.size == replicas.rank
 
         def has_own_rows(name: str) -> bool:
             # Without original parameters all ranks of a shard group have the same rows.
-            options = where[name][0].options if name in where else None
-            return options is None or options.use_orig_params or options.groups.shard.rank == 0
+            param = by_name.get(name)
+            return param is None or param.is_original or param.rank_group.rank == 0
 
         def mine(values: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in values.items() if is_mine(name, value)}

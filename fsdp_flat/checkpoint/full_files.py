@@ -323,9 +323,8 @@ class _Source:
     def local_shard(self, name: str, entry: StateEntry) -> torch.Tensor:
         """Return the elements of ``name`` of this rank's local shard of ``entry``, 1-D."""
         full = self.tensors[name]
-        if entry.handle is not None:
-            full = entry.handle.views.params[entry.index].adapter.local_slice(full)
-            full = full.reshape(-1)[entry.handle.views.local_shards[entry.index].in_param.to_slice()]
+        if entry.param is not None:
+            full = entry.param.adapter.local_slice(full).reshape(-1)[entry.param.local_shard.in_param.to_slice()]
         return full.reshape(-1)
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime import Unit, check_idle, units_of
+from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.state import ParamIndex
 
 __all__ = ["ShardedEMA"]
 
@@ -22,7 +22,6 @@ class _Averaged:
     """Holds one tensor that is averaged, and an identity that is equal if two of them hold the same elements."""
 
     param: nn.Parameter
-    unit: Unit | None
     identity: dict[str, Any]
 
 
@@ -174,22 +173,17 @@ def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _averaged(model: nn.Module) -> dict[str, _Averaged]:
+    index = ParamIndex(model)
     found: dict[str, _Averaged] = {}
-    managed: set[nn.Parameter] = set()
-    names = {child: clean_fqn(name) for name, child in model.named_modules()}
-    for unit in units_of(model):
-        for handle in unit.handles:
-            managed.update((handle.flat_param, *handle.views.visible_params(), *handle.views.unsharded_params))
-            layout = handle.layout
-            identity = {
-                "fqns": list(layout.fqns),
-                "numel": layout.numel,
-                "world_size": layout.world_size,
-                "rank": handle.spec.rank,
-            }
-            name = join_fqn(names[unit.module], layout.fqns[0])
-            found[name] = _Averaged(handle.flat_param, unit, identity)
-    for raw, param in model.named_parameters():
-        if param not in managed:
-            found[clean_fqn(raw)] = _Averaged(param, None, {"shape": list(param.shape)})
+    for first in [param for param in index.params if param.index == 0]:
+        handle, layout = first.handle, first.handle.layout
+        identity = {
+            "fqns": list(layout.fqns),
+            "numel": layout.numel,
+            "world_size": layout.world_size,
+            "rank": handle.spec.rank,
+        }
+        found[first.fqn] = _Averaged(handle.flat_param, identity)
+    for param, name in index.others.items():
+        found[name] = _Averaged(param, {"shape": list(param.shape)})
     return found

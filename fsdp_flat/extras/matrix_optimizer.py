@@ -37,7 +37,7 @@ from fsdp_flat.extras.matrix_owners import (
 from fsdp_flat.extras.names import whole_shape
 from fsdp_flat.flat import unguarded
 from fsdp_flat.runtime import ErrorTexts, Unit, agree
-from fsdp_flat.state import ParamNames, names_of, rank_groups_of
+from fsdp_flat.state import ParamIndex, rank_groups_of
 
 __all__ = ["MatrixOptimizer", "matrix_params"]
 
@@ -117,8 +117,8 @@ class MatrixOptimizer(Optimizer):
         max_nbytes: int = _MAX_NBYTES,
         **options: Any,
     ) -> None:
-        names = names_of(model)
-        units = names.units
+        index = ParamIndex(model)
+        units = index.units
         self._model = model
         self._max_nbytes = max_nbytes
         self._inner: Optimizer | None = None
@@ -134,13 +134,13 @@ class MatrixOptimizer(Optimizer):
             if max_nbytes < 1:
                 raise OptionError(f"max_nbytes must be a number of bytes of at least 1; got {max_nbytes!r}.")
             super().__init__(matrix_params(model) if params is None else params, options)
-            groups = [self._inner_group(names, group) for group in self.param_groups]
+            groups = [self._inner_group(index, group) for group in self.param_groups]
             self._inner = optimizer_class(groups, **options)
             self.defaults = dict(self._inner.defaults)
             self._finish_groups()
         except Exception as found:
             error = found
-        self._agree(names, units, error)
+        self._agree(index, units, error)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its options. Every rank must call this with the same parameters.
@@ -154,18 +154,18 @@ class MatrixOptimizer(Optimizer):
         if self._inner is None:
             super().add_param_group(param_group)
             return
-        names = names_of(self._model)
-        units = names.units
+        index = ParamIndex(self._model)
+        units = index.units
         num_groups, num_owned = len(self.param_groups), len(self._owned)
         error: Exception | None = None
         try:
             super().add_param_group(param_group)
-            self._inner.add_param_group(self._inner_group(names, self.param_groups[-1]))
+            self._inner.add_param_group(self._inner_group(index, self.param_groups[-1]))
             self._finish_groups()
         except Exception as found:
             error = found
         try:
-            self._agree(names, units, error)
+            self._agree(index, units, error)
         except Exception:
             self._drop_groups(num_groups, num_owned)
             raise
@@ -178,7 +178,7 @@ class MatrixOptimizer(Optimizer):
         del self._owned[num_owned:]
         self._plan_steps()
 
-    def _agree(self, names: ParamNames, units: list[Unit], error: Exception | None) -> None:
+    def _agree(self, index: ParamIndex, units: list[Unit], error: Exception | None) -> None:
         if not units:
             if error is not None:
                 raise error
@@ -187,7 +187,7 @@ class MatrixOptimizer(Optimizer):
         if error is None:
             lines.append(f"max_nbytes={self._max_nbytes}")
             for number, group in enumerate(self.param_groups):
-                fqns = [fqn for param in group["params"] for fqn in names.fqns_of(param)]
+                fqns = [fqn for param in group["params"] for fqn in index.fqns_of(param)]
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
         rank_groups, device = rank_groups_of(units), self._device
         agree(lines, error, rank_groups, device, _ERROR_TEXTS)
@@ -202,17 +202,17 @@ class MatrixOptimizer(Optimizer):
             if any(each for (each,) in exchange_ints([is_linked], rank_group.group, device)):
                 self._linked.append(rank_group)
 
-    def _inner_group(self, names: ParamNames, group: dict[str, Any]) -> dict[str, Any]:
+    def _inner_group(self, index: ParamIndex, group: dict[str, Any]) -> dict[str, Any]:
         """Assign owners to the parameters of a group; return the inner optimizer's group, with unsharded parameters."""
         found = []
         for param in group["params"]:
-            check_param(names, param)
-            if param in names.managed:
-                found.append((param, names.managed[param]))
+            check_param(index, param)
+            if param in index.managed:
+                found.append((param, index.managed[param][0]))
         owners = balanced_owners(found, self._owned)
         wholes = {}
         for param, managed in found:
-            blank = without_memory(param, managed.handle.layout.param_infos[managed.indices[0]].shape)
+            blank = without_memory(param, managed.shape)
             whole = nn.Parameter(blank, requires_grad=param.requires_grad)
             # Keep attributes by which an optimizer distinguishes parameters.
             whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})

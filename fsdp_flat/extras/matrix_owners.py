@@ -14,7 +14,7 @@ from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, FlatParameter, FlatParamHandle, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state import Managed, ParamNames
+from fsdp_flat.state import IndexedParam, ParamIndex
 
 __all__ = [
     "NO_MOVES",
@@ -65,18 +65,27 @@ class OwnedParam:
     from_owner: TransferPlan
 
     @classmethod
-    def of(cls, param: nn.Parameter, managed: Managed, owner: int, whole: nn.Parameter) -> OwnedParam:
+    def of(cls, param: nn.Parameter, managed: IndexedParam, owner: int, whole: nn.Parameter) -> OwnedParam:
         """Plan the transfers of a parameter that a unit manages."""
-        (index,), handle, rank_group = managed.indices, managed.handle, managed.unit.options.groups.shard
-        pieces = handle.layout.partition(index)
+        rank_group, pieces = managed.rank_group, managed.partition
         is_on_one_rank = pieces[owner].numel == pieces.numel
         to_owner = from_owner = NO_MOVES
         if not is_on_one_rank:
             full = ReplicatedPartition(pieces.numel, owner, rank_group.size)
             to_owner = plan_transfer(pieces, full, rank_group.rank)
             from_owner = plan_transfer(full, pieces, rank_group.rank)
-        first = managed.fqns[0]
-        return cls(param, first, managed.unit, handle, index, owner, whole, is_on_one_rank, to_owner, from_owner)
+        return cls(
+            param,
+            managed.fqn,
+            managed.unit,
+            managed.handle,
+            managed.index,
+            owner,
+            whole,
+            is_on_one_rank,
+            to_owner,
+            from_owner,
+        )
 
     @property
     def rank_group(self) -> RankGroup:
@@ -120,7 +129,7 @@ def without_memory(param: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return torch.empty((), dtype=param.dtype, device=param.device).expand(tuple(shape))
 
 
-def check_param(names: ParamNames, param: torch.Tensor) -> None:
+def check_param(index: ParamIndex, param: torch.Tensor) -> None:
     """Raise if a parameter cannot be unsharded on one rank.
 
     Raises:
@@ -128,19 +137,20 @@ def check_param(names: ParamNames, param: torch.Tensor) -> None:
         UnsupportedError: it is sharded by tensor parallelism.
     """
     if isinstance(param, FlatParameter):
-        managed = names.managed.get(param)
-        where = "" if managed is None else f" of unit {managed.unit.name!r}, with {managed.fqns[0]!r} in it,"
+        held = index.managed.get(param)
+        where = "" if held is None else f" of unit {held[0].unit.name!r}, with {held[0].fqn!r} in it,"
         raise OptionError(
             f"MatrixOptimizer was given a flat parameter{where} of which this rank holds {param.numel()} elements; it "
             "needs the parameters themselves. Wrap the model with use_orig_params=True."
         )
     assert isinstance(param, nn.Parameter)
-    fqns = names.fqns_of(param)
-    managed = names.managed.get(param)
-    if managed is not None and managed.handle.views.params[managed.indices[0]].adapter is not PLAIN:
+    index.fqns_of(param)
+    for managed in index.managed.get(param, ()):
+        if managed.adapter is PLAIN:
+            continue
         raise UnsupportedError(
-            f"Parameter {fqns[0]!r} of unit {managed.unit.name!r} is split by tensor parallelism on rank "
-            f"{managed.handle.spec.rank} of the shard group, and MatrixOptimizer makes parameters whole over the shard "
+            f"Parameter {managed} is split by tensor parallelism on rank "
+            f"{managed.rank_group.rank} of the shard group, and MatrixOptimizer makes parameters whole over the shard "
             "group only. Leave it to an optimizer that works element by element, such as AdamW."
         )
 
@@ -167,7 +177,7 @@ def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
 
 
 def balanced_owners(
-    params: Sequence[tuple[nn.Parameter, Managed]], placed: Sequence[OwnedParam]
+    params: Sequence[tuple[nn.Parameter, IndexedParam]], placed: Sequence[OwnedParam]
 ) -> dict[nn.Parameter, int]:
     """Choose an owner for each parameter, the same on every rank.
 
@@ -182,11 +192,11 @@ def balanced_owners(
     for entry in placed:
         loads.setdefault(entry.rank_group, [0] * entry.rank_group.size)[entry.owner] += entry.numel
     found = {}
-    by_size = sorted(params, key=lambda item: -item[1].handle.layout.param_infos[item[1].indices[0]].numel)
+    by_size = sorted(params, key=lambda item: -item[1].partition.numel)
     for param, managed in by_size:
-        rank_group = managed.unit.options.groups.shard
+        rank_group = managed.rank_group
         load = loads.setdefault(rank_group, [0] * rank_group.size)
-        pieces = managed.handle.layout.partition(managed.indices[0])
+        pieces = managed.partition
         holders = [rank for rank in pieces.ranks(Interval(0, pieces.numel)) if not pieces[rank].is_empty] or [0]
         owner = min(holders, key=lambda rank: (load[rank], -pieces[rank].numel, rank))
         load[owner] += pieces.numel

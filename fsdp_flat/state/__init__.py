@@ -1,65 +1,48 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
-from fsdp_flat.state.boxed import BoxedTensor, boxed_value, boxes_of, boxes_to_shard, check_boxes
-from fsdp_flat.state.chunk_specs import (
-    ChunkSpec,
-    ShardWithSpec,
-    chunk_spec,
-    chunks_of,
-    fitting_chunk,
-    plan_full_transfer,
-    write_chunks,
-)
-from fsdp_flat.state.codecs import CODECS, StateDictCodec
-from fsdp_flat.state.common import LOADING, LoadReport, failed_anywhere, local_shard_of, rank_groups_of
-from fsdp_flat.state.handle_states import Peers
+from fsdp_flat.state.boxed import BoxedTensor, boxes_of
+from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, TypedStateDict, codec_of, settings_for
+from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
-from fsdp_flat.state.keys import rekey
-from fsdp_flat.state.load_states import load_optim_state
-from fsdp_flat.state.optim_params import Managed, OptimContents, ParamNames, contents_of, names_of, ordered_params
+from fsdp_flat.state.load_states import load_optim_state, template_states
+from fsdp_flat.state.model_state import LoadReport, failed_anywhere, gather_units, load_unit, save_unit
+from fsdp_flat.state.optim_contents import OptimContents, contents_of, ordered_params, rekey
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex, local_shard_of, rank_groups_of
+from fsdp_flat.state.param_states import Peers
 from fsdp_flat.state.save_states import save_optim_state
-from fsdp_flat.state.settings import DEFAULT_SETTINGS, TypedStateDict, settings_for
-from fsdp_flat.state.templates import template_states
-from fsdp_flat.state.torch_types import dtype_of, is_chunked, shape_of
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
 __all__ = [
     "CODECS",
     "DEFAULT_SETTINGS",
-    "LOADING",
     "BoxedTensor",
-    "ChunkSpec",
+    "CodecRow",
+    "IndexedParam",
+    "LoadPlan",
     "LoadReport",
-    "Managed",
     "OptimContents",
     "OptimStateHandler",
-    "ParamNames",
+    "ParamIndex",
     "Peers",
-    "ShardWithSpec",
     "StateDictCodec",
     "StatePart",
+    "StateShard",
     "TypedStateDict",
-    "boxed_value",
     "boxes_of",
-    "boxes_to_shard",
-    "check_boxes",
-    "chunk_spec",
-    "chunks_of",
+    "codec_of",
     "contents_of",
-    "dtype_of",
     "failed_anywhere",
-    "fitting_chunk",
-    "is_chunked",
+    "gather_units",
     "load_optim_state",
+    "load_unit",
     "local_shard_of",
-    "names_of",
     "ordered_params",
     "plan_full_transfer",
     "rank_groups_of",
     "register_optim_state_handler",
     "rekey",
     "save_optim_state",
+    "save_unit",
     "settings_for",
-    "shape_of",
     "template_states",
-    "write_chunks",
 ]

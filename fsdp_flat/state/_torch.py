@@ -1,16 +1,162 @@
-"""Resolves names of torch.distributed that moved between torch 2.8 and 2.15."""
+"""Builds and reads torch's sharded tensors without communication, for which torch has private names only."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.distributed._shard.sharded_tensor import (
+    Shard,
+    ShardedTensor,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["root_mesh"]
+from fsdp_flat.comm import RankGroup, global_ranks
+from fsdp_flat.errors import OptionError
+from fsdp_flat.layout import chunk_rows, chunk_shape
+
+__all__ = [
+    "ShardedTensors",
+    "describe_value",
+    "dtensor",
+    "dtype_of",
+    "is_chunked",
+    "local_chunk",
+    "root_mesh",
+    "shape_of",
+]
+
+
+def dtensor(
+    chunk: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> torch.Tensor:
+    """Build a DTensor of ``shape`` of which this rank holds ``chunk``."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
+    """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
+
+    Source of the format: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
+    a chunk have no local shard).
+    """
+    metadata: list[tuple[int, list[int], list[int]]] = []
+    for rank in range(rank_group.size):
+        size = chunk_shape(shape, rank_group.size, rank)
+        if size and size[0] == 0:
+            continue
+        offsets = [0] * len(shape)
+        if shape:
+            offsets[0] = chunk_rows(shape[0], rank_group.size, rank).start
+        metadata.append((rank, offsets, list(size)))
+    # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
+    metadata = metadata or [(0, [0] * len(shape), list(shape))]
+    shards = [
+        ShardMetadata(offsets, sizes, _placement(rank_group, rank, chunk.device)) for rank, offsets, sizes in metadata
+    ]
+    own = [Shard(chunk, shard) for (rank, _, _), shard in zip(metadata, shards, strict=True) if rank == rank_group.rank]
+    properties = TensorProperties(
+        dtype=chunk.dtype,
+        layout=chunk.layout,
+        requires_grad=False,
+        memory_format=torch.contiguous_format,
+        pin_memory=chunk.is_pinned(),
+    )
+    whole = ShardedTensorMetadata(shards_metadata=shards, size=torch.Size(shape), tensor_properties=properties)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        own, sharded_tensor_metadata=whole, process_group=rank_group.group
+    )
+
+
+class ShardedTensors:
+    """Builds the ShardedTensors of one save, split into dim-0 chunks over a shard group.
+
+    torch derives and checks the shard metadata of every tensor anew, in time that grows with the number of ranks.
+    Here it does so for the first tensor of each shape, group, dtype and device; the others reuse its metadata.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[Any, ShardedTensor] = {}
+
+    def make(self, chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> torch.Tensor:
+        """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``; this rank holds ``chunk``."""
+        kind = (shape, rank_group, chunk.dtype, chunk.device, chunk.is_pinned())
+        first = self._first.get(kind)
+        if first is None:
+            made = self._first[kind] = _sharded_tensor(chunk, shape, rank_group)
+            return made
+        properties = first.metadata().tensor_properties
+        made = ShardedTensor.__new__(
+            ShardedTensor,
+            first.sharding_spec(),
+            first.metadata().size,
+            dtype=properties.dtype,
+            layout=properties.layout,
+            pin_memory=properties.pin_memory,
+            requires_grad=properties.requires_grad,
+        )
+        made._local_shards = [Shard(chunk, replace(shard.metadata)) for shard in first.local_shards()]
+        made._prepare_init(process_group=rank_group.group)
+        return made
+
+
+def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
+    assert rank_group.group is not None
+    world_rank = global_ranks(rank_group.group)[rank]
+    if device.type == "cpu":
+        return f"rank:{world_rank}/cpu"
+    return f"rank:{world_rank}/{device.type}:{rank % torch.accelerator.device_count()}"
+
+
+def is_chunked(value: Any) -> bool:
+    """Return whether a value is a DTensor or ShardedTensor."""
+    return isinstance(value, (DTensor, ShardedTensor))
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value for error texts."""
+    if isinstance(value, DTensor):
+        return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
+    return f"{type(value).__name__} of shape {shape_of(value)}"
+
+
+def local_chunk(value: Any) -> torch.Tensor | None:
+    """Return this rank's local tensor of a ShardedTensor or DTensor; None for any other value.
+
+    Raises:
+        OptionError: a ShardedTensor with several local shards.
+    """
+    if isinstance(value, DTensor):
+        return value.to_local()
+    if isinstance(value, ShardedTensor):
+        shards = value.local_shards()
+        if len(shards) > 1:
+            raise OptionError(f"expected at most one local shard of a ShardedTensor, got {len(shards)}")
+        return shards[0].tensor if shards else torch.empty(0, dtype=dtype_of(value))
+    return None
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the full shape of a tensor of any type; ``()`` for a value that is not a tensor."""
+    # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
+    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """Return the dtype of a tensor of any type."""
+    dtype: torch.dtype = (value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value).dtype
+    return dtype
 
 
 def root_mesh(mesh: DeviceMesh) -> Any:
-    """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
+    """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself; torch 2.8 to 2.15 name it differently."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed.device_mesh import _mesh_resources

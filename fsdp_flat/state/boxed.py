@@ -1,4 +1,4 @@
-"""Represents a parameter as N-d boxes of this rank's flat shard, which checkpoints store without communication.
+"""Encodes tensors as N-d boxes of this rank's flat shard, which checkpoints store without communication.
 
 A rank's local shard of a parameter is a flat interval, which splits into at most ``2 * ndim - 1`` boxes
 (``layout.boxes``). ``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so ranks
@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import Box, boxes
+from fsdp_flat.layout import Box, Interval, boxes
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
-__all__ = ["BoxedTensor", "boxed_value", "boxes_of", "boxes_to_shard", "check_boxes"]
+__all__ = ["BoxCodec", "BoxedTensor", "boxes_of"]
 
 _aten = torch.ops.aten
 
@@ -118,57 +120,62 @@ def _chunk(box: Box) -> Any:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def boxes_of(handle: FlatParamHandle, index: int) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Return the shape of a parameter's full tensor, and the boxes of it that this rank holds."""
-    shape, adapter = handle.layout.param_infos[index].shape, handle.views.params[index].adapter
-    start, found = adapter.offsets(shape), boxes(shape, handle.views.local_shards[index].in_param)
-    return adapter.full_shape(shape), tuple(box.within(start) for box in found) if any(start) else found
+class BoxCodec(StateDictCodec):
+    """Encodes :class:`BoxedTensor` views of live memory, or copies on the CPU with ``offload_to_cpu``."""
+
+    communicates = False
+
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        """Return the boxes of this rank's elements.
+
+        A tensor without any elements is a plain empty one: without a box a checkpoint would not contain it.
+        """
+        found: list[torch.Tensor] = []
+        for shard in shards:
+            local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
+            shape, own = boxes_of(shard.param.handle, shard.param.index, shard.run)
+            if math.prod(shape) == 0:
+                found.append(local.new_empty(shape))
+                continue
+            parts = [local[box.interval.shift(-shard.run.start).to_slice()].view(box.sizes) for box in own]
+            found.append(BoxedTensor(shape, own, parts, local.dtype, local.device))
+        return found
+
+    def reads(self, value: Any) -> bool:
+        return isinstance(value, BoxedTensor)
+
+    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+        """Plan the copies of boxes that are this rank's elements, except of those that are views of it already."""
+        run = target.run
+        shape, expected = boxes_of(target.param.handle, target.param.index, run)
+        if tuple(value.shape) != shape:
+            raise LoadError(f"{target.label}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
+        if value.boxes != expected:
+            raise LoadError(
+                f"{target.label}: {value!r} does not hold what rank {target.param.rank_group.rank} of "
+                f"{target.param.rank_group.size} holds, the elements {run.start} to {run.stop}. Boxes fit the sharding "
+                "that they were made for: load the checkpoint into this model's own state_dict() "
+                "with torch.distributed.checkpoint, which reshards."
+            )
+        for box, part in zip(value.boxes, value.parts, strict=True):
+            own = target.local[box.interval.shift(-run.start).to_slice()]
+            if own.data_ptr() != part.data_ptr():
+                plan.copy(own, part.reshape(-1))
 
 
-def boxed_value(handle: FlatParamHandle, index: int, local_shard: torch.Tensor) -> torch.Tensor:
-    """Represent a parameter, or an optimizer state of one, as boxes of this rank's local shard.
-
-    Nothing is communicated or copied.
+def boxes_of(
+    handle: FlatParamHandle, index: int, run: Interval | None = None
+) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """Return the shape of a parameter's full tensor, and the boxes of it that this rank holds.
 
     Args:
         handle: the handle that holds the parameter.
-        index: index of the parameter in the handle.
-        local_shard: this rank's local shard, 1-D.
-
-    Returns:
-        A :class:`BoxedTensor` whose parts are views of ``local_shard``; a plain empty tensor if the full tensor has
-        no elements, because without a box a checkpoint would not contain it.
+        index: its index in the handle.
+        run: elements of the flattened parameter; by default those of this rank's local shard.
     """
-    shape, found = boxes_of(handle, index)
-    if math.prod(shape) == 0:
-        return local_shard.new_empty(shape)
-    start = handle.views.local_shards[index].in_param.start
-    parts = [local_shard[box.interval.shift(-start).to_slice()].view(box.sizes) for box in found]
-    return BoxedTensor(shape, found, parts, local_shard.dtype, local_shard.device)
-
-
-def check_boxes(value: BoxedTensor, handle: FlatParamHandle, index: int) -> None:
-    """Raise if the boxes of one parameter are not those of this rank's local shard.
-
-    Raises:
-        LoadError: the shape or the boxes differ from this rank's.
-    """
-    fqn, run = handle.layout.param_infos[index].fqn, handle.views.local_shards[index].in_param
-    shape, expected = boxes_of(handle, index)
-    if tuple(value.shape) != shape:
-        raise LoadError(f"{fqn!r}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
-    if value.boxes != expected:
-        raise LoadError(
-            f"{fqn!r}: {value!r} does not hold what rank {handle.spec.rank} of {handle.layout.world_size} holds, the "
-            f"elements {run.start} to {run.stop}. Boxes fit the sharding that they were made for: load the checkpoint "
-            "into this model's own state_dict() with torch.distributed.checkpoint, which reshards."
-        )
-
-
-def boxes_to_shard(value: BoxedTensor, handle: FlatParamHandle, index: int, local_shard: torch.Tensor) -> None:
-    """Copy checked boxes into this rank's local shard (1-D), except those that are views of it already."""
-    run = handle.views.local_shards[index].in_param
-    for box, part in zip(value.boxes, value.parts, strict=True):
-        target = local_shard[box.interval.shift(-run.start).to_slice()]
-        if target.data_ptr() != part.data_ptr():
-            target.copy_(part.reshape(-1))
+    shape, adapter = handle.layout.param_infos[index].shape, handle.views.params[index].adapter
+    start, found = (
+        adapter.offsets(shape),
+        boxes(shape, handle.views.local_shards[index].in_param if run is None else run),
+    )
+    return adapter.full_shape(shape), tuple(box.within(start) for box in found) if any(start) else found

@@ -1,9 +1,12 @@
-"""Maps each state-dict type to its codec: the functions that save and load one unit."""
+"""Maps each state-dict type to its codec and options, and checks the settings of ``set_state_dict_type``.
+
+A new state-dict type is a member of ``api.StateDictType``, a subclass of ``StateDictCodec``, and a row of ``CODECS``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
@@ -16,47 +19,128 @@ from fsdp_flat.api import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     StateDictConfig,
+    StateDictSettings,
     StateDictType,
 )
-from fsdp_flat.runtime import Unit
-from fsdp_flat.state.common import LoadReport
-from fsdp_flat.state.full import decode_full, encode_full, prefetch_full
-from fsdp_flat.state.local import decode_local, encode_local
-from fsdp_flat.state.sharded import decode_sharded, encode_sharded, prefetch_sharded
+from fsdp_flat.errors import UsageError
+from fsdp_flat.state.boxed import BoxCodec
+from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
+from fsdp_flat.state.full import FullCodec
+from fsdp_flat.state.shards import StateDictCodec
 
-__all__ = ["CODECS", "StateDictCodec"]
+__all__ = [
+    "BOXES",
+    "CODECS",
+    "DEFAULT_SETTINGS",
+    "FULL",
+    "CodecRow",
+    "TypedStateDict",
+    "codec_of",
+    "decoder_of",
+    "settings_for",
+]
+
+FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()
 
 
 @dataclass(frozen=True, slots=True)
-class StateDictCodec:
-    """Holds the save and load functions of one state-dict type.
+class CodecRow:
+    """Holds the codecs and options of one state-dict type.
 
     Attributes:
-        gather: communicates for all units of a save at once: ``gather(units, config)``; None if the type needs no
-            communication. Units missing from its result communicate in ``save``.
-        save: adds a unit's entries: ``save(unit, config, prefix, inner, gathered)``.
-        load: removes and loads a unit's entries: ``load(unit, state_dict, prefix, report)``.
+        model: codec of model state dicts.
+        optim: codec of optimizer state dicts.
         model_config: class of the options for model state dicts.
         optim_config: class of the options for optimizer state dicts.
+        boxed: codec of both with the option ``boxes=True``.
     """
 
-    gather: Callable[[Sequence[Unit], StateDictConfig], Mapping[Unit, Any]] | None
-    save: Callable[[Unit, StateDictConfig, str, Callable[[], dict[str, Any]], Any], dict[str, Any]]
-    load: Callable[[Unit, dict[str, Any], str, LoadReport], None]
+    model: StateDictCodec
+    optim: StateDictCodec
     model_config: type[StateDictConfig]
     optim_config: type[OptimStateDictConfig]
+    boxed: StateDictCodec | None = None
 
 
 CODECS = MappingProxyType(
     {
-        StateDictType.FULL_STATE_DICT: StateDictCodec(
-            prefetch_full, encode_full, decode_full, FullStateDictConfig, FullOptimStateDictConfig
-        ),
-        StateDictType.LOCAL_STATE_DICT: StateDictCodec(
-            None, encode_local, decode_local, LocalStateDictConfig, LocalOptimStateDictConfig
-        ),
-        StateDictType.SHARDED_STATE_DICT: StateDictCodec(
-            prefetch_sharded, encode_sharded, decode_sharded, ShardedStateDictConfig, ShardedOptimStateDictConfig
+        StateDictType.FULL_STATE_DICT: CodecRow(FULL, FULL, FullStateDictConfig, FullOptimStateDictConfig),
+        StateDictType.LOCAL_STATE_DICT: CodecRow(_FLAT, _CHUNKS, LocalStateDictConfig, LocalOptimStateDictConfig),
+        StateDictType.SHARDED_STATE_DICT: CodecRow(
+            _CHUNKS, _CHUNKS, ShardedStateDictConfig, ShardedOptimStateDictConfig, boxed=BOXES
         ),
     }
 )
+
+
+def codec_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig) -> StateDictCodec:
+    """Return the codec of a state-dict type for models or optimizers, whichever ``config`` is for."""
+    row = CODECS[kind]
+    if row.boxed is not None and getattr(config, "boxes", False):
+        return row.boxed
+    return row.optim if isinstance(config, OptimStateDictConfig) else row.model
+
+
+def decoder_of(value: Any) -> StateDictCodec:
+    """Return the codec that reads ``value``: the one of its own kind, else that of full tensors."""
+    for row in CODECS.values():
+        for codec in (row.boxed, row.model, row.optim):
+            if codec is not None and codec.reads(value):
+                return codec
+    return FULL
+
+
+class TypedStateDict(OrderedDict[str, Any]):
+    """Collects a state dict of one type, whichever type is set on the wrappers: pass it as ``destination``.
+
+    torch passes ``destination`` to every module below, so nothing is set on the model.
+
+    Attributes:
+        settings: the type and its options.
+    """
+
+    def __init__(self, settings: StateDictSettings) -> None:
+        super().__init__()
+        self.settings = settings
+
+
+def settings_for(
+    state_dict_type: object,
+    state_dict_config: StateDictConfig | None,
+    optim_state_dict_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """Build the settings from the arguments of ``set_state_dict_type``.
+
+    Raises:
+        UsageError: a config does not belong to the type, or there is no such type.
+    """
+    kind = _member(state_dict_type)
+    row = CODECS[kind]
+    for given, expected in ((state_dict_config, row.model_config), (optim_state_dict_config, row.optim_config)):
+        if given is not None and type(given).__name__ != expected.__name__:
+            raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
+    return StateDictSettings(
+        kind, _ours(state_dict_config, row.model_config), _ours(optim_state_dict_config, row.optim_config)
+    )
+
+
+def _ours(given: Any, expected: type[Any]) -> Any:
+    """Return ``given``, converted to this library's config class if it is another library's class of that name."""
+    if given is None or isinstance(given, expected):
+        return expected() if given is None else given
+    return expected(
+        **{field.name: getattr(given, field.name) for field in fields(expected) if hasattr(given, field.name)}
+    )
+
+
+def _member(value: object) -> StateDictType:
+    if isinstance(value, StateDictType):
+        return value
+    name = str(getattr(value, "name", None))
+    if type(value).__name__ == "StateDictType" and name in StateDictType.__members__:
+        return StateDictType[name]
+    choices = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
+    raise UsageError(f"state_dict_type must be one of {choices}; got {value!r}.")
+
+
+DEFAULT_SETTINGS = settings_for(StateDictType.FULL_STATE_DICT, None, None)

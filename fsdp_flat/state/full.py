@@ -1,164 +1,92 @@
-"""Saves and loads FULL state dicts: full tensors under the names of the unwrapped model.
-
-A save sends every local shard directly to its place in the results, so peak memory is the result (plus one unit if
-results move from an accelerator to the CPU). A load copies this rank's local shards out of the given tensors and
-communicates nothing.
+"""Encodes full tensors. Every rank sends its part directly to its place in the results, so that peak memory is the
+result; a load copies this rank's part out of the given tensors and communicates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.overrides import is_tensor_like
 
-from fsdp_flat.api import StateDictConfig
-from fsdp_flat.comm import P2PChannels
-from fsdp_flat.layout import FSDP_PREFIX, clean_fqn
-from fsdp_flat.runtime import Unit, check_idle, full_params
-from fsdp_flat.state.chunk_specs import plan_full_transfer
-from fsdp_flat.state.common import (
-    LoadReport,
-    copy_full,
-    finish_load,
-    local_shards_of,
-    prepare_load,
-    restore_buffers,
-)
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
+from fsdp_flat.errors import LoadError
+from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.layout import ReplicatedPartition, TransferPlan, plan_transfer
+from fsdp_flat.state._torch import shape_of
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
 
-__all__ = ["decode_full", "encode_full", "prefetch_full"]
-
-# Full tensors, by handle and parameter.
-Wholes = list[list[torch.Tensor]]
+__all__ = ["FullCodec", "plan_full_transfer"]
 
 
-def prefetch_full(units: Sequence[Unit], config: StateDictConfig) -> dict[Unit, Wholes]:
-    """Exchange the full tensors of every unit at once; return an empty dict if device memory might not hold them.
+class FullCodec(StateDictCodec):
+    """Encodes full tensors, on every rank or on rank 0 of each shard group."""
 
-    Every rank of the shard groups must call this.
-    """
-    if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
-        return {}
-    return full_tensors([unit for unit in units if unit.whole is None], to_zero=_to_zero(config))
+    shows_full = True
 
+    def gather(
+        self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
+    ) -> list[torch.Tensor]:
+        """Return the unsharded tensors; with ``config.rank0_only`` they are empty except on rank 0 of the groups.
 
-def _to_zero(config: StateDictConfig) -> bool:
-    return bool(getattr(config, "rank0_only", False))
+        Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
+        """
+        dst = 0 if getattr(config, "rank0_only", False) else None
+        found: list[torch.Tensor] = []
 
+        def transfers() -> Iterator[TensorTransfer]:
+            # Results are allocated one by one, as earlier transfers release their memory.
+            for shard in shards:
+                rank_group, device = shard.param.rank_group, shard.param.unit.options.device
+                shape = shard.shape if dst in (None, rank_group.rank) else (0,)
+                target = torch.empty(shape, dtype=shard.local.dtype, device=device)
+                found.append(target)
+                numel = math.prod(shard.shape)
+                wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * target.itemsize
+                yield TensorTransfer(rank_group, device, shard.held, wanted, shard.local, target.view(-1), nbytes)
 
-def encode_full(
-    unit: Unit,
-    config: StateDictConfig,
-    prefix: str,
-    inner: Callable[[], dict[str, Any]],
-    gathered: Wholes | None = None,
-) -> dict[str, Any]:
-    """Add the entries of one unit's subtree to a state dict.
+        with torch.no_grad():
+            redistribute(transfers())
+        return found
 
-    Every rank of the shard group must call this.
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        """Return full tensors; None on ranks that get none."""
+        is_elsewhere = bool(getattr(config, "rank0_only", False))
+        return [
+            None if is_elsewhere and shard.param.rank_group.rank else self._completed(shard, unsharded, config)
+            for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
+        ]
 
-    Args:
-        unit: the unit.
-        config: ``rank0_only`` omits the unit's parameters and buffers on other ranks of its shard group.
-        prefix: prefix of the names.
-        inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
-            save themselves in it; hooks of the wrapped modules see full parameters.
-        gathered: the result of :func:`prefetch_full` for the unit.
-    """
-    to_zero = _to_zero(config)
-    keep = not to_zero or unit.options.groups.primary.rank == 0
-    with _full_params_registered(unit, gathered, keep=keep, to_zero=to_zero) as fresh:
-        destination = inner()
-        for handle in unit.handles:
-            for index, entry in enumerate(handle.views.params):
-                present = [prefix + site.fqn for site in entry.sites if prefix + site.fqn in destination]
-                if not keep:
-                    for name in present:
-                        del destination[name]
-                elif present:
-                    value = destination[present[0]].detach()
-                    stored = entry.adapter.full_tensor(value)
-                    # Inside summon_full_params a value is a view of the summoned parameter, unless a hook replaced it.
-                    if not fresh and _shares_memory(stored, handle.views.shown(index)):
-                        stored = stored.clone()
-                    stored = stored.cpu() if config.offload_to_cpu else stored
-                    for name in present:
-                        destination[name] = stored
-        if keep:
-            restore_buffers(unit, destination, prefix)
-        else:
-            for path, _ in unit.module.named_buffers(remove_duplicate=False):
-                destination.pop(prefix + clean_fqn(path), None)
-    return destination
+    def _completed(self, shard: StateShard, unsharded: torch.Tensor, config: Any) -> torch.Tensor:
+        adapter = shard.param.adapter
+        value = adapter.full_tensor(adapter.from_local(unsharded))
+        return value.cpu() if config.offload_to_cpu else value
 
-
-def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
-
-
-@contextmanager
-def _full_params_registered(unit: Unit, gathered: Wholes | None, *, keep: bool, to_zero: bool) -> Iterator[bool]:
-    """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
-    if unit.whole is not None:
-        with full_params(unit):
-            yield False
-        return
-    was_unsharded = not unit.is_sharded
-    wholes = full_tensors([unit], to_zero=to_zero)[unit] if gathered is None else gathered
-    try:
-        for handle, tensors in zip(unit.handles, wholes, strict=True):
-            if keep:
-                handle.views.use_full_tensors(tensors)
-            else:
-                handle.views.show_names()
-        yield True
-    finally:
-        for handle in unit.handles:
-            handle.views.unregister_full_params()
-        if was_unsharded:
-            unit.use_unsharded_views()
+    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+        """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
+        if not is_tensor_like(value):
+            raise LoadError(
+                f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
+            )
+        if isinstance(value, ShardedTensor):
+            raise LoadError(
+                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a whole "
+                "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+            )
+        is_read, run = isinstance(value, torch.Tensor), target.run.to_slice()
+        if run.start == run.stop and not is_read:
+            return
+        # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
+        full = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
+        local = target.param.adapter.local_slice(full.detach().reshape(target.full_shape)).reshape(-1)[run]
+        # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
+        plan.copy(target.local, local if is_read else local.clone())
 
 
-def full_tensors(units: Sequence[Unit], *, to_zero: bool) -> dict[Unit, Wholes]:
-    """Unshard parameters into new tensors; with ``to_zero`` they are empty except on rank 0 of the shard groups.
-
-    Every rank of the shard groups must call this.
-    """
-    dst = 0 if to_zero else None
-    channels = P2PChannels()
-    found: dict[Unit, Wholes] = {}
-    with torch.no_grad():
-        for unit in units:
-            rank_group, device = unit.options.groups.shard, unit.options.device
-            found[unit] = []
-            for handle in unit.handles:
-                wholes = []
-                for index, (param_info, local_shard) in enumerate(
-                    zip(handle.layout.param_infos, local_shards_of(unit, handle), strict=True)
-                ):
-                    shape = param_info.shape if dst in (None, rank_group.rank) else (0,)
-                    target = torch.empty(shape, dtype=local_shard.dtype, device=device)
-                    transfer_plan = plan_full_transfer(handle, index, rank_group.rank, dst)
-                    channels.add(
-                        rank_group,
-                        device,
-                        transfer_plan,
-                        local_shard,
-                        target.view(-1),
-                        nbytes=param_info.numel * local_shard.itemsize,
-                    )
-                    wholes.append(target)
-                found[unit].append(wholes)
-        channels.wait()
-    return found
-
-
-def decode_full(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
-    """Add to ``report`` the copies of one unit's local shards out of full tensors; no communication."""
-    check_idle(unit, "load_state_dict")
-    for handle, values in prepare_load(unit, state_dict, prefix, report).items():
-        for index, value in enumerate(values):
-            if value is not None:
-                copy_full(unit, handle, index, value, prefix, report)
-    finish_load(unit, state_dict, prefix + FSDP_PREFIX)
+def plan_full_transfer(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> TransferPlan:
+    """Plan the transfers of rank ``rank`` of the shard group that unshard a parameter on rank ``dst`` (None: all)."""
+    held = handle.layout.partition(index)
+    return plan_transfer(held, ReplicatedPartition(held.numel, dst, held.size), rank)

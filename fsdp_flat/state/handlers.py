@@ -1,4 +1,4 @@
-"""Registers handlers for optimizer states that are neither scalars nor shaped like the parameter.
+"""Registers handlers for optimizer states that are neither scalars nor shaped like the parameter, and merges these.
 
 Adafactor keeps one number per row and one per column, 8-bit optimizers keep blocks. Only the optimizer's author can
 define how a rank's part of such a state corresponds to its slice of the parameter.
@@ -6,17 +6,36 @@ define how a rank's part of such a state corresponds to its slice of the paramet
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from fsdp_flat.comm import RankGroup, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime import units_of
+from fsdp_flat.layout import ReplicatedPartition
+from fsdp_flat.runtime import ErrorTexts, agree, units_of
+from fsdp_flat.state.param_index import IndexedParam, rank_groups_of
+from fsdp_flat.state.shards import TensorTransfer, redistribute
 
-__all__ = ["DeferredState", "OptimStateHandler", "StatePart", "refuse_split", "register_optim_state_handler"]
+__all__ = [
+    "DeferredState",
+    "OptimStateHandler",
+    "StatePart",
+    "handler_of",
+    "merged_states",
+    "refuse_split",
+    "register_optim_state_handler",
+]
+
+_ERROR_TEXTS = ErrorTexts(
+    "merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank."
+)
+
+# A parameter and the name of one of its states.
+Place = tuple[IndexedParam, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +120,113 @@ def register_optim_state_handler(
         unit.optim_state_handlers[name] = handler
 
 
-def refuse_split(handle: FlatParamHandle, index: int, name: str) -> None:
+def handler_of(param: IndexedParam, name: str) -> OptimStateHandler | None:
+    """Return the handler of a state, or None."""
+    handler = param.unit.optim_state_handlers.get(name)
+    assert handler is None or isinstance(handler, OptimStateHandler)
+    return handler
+
+
+def refuse_split(param: IndexedParam, name: str) -> None:
     """Raise if tensor parallelism has split the parameter of a state that has a handler.
 
     Raises:
         UnsupportedError: the parameter is split.
     """
-    entry = handle.views.params[index]
-    if entry.adapter.groups:
+    if param.adapter.groups:
         raise UnsupportedError(
-            f"State {name!r} of {entry.fqn!r} (unit {handle.spec.unit_name!r}) has a handler, which is given slices of "
-            "a whole parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
+            f"State {name!r} of {param.fqn!r} (unit {param.unit.name!r}) has a handler, which is given slices of a "
+            "whole parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
             "parallelism, or out of the optimizer that keeps such states."
         )
+
+
+def merged_states(
+    states: Sequence[tuple[Place, torch.Tensor | None]],
+    dst_of: Callable[[int, int], int | None],
+    *,
+    offload: bool,
+) -> dict[Place, torch.Tensor]:
+    """Merge every state that has a handler on its destination rank, one after another.
+
+    Every rank must call this with the same places in the same order.
+
+    Args:
+        states: places with this rank's part, or None if only other ranks have the state.
+        dst_of: given the position of a state among all and the size of its shard group, returns the destination rank
+            in that group; None for every rank.
+        offload: return merged states on the CPU.
+
+    Raises:
+        PeerFailureError: a handler raised on another rank.
+    """
+    own = [_own_part(param, tensor) for (param, _), tensor in states]
+    kinds = _kinds_of([param for (param, _), _ in states], own)
+    found: dict[Place, torch.Tensor] = {}
+    error: Exception | None = None
+    for position, ((param, name), _) in enumerate(states):
+        rank_group = param.rank_group
+        dst = dst_of(position, rank_group.size)
+        parts = _gathered(param, own[position], kinds[position], dst)
+        own[position] = None
+        handler = handler_of(param, name)
+        # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
+        if handler is not None and error is None and dst in (None, rank_group.rank):
+            try:
+                merged = handler.merge(parts, torch.Size(param.shape)).detach()
+                found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
+            except Exception as raised:
+                error = raised
+    if states:
+        units = list(dict.fromkeys(param.unit for (param, _), _ in states))
+        agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
+    return found
+
+
+def _own_part(param: IndexedParam, tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None or param.local_shard.is_empty:
+        return None
+    return tensor.detach().to(param.unit.options.device).contiguous()
+
+
+def _kinds_of(
+    params: Sequence[IndexedParam], own: Sequence[torch.Tensor | None]
+) -> list[list[tuple[str, list[int]] | None]]:
+    """Exchange dtype and shape of every rank's part of each state (by rank of its shard group), once per group."""
+    by_rank_group: dict[RankGroup, list[int]] = {}
+    for position, param in enumerate(params):
+        by_rank_group.setdefault(param.rank_group, []).append(position)
+    found: list[list[tuple[str, list[int]] | None]] = [[] for _ in own]
+    for rank_group, positions in by_rank_group.items():
+        mine = [own[position] for position in positions]
+        text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine]).encode()
+        device = params[positions[0]].unit.options.device
+        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
+        rows = [json.loads(each) for each in texts]
+        for at, position in enumerate(positions):
+            found[position] = [row[at] for row in rows]
+    return found
+
+
+def _gathered(
+    param: IndexedParam, own: torch.Tensor | None, kinds: Sequence[tuple[str, list[int]] | None], dst: int | None
+) -> list[StatePart]:
+    """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
+    rank_group, runs, device = param.rank_group, param.partition, param.unit.options.device
+    is_wanted = dst in (None, rank_group.rank)
+    found, transfers = [], []
+    for rank, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        dtype, numel = dtype_from_name(kind[0]), torch.Size(kind[1]).numel()
+        is_own = rank == rank_group.rank
+        part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype, device=device)
+        assert part is not None
+        held, wanted = (ReplicatedPartition(numel, each, rank_group.size) for each in (rank, dst))
+        # This rank's own part is not copied to itself.
+        source, target = part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
+        transfers.append(TensorTransfer(rank_group, device, held, wanted, source, target, numel * dtype.itemsize))
+        if is_wanted:
+            found.append(StatePart(part, runs[rank].start, runs[rank].stop))
+    redistribute(transfers)
+    return found

@@ -10,28 +10,33 @@ import copy
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import P2PChannels, barrier
+from fsdp_flat.api import ShardedOptimStateDictConfig
+from fsdp_flat.comm import barrier
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, boxes, plan_transfer
-from fsdp_flat.runtime import Unit, agree
-from fsdp_flat.state.boxed import BoxedTensor, boxes_to_shard, check_boxes
-from fsdp_flat.state.chunk_specs import ShardWithSpec, chunk_spec, fitting_chunk, write_chunks
-from fsdp_flat.state.common import LOADING, rank_groups_of
-from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, refuse_split
-from fsdp_flat.state.optim_params import ParamNames, current_names, is_on_other_ranks, is_scalar, names_of
-from fsdp_flat.state.owned import Owners, owners_by_slot
-from fsdp_flat.state.param_groups import check_groups
+from fsdp_flat.runtime import agree
+from fsdp_flat.state._torch import dtype_of, is_chunked, shape_of
+from fsdp_flat.state.codecs import BOXES, decoder_of
+from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
+from fsdp_flat.state.model_state import LOADING
+from fsdp_flat.state.optim_contents import check_groups
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex
+from fsdp_flat.state.param_states import is_scalar, owned_shard
 from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
-from fsdp_flat.state.torch_types import dtype_of, is_chunked, shape_of
+from fsdp_flat.state.shards import LoadPlan, StateShard
 
-__all__ = ["load_optim_state"]
+__all__ = ["load_optim_state", "template_states"]
+
+_States = dict[str, dict[str, Any]]
+# Reads a state, given the names of parameter and state, into a tensor for it, and returns that tensor.
+Read = Callable[[str, str, torch.Tensor], torch.Tensor]
+
+_LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 
 
 def load_optim_state(
@@ -47,8 +52,8 @@ def load_optim_state(
 ) -> dict[str, Any]:
     """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
 
-    Values may be full tensors, DTensors or ShardedTensors. With ``from_rank_zero``, or if any value is a DTensor or
-    ShardedTensor, every rank must call this.
+    Values may be of any codec's kind. With ``from_rank_zero``, or if decoding any value takes an exchange (DTensors
+    and ShardedTensors do), every rank must call this.
 
     Args:
         model: the model that the optimizer was built from.
@@ -67,33 +72,28 @@ def load_optim_state(
         PeerFailureError: (a RuntimeError) another rank raised one of these; only where every rank must call this.
         UsageError: (a RuntimeError) other ranks did not call this; likewise.
     """
-    names = names_of(model)
-    if from_rank_zero and names.handles:
-        given = shared_from_rank_zero(names, given)
-    units = names.units
-    plan = _Plan(units[0].options.device if units else torch.device("cpu"))
+    index = ParamIndex(model)
+    if from_rank_zero and index.params:
+        given = shared_from_rank_zero(index.units[0], given)
+    loading = _OptimLoad(index, owners or {})
     result: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        shown = current_names(model) if named else {}
-        keys: list[Any] = [shown[param] if named else position for position, param in enumerate(params)]
-        owned = owners_by_slot(names, owners or {})
-        result = _planned(names, params, given, plan, keys, owned=owned, named=named)
+        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
+        result = loading.planned(params, given, keys, named=named)
         if own_groups and result.get("param_groups"):
             assert given is not None
-            check_groups(names, own_groups, given["param_groups"])
+            check_groups(index, own_groups, given["param_groups"])
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
-    if units and (from_rank_zero or unknown or _has_chunks(given)):
-        rank_groups = rank_groups_of(units)
-        for rank_group in rank_groups:
+    if index.units and (from_rank_zero or unknown or _takes_exchange(given)):
+        for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
-        agree(plan.lines, error, rank_groups, units[0].options.device, LOADING)
+        agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING)
     elif error is not None:
         raise error
-    with torch.no_grad():
-        plan.commit()
+    loading.plan.commit()
     return result
 
 
@@ -101,142 +101,191 @@ def _is_state_dict(given: Any) -> bool:
     return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
 
 
-def _has_chunks(given: Any) -> bool:
-    """Return whether any state is a DTensor or ShardedTensor, so that ranks must exchange chunks."""
+def _takes_exchange(given: Any) -> bool:
     rows = given["state"].values() if _is_state_dict(given) else ()
-    return any(is_chunked(value) for row in rows if isinstance(row, Mapping) for value in row.values())
+    return any(decoder_of(value).exchanges for row in rows if isinstance(row, Mapping) for value in row.values())
 
 
-class _Plan:
-    """Collects the copies and transfers to run once everything fits; they fill the tensors of the result.
+class _OptimLoad:
+    """Plans the load of one optimizer state dict.
 
     Args:
-        device: the compute device.
+        index: the model's parameters.
+        owners: by parameter that one rank owns, that rank.
 
     Attributes:
-        lines: one line per tensor that ranks exchange.
-        copies: the copies without communication.
+        plan: fills the tensors of the result, once everything fits.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.lines: list[str] = []
-        self._device = device
-        self.copies: list[Callable[[], object]] = []
-        self._chunks: list[tuple[ShardWithSpec, torch.Tensor]] = []
-        self._scattered: list[tuple[FromRankZero, Partition, torch.Tensor]] = []
-        self._afterwards: list[Callable[[], object]] = []
+    def __init__(self, index: ParamIndex, owners: Mapping[nn.Parameter, int]) -> None:
+        self.plan = LoadPlan()
+        self._index = index
+        self._owners = owners
+        self._elementwise: set[str] = set()
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Plan the copy of this rank's local shard out of a tensor on this rank."""
-        self.copies.append(lambda: target.copy_(source))
+    def planned(
+        self, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, keys: Sequence[Any], *, named: bool
+    ) -> dict[str, Any]:
+        """Return the state dict of the optimizer; the plan will fill its tensors.
 
-    def write_chunk(self, name: str, row: ShardWithSpec, chunk: torch.Tensor) -> None:
-        """Plan the exchange of chunks for local shards."""
-        self.lines.append(f"{name}: {row.spec.shape} {row.local_shard.dtype} in chunks")
-        self._chunks.append((row, chunk))
+        Args:
+            params: the optimizer's parameters.
+            given: the state dict, keyed by names.
+            keys: for each parameter its key in the result.
+            named: every parameter needs a state, as in torch's named optimizer; others have none for an empty shard.
+        """
+        by_name = _checked_states(given)
+        self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
+        positions = self._index.positions(params)
+        held = {param.handle for param in self._index.params if param.fqn in positions}
+        state: dict[Any, dict[str, Any]] = {}
+        for visible, entries in self._index.managed.items():
+            first, rows = entries[0], [by_name.get(entry.fqn) for entry in entries]
+            # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
+            if first.handle not in held or not any(row is not None for row in rows):
+                continue
+            owner = self._owners.get(visible)
+            row = self._planned_row(visible, entries, rows, owner)
+            is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
+            if is_here and first.fqn in positions:
+                state[keys[positions[first.fqn]]] = row
+        for param, name in self._index.others.items():
+            if name in by_name and name in positions:
+                row = {key: self._unmanaged_state(value, param) for key, value in by_name[name].items()}
+                state[keys[positions[name]]] = row
+        _warn_left_out(self._index, positions, by_name)
+        groups = None if given is None else given.get("param_groups")
+        return (
+            {"state": state} if groups is None else {"state": state, "param_groups": _groups(positions, keys, groups)}
+        )
 
-    def scatter(self, value: FromRankZero, wanted: Partition, target: torch.Tensor) -> None:
-        """Plan the transfer of this rank's local shard of a tensor from rank 0."""
-        self._scattered.append((value, wanted, target))
+    def _planned_row(
+        self,
+        visible: nn.Parameter,
+        params: Sequence[IndexedParam],
+        rows: Sequence[Mapping[str, Any] | None],
+        owner: int | None,
+    ) -> dict[str, Any]:
+        """Return the states of a parameter of the optimizer, put together from those of the parameters in it.
 
-    def receive(self, value: FromRankZero, device: torch.device, then: Callable[[torch.Tensor], object]) -> None:
-        """Plan the transfer of a full tensor from rank 0; ``then`` is called with it."""
-        whole = torch.empty(value.shape, dtype=value.dtype, device=device)
-        self.scatter(value, ReplicatedPartition(whole.numel(), None, value.groups.shard.size), whole.view(-1))
-        self._afterwards.append(lambda: then(whole))
+        Args:
+            visible: the optimizer's parameter.
+            params: the parameters in it.
+            rows: their states.
+            owner: the rank of the shard group that has full states of any shape, if there is one.
+        """
+        _check_uniform(params, rows)
+        first, found = params[0], dict[str, Any]()
+        # Sorted, because every rank must exchange in the same order.
+        for key in sorted(rows[0] or ()):
+            values = [row[key] for row in rows if row is not None]
+            handler = handler_of(first, key) if owner is None else None
+            if handler is not None:
+                self._split(first, key, values[0], handler, found)
+            elif not self._is_elementwise(key, values[0], first.shape if owner is None else (1,)):
+                found[key] = _plain(values[0])
+            elif owner is not None:
+                shape, is_owner = shape_of(values[0]), first.rank_group.rank == owner
+                local = _new_local(values[0], math.prod(shape) if is_owner else 0, first)
+                if is_owner:
+                    found[key] = local.view(shape)
+                self._fill(owned_shard(first, local, shape, owner, _label(first, key)), values[0])
+            elif first.is_original:
+                local = _new_local(values[0], first.local_shard.numel, first)
+                found[key] = local.view(visible.shape)
+                self._fill(StateShard.like(first, local, _label(first, key)), values[0])
+            else:
+                found[key] = shard = _new_shard(values[0], first)
+                for param, value in zip(params, values, strict=True):
+                    local = shard[param.local_shard.in_shard.to_slice()]
+                    self._fill(StateShard.like(param, local, _label(param, key)), value)
+        return found
 
-    def commit(self) -> None:
-        """Run all copies and transfers."""
-        for copied in self.copies:
-            copied()
-        write_chunks(self._chunks)
-        channels = P2PChannels()
-        for value, wanted, target in self._scattered:
-            shard, numel = value.groups.shard, value.shape.numel()
-            if value.groups.replicate.rank == 0:
-                source = None if value.tensor is None else value.tensor.detach().reshape(-1)
-                transfer_plan = plan_transfer(ReplicatedPartition(numel, 0, shard.size), wanted, shard.rank)
-                channels.add(shard, self._device, transfer_plan, source, target, nbytes=numel * value.dtype.itemsize)
-        channels.wait()
-        # Each rank of the first shard group has its local shards now; send them to the other replicas.
-        for value, _, target in self._scattered:
-            replicate, numel = value.groups.replicate, target.numel()
-            if replicate.size > 1:
-                held, wanted = (
-                    ReplicatedPartition(numel, 0, replicate.size),
-                    ReplicatedPartition(numel, None, replicate.size),
-                )
-                ends = (None, target) if replicate.rank else (target, None)
-                transfer_plan = plan_transfer(held, wanted, replicate.rank)
-                channels.add(replicate, self._device, transfer_plan, *ends, nbytes=target.nbytes)
-        channels.wait()
-        for then in self._afterwards:
-            then()
+    def _fill(self, target: StateShard, value: Any) -> None:
+        """Plan the copy or transfer that fills this rank's part of a state."""
+        if shape_of(value) != target.full_shape:
+            raise LoadError(
+                f"{target.label} has shape {shape_of(value)}; expected {target.full_shape}, that of the parameter, on "
+                f"rank {target.param.rank_group.rank} of the shard group. Is it the state dict of another model?"
+            )
+        if isinstance(value, FromRankZero):
+            value.plan_scatter(target, self.plan)
+        elif isinstance(value, DeferredState):
+            if not target.run.is_empty:
+                self.plan.call(lambda: target.local.copy_(value.read().reshape(-1)))
+        else:
+            decoder_of(value).decode(value, target, self.plan)
+
+    def _split(
+        self, param: IndexedParam, key: str, value: Any, handler: OptimStateHandler, result: dict[str, Any]
+    ) -> None:
+        """Split this rank's part of a state off with its handler, now or as part of the plan."""
+        refuse_split(param, key)
+        run, device = param.local_shard.in_param, param.handle.flat_param.device
+
+        def put(full: torch.Tensor) -> None:
+            result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
+
+        if isinstance(value, FromRankZero):
+            value.plan_broadcast(device, self.plan, put)
+        elif isinstance(value, DeferredState):
+            self.plan.call(lambda: put(value.read()))
+        elif isinstance(value, torch.Tensor) and not is_chunked(value):
+            put(value)
+        else:
+            raise LoadError(
+                f"State {key!r} of {param.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
+                f"{type(value).__name__}."
+            )
+
+    def _unmanaged_state(self, value: Any, param: nn.Parameter) -> Any:
+        """Return a state of a parameter that no unit manages."""
+        if not isinstance(value, FromRankZero):
+            return _plain(value)
+        found: torch.Tensor = value.plan_broadcast(param.device, self.plan)
+        return found
+
+    def _is_elementwise(self, key: str, value: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether a state has one value per element of its parameter.
+
+        For a parameter of shape () the number of dims does not decide: the states of the other parameters do, or else
+        the name "step", torch's name of the step count.
+        """
+        if not is_scalar(value):
+            return True
+        if shape or not (isinstance(value, (torch.Tensor, FromRankZero)) or decoder_of(value).reads(value)):
+            return False
+        return key in self._elementwise if self._elementwise else key != "step"
 
 
-def _planned(
-    names: ParamNames,
-    params: Sequence[nn.Parameter],
-    given: Mapping[str, Any] | None,
-    plan: _Plan,
-    keys: list[Any],
-    *,
-    owned: Owners,
-    named: bool,
-) -> dict[str, Any]:
+def _label(param: IndexedParam, key: str) -> str:
+    return f"State {key!r} of {param.fqn!r}"
+
+
+def _checked_states(given: Mapping[str, Any] | None) -> _States:
     if not _is_state_dict(given):
         raise OptionError(
             "An optimizer state dict has 'state' and mostly 'param_groups'; got "
             f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
         )
     assert given is not None
-    by_name: dict[str, dict[str, Any]] = given["state"]
+    by_name: _States = given["state"]
     positions = [key for key in by_name if not isinstance(key, str)]
     if positions:
         raise OptionError(
             f"The optimizer state dict is keyed by positions, {positions[0]!r} the first; expected names. Turn it by "
             "FSDP.rekey_optim_state_dict(state_dict, OptimStateKeyType.PARAM_NAME, model)."
         )
-    ids = names.ids(params)
-    elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
-    state: dict[Any, dict[str, Any]] = {}
-    seen: set[str] = set()
-    for unit, handle, fqns in names.handles:
-        seen.update(fqns)
-        if any(fqn in by_name for fqn in fqns) and any(fqn in ids for fqn in fqns):
-            visible = handle.views.visible_params()
-            for index, values in _for_handle(unit, handle, fqns, by_name, elementwise, plan, owned).items():
-                if (handle, index) in owned:
-                    is_here = owned[handle, index] == handle.spec.rank
-                else:
-                    # torch's named optimizer requires every state; others have none for an empty local shard.
-                    is_here = named or not is_on_other_ranks(visible[index], handle)
-                if fqns[index] in ids and is_here:
-                    state[keys[ids[fqns[index]]]] = values
-    for param, name in names.others.items():
-        seen.add(name)
-        if name in by_name and name in ids:
-            row = {key: _unmanaged_state(value, param, plan) for key, value in by_name[name].items()}
-            state[keys[ids[name]]] = row
-    _warn_left_out(names, ids, by_name)
-    unknown = [name for name in by_name if name not in seen]
-    if unknown:
-        warnings.warn(
-            f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
-            "the first; they are left out.",
-            stacklevel=5,
-        )
-    groups = given.get("param_groups")
-    return {"state": state} if groups is None else {"state": state, "param_groups": _groups(ids, keys, groups)}
+    return by_name
 
 
-def _warn_left_out(names: ParamNames, ids: dict[str, int], by_name: Mapping[str, Any]) -> None:
-    """Warn of states that are not loaded: this rank has elements of their parameters, but its optimizer has none."""
+def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Mapping[str, Any]) -> None:
+    """Warn of states that are not loaded: of parameters that the optimizer, or the model, does not have."""
+    # Only of parameters that this rank has elements of: its optimizer may be built from these alone.
     found = [
-        fqn
-        for _, handle, fqns in names.handles
-        for fqn, local_shard in zip(fqns, handle.views.local_shards, strict=True)
-        if fqn in by_name and fqn not in ids and local_shard.numel
+        param.fqn
+        for param in index.params
+        if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
     ]
     if found:
         warnings.warn(
@@ -244,147 +293,36 @@ def _warn_left_out(names: ParamNames, ids: dict[str, int], by_name: Mapping[str,
             f"{found[0]!r} the first; they are left out.",
             stacklevel=6,
         )
+    known = {*(param.fqn for param in index.params), *index.others.values()}
+    unknown = [name for name in by_name if name not in known]
+    if unknown:
+        warnings.warn(
+            f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
+            "the first; they are left out.",
+            stacklevel=6,
+        )
 
 
-def _groups(ids: dict[str, int], keys: list[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups = []
     for group in given:
         # The optimizer keeps the names that it was built with; the file's names cover the parameters of all ranks.
         settings = {key: copy.deepcopy(value) for key, value in group.items() if key not in ("params", "param_names")}
-        known = [fqn for fqn in group.get("params", []) if fqn in ids]
-        groups.append({**settings, "params": [keys[position] for position in sorted({ids[fqn] for fqn in known})]})
+        known = {positions[fqn] for fqn in group.get("params", []) if fqn in positions}
+        groups.append({**settings, "params": [keys[position] for position in sorted(known)]})
     return groups
 
 
-def _is_elementwise(key: str, value: Any, shape: tuple[int, ...], elementwise: set[str]) -> bool:
-    """Return whether a state has one value per element of its parameter.
-
-    For a parameter of shape () the number of dims does not decide: the states of the other parameters do, or else the
-    name "step", torch's name of the step count.
-    """
-    if not is_scalar(value):
-        return True
-    if shape or not isinstance(value, (torch.Tensor, FromRankZero)):
-        return False
-    return key in elementwise if elementwise else key != "step"
+def _new_local(value: Any, numel: int, param: IndexedParam) -> torch.Tensor:
+    """Allocate a part of a state, all of which will be written."""
+    return torch.empty(numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
 
 
-def _for_handle(
-    unit: Unit,
-    handle: FlatParamHandle,
-    fqns: tuple[str, ...],
-    by_name: dict[str, dict[str, Any]],
-    elementwise: set[str],
-    plan: _Plan,
-    owned: Owners,
-) -> dict[int, dict[str, Any]]:
-    """Return the states of this rank's visible parameters, by index (0 without original parameters)."""
-    rows = [by_name.get(fqn) for fqn in fqns]
-    visible = handle.views.visible_params()
-    local_shards = handle.views.local_shards
-    if not (len(visible) == 1 and visible[0] is handle.flat_param):
-        found: dict[int, dict[str, Any]] = {}
-        for index, row in enumerate(rows):
-            if row is None:
-                continue
-            found[index] = {}
-            if (handle, index) in owned:
-                found[index] = _for_owner(unit, handle, index, fqns[index], row, plan, owned[handle, index])
-                continue
-            # Sorted, because every rank must exchange in the same order.
-            for key in sorted(row):
-                value = row[key]
-                if key in unit.optim_state_handlers:
-                    _split(unit, handle, index, key, value, found[index], plan)
-                elif not _is_elementwise(key, value, handle.layout.param_infos[index].shape, elementwise):
-                    found[index][key] = _plain(value)
-                else:
-                    flat = _new_local_shard(value, local_shards[index].numel, handle)
-                    found[index][key] = flat.view(visible[index].shape)
-                    _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, flat, plan)
-        return found
-    _check_uniform(unit, fqns, rows)
-    first = next(row for row in rows if row is not None)
-    result: dict[str, Any] = {}
-    for key in sorted(first):
-        if key in unit.optim_state_handlers:
-            _split(unit, handle, 0, key, first[key], result, plan)
-        elif key not in elementwise and is_scalar(first[key]):
-            result[key] = _plain(first[key])
-        else:
-            shard = result[key] = _new_shard(first[key], handle)
-            for index, row in enumerate(rows):
-                local_shard = shard[local_shards[index].in_shard.to_slice()]
-                value = row[key] if row else None
-                _fill(unit, handle, index, f"State {key!r} of {fqns[index]!r}", value, local_shard, plan)
-    return {0: result}
-
-
-def _for_owner(
-    unit: Unit, handle: FlatParamHandle, index: int, fqn: str, row: dict[str, Any], plan: _Plan, owner: int
-) -> dict[str, Any]:
-    """Return the states of a parameter that one rank owns: full tensors there, of any shape."""
-    rank_group, found = unit.options.groups.shard, {}
-    is_owner = rank_group.rank == owner
-    for key in sorted(row):
-        value = row[key]
-        if is_scalar(value):
-            found[key] = _plain(value)
-            continue
-        shape = shape_of(value)
-        target = _new_local_shard(value, math.prod(shape) if is_owner else 0, handle)
-        if is_owner:
-            found[key] = target.view(shape)
-        _fill_owned(unit, handle, index, f"State {key!r} of {fqn!r}", value, target, plan, owner)
-    return found
-
-
-def _fill_owned(
-    unit: Unit,
-    handle: FlatParamHandle,
-    index: int,
-    what: str,
-    value: Any,
-    target: torch.Tensor,
-    plan: _Plan,
-    owner: int,
-) -> None:
-    """Plan how the owner of a state gets all of it (1-D); ``target`` is empty on other ranks."""
-    rank_group, shape = unit.options.groups.shard, shape_of(value)
-    is_owner, wanted = rank_group.rank == owner, ReplicatedPartition(math.prod(shape), owner, rank_group.size)
-    if isinstance(value, FromRankZero):
-        plan.scatter(value, wanted, target)
-    elif is_chunked(value):
-        spec = chunk_spec(unit, handle, index).as_given(value)
-        chunk, problem = fitting_chunk(spec, value)
-        if chunk is None or shape != spec.shape:
-            raise LoadError(f"{what}: {problem or f'a tensor of shape {shape} in chunks; expected {spec.shape}.'}")
-        plan.write_chunk(what, ShardWithSpec(replace(spec, local_shards=wanted), target), chunk)
-    elif isinstance(value, BoxedTensor):
-        if is_owner and value.boxes != boxes(shape, Interval(0, target.numel())):
-            raise LoadError(
-                f"{what}: {value!r} is not whole on rank {rank_group.rank} of the shard group, which owns the "
-                "parameter. Boxes fit the optimizer that they were made for: load the checkpoint into this optimizer's "
-                "own state dict with torch.distributed.checkpoint, which reshards."
-            )
-        if is_owner:
-            plan.copy(target, value.parts[0].reshape(-1))
-    elif isinstance(value, DeferredState):
-        if is_owner:
-            plan.copies.append(lambda: target.copy_(value.read().reshape(-1)))
-    elif is_owner:
-        plan.copy(target, value.detach().reshape(-1))
-
-
-def _new_local_shard(value: Any, numel: int, handle: FlatParamHandle) -> torch.Tensor:
-    """Allocate a local shard, all of which will be written."""
-    return torch.empty(numel, dtype=dtype_of(value), device=handle.flat_param.device)
-
-
-def _new_shard(value: Any, handle: FlatParamHandle) -> torch.Tensor:
+def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
-    shard, own = _new_local_shard(value, handle.layout.shard_numel, handle), handle.layout.shard(handle.spec.rank)
-    for padding in handle.layout.paddings():
+    layout = param.handle.layout
+    shard, own = _new_local(value, layout.shard_numel, param), layout.shard(param.rank_group.rank)
+    for padding in layout.paddings():
         shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
     return shard
 
@@ -393,83 +331,71 @@ def _plain(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _check_uniform(unit: Unit, fqns: tuple[str, ...], rows: list[dict[str, Any] | None]) -> None:
-    have = {fqn: sorted(row) for fqn, row in zip(fqns, rows, strict=True) if row is not None}
+def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
+    have = {param.fqn: sorted(row) for param, row in zip(params, rows, strict=True) if row is not None}
     kinds = {tuple(keys) for keys in have.values()}
-    lacking = [fqn for fqn in fqns if fqn not in have]
+    lacking = [param.fqn for param in params if param.fqn not in have]
     if len(kinds) > 1 or (lacking and have):
         raise OptionError(
-            f"With use_orig_params=False the parameters of unit {unit.name!r} share one state, so each needs the same "
-            f"entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass use_orig_params=True."
+            f"With use_orig_params=False the parameters of unit {params[0].unit.name!r} share one state, so each needs "
+            f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
+            "use_orig_params=True."
         )
 
 
-def _split(
-    unit: Unit, handle: FlatParamHandle, index: int, key: str, value: Any, result: dict[str, Any], plan: _Plan
-) -> None:
-    """Split this rank's part of a state off with its handler, now or as part of ``plan``."""
-    refuse_split(handle, index, key)
-    handler = unit.optim_state_handlers[key]
-    assert isinstance(handler, OptimStateHandler)
-    split, param_info = handler.split, handle.layout.param_infos[index]
-    run = handle.views.local_shards[index].in_param
+def template_states(
+    model: nn.Module,
+    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    read: Read,
+    *,
+    owners: Mapping[nn.Parameter, int],
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
+    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
 
-    def put(whole: torch.Tensor) -> None:
-        result[key] = split(
-            whole.detach().to(handle.flat_param.device), torch.Size(param_info.shape), run.start, run.stop
-        )
+    Args:
+        model: the model that has the parameters.
+        wanted: by parameter name and state name, the full shape and the dtype.
+        read: reads one state into a tensor for it, and returns that tensor.
+        owners: by parameter whose states one rank of the shard group has in full, that rank.
 
-    if isinstance(value, FromRankZero):
-        plan.receive(value, handle.flat_param.device, put)
-    elif isinstance(value, DeferredState):
-        plan.copies.append(lambda: put(value.read()))
-    elif isinstance(value, torch.Tensor) and not is_chunked(value):
-        put(value)
-    else:
-        raise LoadError(
-            f"State {key!r} of {param_info.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
-            f"{type(value).__name__}."
-        )
+    Returns:
+        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
 
-
-def _fill(
-    unit: Unit, handle: FlatParamHandle, index: int, what: str, value: Any, local_shard: torch.Tensor, plan: _Plan
-) -> None:
-    """Plan the copy or transfer that fills this rank's local shard of a state (1-D)."""
-    rank_group, param_info = unit.options.groups.shard, handle.layout.param_infos[index]
-    adapter = handle.views.params[index].adapter
-    run = handle.views.local_shards[index].in_param.to_slice()
-    shape = adapter.full_shape(param_info.shape)
-    if shape_of(value) != shape:
-        raise LoadError(
-            f"{what} has shape {shape_of(value)}; expected {shape}, that of the parameter, on rank "
-            f"{rank_group.rank} of the shard group. Is it the state dict of another model?"
-        )
-    if isinstance(value, FromRankZero):
-        if adapter is not PLAIN:
-            plan.receive(
-                value, local_shard.device, lambda whole: local_shard.copy_(adapter.local_slice(whole).reshape(-1)[run])
+    Raises:
+        LoadError: a name or shape does not fit the model.
+    """
+    index = ParamIndex(model)
+    sharded = {param.fqn: (param, visible in owners) for visible, entries in index.managed.items() for param in entries}
+    others = {name: tuple(param.shape) for param, name in index.others.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    deferred: dict[str, dict[str, DeferredState]] = {}
+    for fqn, states in wanted.items():
+        param, is_owned = sharded.get(fqn, (None, False))
+        if param is None and fqn not in others:
+            raise LoadError(
+                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
-        else:
-            plan.scatter(value, handle.layout.partition(index), local_shard)
-    elif isinstance(value, BoxedTensor):
-        check_boxes(value, handle, index)
-        own = value
-        plan.copies.append(lambda: boxes_to_shard(own, handle, index, local_shard))
-    elif is_chunked(value):
-        spec = chunk_spec(unit, handle, index).as_given(value)
-        chunk, problem = fitting_chunk(spec, value)
-        if chunk is None:
-            raise LoadError(f"{what}: {problem}")
-        plan.write_chunk(what, ShardWithSpec(spec, local_shard), chunk)
-    else:
-        plan.copy(local_shard, adapter.local_slice(value.detach()).reshape(-1)[run])
+        for name, (shape, dtype) in states.items():
+            if param is not None and (is_owned or handler_of(param, name) is not None):
+                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
+                read_it = partial(_read_full, read, fqn, name, shape, dtype)
+                deferred.setdefault(fqn, {})[name] = DeferredState(torch.Size(shape), dtype, read_it)
+                continue
+            expected = others[fqn] if param is None else param.full_shape
+            if shape != expected:
+                raise LoadError(
+                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
+                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
+                    "merge=..., split=...). Nothing was loaded."
+                )
+            if param is None:
+                value = torch.zeros(shape, dtype=dtype)
+            else:
+                local = torch.zeros(param.local_shard.numel, dtype=dtype)
+                (value,) = BOXES.encode([StateShard.like(param, local)], _LIVE)
+            found.setdefault(fqn, {})[name] = value
+    return found, deferred
 
 
-def _unmanaged_state(value: Any, param: nn.Parameter, plan: _Plan) -> Any:
-    """Return a state of a parameter that no unit manages."""
-    if isinstance(value, FromRankZero):
-        target = torch.empty(value.shape.numel(), dtype=value.dtype, device=param.device)
-        plan.scatter(value, ReplicatedPartition(target.numel(), None, value.groups.shard.size), target)
-        return target.view(value.shape)
-    return _plain(value)
+def _read_full(read: Read, fqn: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return read(fqn, name, torch.zeros(shape, dtype=dtype))

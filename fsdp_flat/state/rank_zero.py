@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fsdp_flat.comm import ShardingGroups, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import PeerFailureError, UnsupportedError, UsageError
-from fsdp_flat.state.optim_params import ParamNames
+from fsdp_flat.flat import PLAIN
+from fsdp_flat.layout import Partition, ReplicatedPartition
+from fsdp_flat.runtime import Unit
+from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer
 
 __all__ = ["FromRankZero", "shared_from_rank_zero"]
 
 
+@dataclass(frozen=True, slots=True)
 class FromRankZero:
     """Describes a tensor that only the first rank of a model's groups holds.
 
@@ -23,19 +28,53 @@ class FromRankZero:
         shape: its shape.
         dtype: its dtype.
         groups: the model's shard and replicate groups.
+        device: the compute device.
     """
 
-    def __init__(
-        self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, groups: ShardingGroups
-    ) -> None:
-        self.tensor = tensor
-        self.shape = torch.Size(shape)
-        self.dtype = dtype
-        self.groups = groups
+    tensor: torch.Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    groups: ShardingGroups
+    device: torch.device
+
+    def plan_scatter(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how every rank gets its part."""
+        adapter, run = target.param.adapter, target.run.to_slice()
+        if adapter is PLAIN:
+            self._plan_transfer(target.held, target.local, plan)
+        else:
+            self.plan_broadcast(
+                target.local.device, plan, lambda full: target.local.copy_(adapter.local_slice(full).reshape(-1)[run])
+            )
+
+    def plan_broadcast(
+        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
+    ) -> torch.Tensor:
+        """Plan how every rank gets the full tensor, which is returned, and given to ``then`` once it is there."""
+        full = torch.empty(self.shape, dtype=self.dtype, device=device)
+        self._plan_transfer(ReplicatedPartition(full.numel(), None, self.groups.shard.size), full.view(-1), plan)
+        if then is not None:
+            plan.call(lambda: then(full), last=True)
+        return full
+
+    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
+        shard, replicate, first, second = self.groups.shard, self.groups.replicate, None, None
+        numel = self.shape.numel()
+        if replicate.rank == 0:
+            source = None if self.tensor is None else self.tensor.detach().reshape(-1)
+            held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
+            first = TensorTransfer(shard, self.device, held, wanted, source, target, nbytes)
+        if replicate.size > 1:
+            # Each rank of the first shard group has its part now; send them to the other replicas.
+            held = ReplicatedPartition(target.numel(), 0, replicate.size)
+            wanted = ReplicatedPartition(target.numel(), None, replicate.size)
+            source, received = (None, target) if replicate.rank else (target, None)
+            second = TensorTransfer(replicate, self.device, held, wanted, source, received, target.nbytes)
+        plan.transfer(first, second)
 
 
-def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Broadcast rank 0's ``given``, with :class:`FromRankZero` in place of its tensors.
+def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
 
     Every rank must call this.
 
@@ -44,7 +83,6 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
         UnsupportedError: rank 0 has a value that cannot be encoded.
         PeerFailureError: rank 0 raised one of these.
     """
-    unit = names.handles[0][0]
     groups, device = unit.options.groups, unit.options.device
     if groups.num_ranks == 1:
         return dict(given or {})
@@ -67,7 +105,7 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
         raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
     state = {
         name: {
-            key: _decoded(value, given["state"][name][key] if given is not None and is_first else None, groups)
+            key: _decoded(value, given["state"][name][key] if given is not None and is_first else None, unit)
             for key, value in row.items()
         }
         for name, row in described["given"]["state"].items()
@@ -75,7 +113,7 @@ def shared_from_rank_zero(names: ParamNames, given: Mapping[str, Any] | None) ->
     settings = described["given"]["param_groups"]
     if settings is None:
         return {"state": state}
-    decoded = [{key: _decoded(value, None, groups) for key, value in group.items()} for group in settings]
+    decoded = [{key: _decoded(value, None, unit) for key, value in group.items()} for group in settings]
     return {"state": state, "param_groups": decoded}
 
 
@@ -112,14 +150,14 @@ def _encoded(value: Any, what: str, *, whole: bool = False) -> list[Any]:
     )
 
 
-def _decoded(encoded: list[Any], own: torch.Tensor | None, groups: ShardingGroups) -> Any:
+def _decoded(encoded: list[Any], own: torch.Tensor | None, unit: Unit) -> Any:
     kind, *rest = encoded
     if kind == "value":
         return rest[0]
     if kind in ("list", "tuple"):
-        values = [_decoded(entry, None, groups) for entry in rest[0]]
+        values = [_decoded(entry, None, unit) for entry in rest[0]]
         return values if kind == "list" else tuple(values)
     dtype = dtype_from_name(rest[0])
     if kind == "scalar":
         return torch.tensor(rest[1], dtype=dtype)
-    return FromRankZero(own, tuple(rest[1]), dtype, groups)
+    return FromRankZero(own, torch.Size(rest[1]), dtype, unit.options.groups, unit.options.device)

@@ -1,27 +1,25 @@
-"""Implements ``optim_state_dict``: saves optimizer states under parameter names, as full tensors or dim-0 chunks."""
+"""Implements ``optim_state_dict``: saves an optimizer's states under parameter names, with any codec."""
 
 from __future__ import annotations
 
 import copy
-import json
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import P2PChannels, barrier, digest_of, exchange_bytes, exchange_ints
-from fsdp_flat.flat import PLAIN, FlatParamHandle
+from fsdp_flat.api import OptimStateDictConfig
+from fsdp_flat.comm import barrier
 from fsdp_flat.runtime import ErrorTexts, agree
-from fsdp_flat.state.boxed import boxed_value
-from fsdp_flat.state.chunk_specs import ShardWithSpec, chunk_spec, chunks_of, plan_full_transfer
-from fsdp_flat.state.common import rank_groups_of
-from fsdp_flat.state.handle_states import HandleStates, Peers, agree_on_states, compare_states, read_states
-from fsdp_flat.state.merge import dst_all, dst_rank_zero, dst_round_robin, merged_states
-from fsdp_flat.state.optim_params import OptimContents, ParamNames, names_of
-from fsdp_flat.state.owned import boxed_owned, chunked_owned, owned_entries, owners_by_slot, whole_owned
-from fsdp_flat.state.param_groups import complete_groups, merged_params
+from fsdp_flat.state.codecs import FULL
+from fsdp_flat.state.handlers import merged_states
+from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex
+from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, compare_states, read_states
+from fsdp_flat.state.shards import StateDictCodec, StateShard
 
 __all__ = ["save_optim_state"]
 
@@ -29,18 +27,15 @@ _SAVING = ErrorTexts(
     "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
 )
 
-# The tensor states, by handle and parameter.
-_Values = dict[FlatParamHandle, list[dict[str, Any]]]
+Groups = list[dict[str, Any]] | None
 
 
 def save_optim_state(
     model: nn.Module,
     contents: OptimContents,
+    codec: StateDictCodec,
+    config: OptimStateDictConfig,
     *,
-    whole: bool,
-    rank0_only: bool,
-    offload_to_cpu: bool,
-    boxes: bool = False,
     peers: Peers | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer, keyed by names.
@@ -50,13 +45,13 @@ def save_optim_state(
     Args:
         model: the model that the optimizer's parameters belong to.
         contents: the optimizer's contents.
-        whole: return full tensors, else DTensors or ShardedTensors of dim-0 chunks.
-        rank0_only: with ``whole``, ranks other than the first of all send their shards and return an empty dict.
-        offload_to_cpu: return values on the CPU.
-        boxes: without ``whole``, return boxes of this rank's states in place of chunks; then nothing is communicated,
-            except with registered handlers, owned parameters or ``peers``.
-        peers: with ``boxes``, for a checkpoint: ranks compare the names of their states through it, and each state that
-            has a handler is returned on one rank only, as a full tensor, ranks in turn.
+        codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
+            communicated except with registered handlers, owned parameters or ``peers``.
+        config: the options. With ``rank0_only`` ranks other than the first of all send their shards and return an
+            empty dict.
+        peers: for a checkpoint, with a codec that does not communicate: ranks compare the names of their states
+            through it, and each state of another shape (which has a handler, or whose parameter has an owner) is
+            returned on one rank only, as a full tensor, ranks in turn.
 
     Raises:
         OptionError: the optimizer holds a parameter that is not the model's.
@@ -65,106 +60,98 @@ def save_optim_state(
             call this.
         PeerFailureError: another rank raised one of these.
     """
-    names = names_of(model)
-    boxes = boxes and not whole
+    index = ParamIndex(model)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
-    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in names.units)
-    alone = boxes and (peers is not None or not shared)
-    values: _Values = {}
+    shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
+    alone = not codec.communicates and (peers is not None or not shared)
+    encoded: dict[StateShard, Any] = {}
     if peers is not None:
-        groups, states, values = _compared_states(names, contents, peers, offload=offload_to_cpu)
+        groups, states, encoded = _compared_states(index, contents, codec, config, peers)
     else:
-        groups, states = _read_alone(names, contents) if alone else _agreed_states(names, contents)
-    order = _order(names, contents, alone=alone)
-    to_zero = whole and rank0_only
-    keep = not to_zero or all(
-        rank_group.rank == 0 for unit in names.units for rank_group in unit.options.groups.rank_groups
-    )
-    complete_groups(names, groups, alone=alone)
+        groups, states = _read_alone(index, contents) if alone else _agreed_states(index, contents)
+    order = complete_groups(index, contents, groups, alone=alone)
+    to_zero = bool(getattr(config, "rank0_only", False))
     with torch.no_grad():
-        if boxes:
-            values = values or _boxed_values(names, states, offload=offload_to_cpu)
-        elif whole:
-            values = _full_values(names, states, to_zero=to_zero, offload=offload_to_cpu)
-        else:
-            values = _chunked_values(names, states, offload=offload_to_cpu)
-        dst_of = dst_rank_zero if to_zero else dst_round_robin if peers is not None else dst_all
-        merged = merged_states(names, states, dst_of, offload=offload_to_cpu)
-        owners = owners_by_slot(names, contents.owners)
-        owned = list(owned_entries(names, {handle: states[handle].owned for handle in states}, owners))
-        if boxes:
-            rows = boxed_owned(owned, once=peers is not None, offload=offload_to_cpu)
-        elif whole:
-            rows = whole_owned(owned, to_zero=to_zero, offload=offload_to_cpu)
-        else:
-            rows = chunked_owned(owned, offload=offload_to_cpu)
-        for (handle, index, name), value in (*merged.items(), *rows.items()):
-            values[handle][index][name] = value
-    if not keep:
+        values = encoded if peers is not None else _encoded(states, codec, config, on_owner=False)
+        handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
+        merged = merged_states(
+            handled,
+            lambda position, size: 0 if to_zero else position % size if peers is not None else None,
+            offload=config.offload_to_cpu,
+        )
+    if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
         return {}
-    by_name = _by_name(names, contents, states, values, offload=offload_to_cpu)
-    placed = dict.fromkeys(fqn for fqn in order if fqn in by_name)
-    placed.update(dict.fromkeys(sorted(by_name)))
+    by_name = _by_name(index, contents, states, values, merged, offload=config.offload_to_cpu)
+    placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
     state = {"state": {name: by_name[name] for name in placed}}
     return state if groups is None else {**state, "param_groups": groups}
 
 
+def _encoded(
+    states: Sequence[ParamState], codec: StateDictCodec, config: OptimStateDictConfig, *, on_owner: bool
+) -> dict[StateShard, Any]:
+    """Return the value of each tensor; those of another shape than their parameter's are full tensors.
+
+    Args:
+        states: the states.
+        codec: encodes the tensors of their parameter's shape.
+        config: the options.
+        on_owner: return full tensors on the owner only, so that nothing is communicated.
+    """
+    shards = [shard for state in states for shard in state.tensors.values()]
+    alike = [shard for shard in shards if shard.shape == shard.param.shape]
+    others = [shard for shard in shards if shard.shape != shard.param.shape]
+    owners = {state.param: state.owner for state in states}
+    found = dict(zip(alike, codec.encode(alike, config), strict=True))
+    if not on_owner:
+        return {**found, **dict(zip(others, FULL.encode(others, config), strict=True))}
+    for shard in others:
+        if owners[shard.param] == shard.param.rank_group.rank:
+            value = shard.local.view(shard.shape)
+            found[shard] = value.to("cpu", copy=True) if config.offload_to_cpu else value
+    return found
+
+
 def _by_name(
-    names: ParamNames,
+    index: ParamIndex,
     contents: OptimContents,
-    states: dict[FlatParamHandle, HandleStates],
-    values: _Values,
+    states: Sequence[ParamState],
+    values: Mapping[StateShard, Any],
+    merged: Mapping[tuple[IndexedParam, str], torch.Tensor],
     *,
     offload: bool,
 ) -> dict[str, dict[str, Any]]:
     by_name: dict[str, dict[str, Any]] = {}
-    for _, handle, fqns in names.handles:
-        for index, has in enumerate(states[handle].params_with_state()):
-            if has:
-                row = {**states[handle].plain[index], **values[handle][index]}
-                by_name[fqns[index]] = {key: row[key] for key in sorted(row)}
+    for state in states:
+        if state.names:
+            row = {**state.plain, **{name: values[s] for name, s in state.tensors.items() if s in values}}
+            row |= {name: merged[state.param, name] for name in state.custom_handled if (state.param, name) in merged}
+            by_name[state.param.fqn] = {key: row[key] for key in sorted(row)}
     held = set(contents.params)
-    for param, name in names.others.items():
+    for param, name in index.others.items():
         if param in held and param in contents.state:
             by_name[name] = {key: _copied(value, offload) for key, value in contents.state[param].items()}
     return by_name
 
 
-def _order(names: ParamNames, contents: OptimContents, *, alone: bool) -> list[str]:
-    """Return names in the order of rank 0's optimizer, as in FSDP1; empty with original parameters, which are sorted.
-
-    Every rank must call this, except with ``alone``.
-    """
-    units = names.units
-    if all(unit.options.use_orig_params for unit in units):
-        return []
-    order = [fqn for param in contents.params for fqn in names.fqns_of(param)]
-    for rank_group in [] if alone else rank_groups_of(units):
-        assert rank_group.group is not None
-        text, device = json.dumps(order).encode(), units[0].options.device
-        if len({digest for (digest,) in exchange_ints([digest_of(text)], rank_group.group, device)}) > 1:
-            order = json.loads(exchange_bytes(text, rank_group.group, device)[0])
-    return order
+def _copied(value: Any, offload: bool) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach().clone()
+    return value.cpu() if offload or value.dim() == 0 else value
 
 
-def _read_alone(
-    names: ParamNames, contents: OptimContents
-) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
-    states = read_states(names, contents)
+def _read_alone(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
+    states = read_states(index, contents)
     if contents.state:
-        _warn_of_gaps(names, states)
-    return _groups(names, contents), states
+        _warn_of_gaps(states)
+    return named_groups(index, contents), states
 
 
-def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]) -> None:
+def _warn_of_gaps(states: Sequence[ParamState]) -> None:
     """Warn of states that this rank lacks for elements that it holds; whether other ranks do is not checked."""
     found = [
-        f"{fqn!r} of unit {unit.name!r}"
-        for unit, handle, fqns in names.handles
-        for fqn, local_shard, held, has in zip(
-            fqns, handle.views.local_shards, states[handle].held, states[handle].params_with_state(), strict=True
-        )
-        if local_shard.numel and held and not has
+        str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
     ]
     if found:
         warnings.warn(
@@ -177,136 +164,36 @@ def _warn_of_gaps(names: ParamNames, states: dict[FlatParamHandle, HandleStates]
 
 
 def _compared_states(
-    names: ParamNames, contents: OptimContents, peers: Peers, *, offload: bool
-) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates], _Values]:
-    groups, states, error = _read_or_fail(names, contents)
-    values: _Values = {}
+    index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: OptimStateDictConfig, peers: Peers
+) -> tuple[Groups, list[ParamState], dict[StateShard, Any]]:
+    groups, states, error = _read_or_fail(index, contents)
+    encoded: dict[StateShard, Any] = {}
     try:
         # Copied before ranks compare, since there may not be enough memory on one of them.
-        values = {} if error else _boxed_values(names, states, offload=offload)
-    except Exception as raised:
-        error = raised
+        encoded = _encoded(states, codec, config, on_owner=True)
+    except Exception as found:
+        error = found
     held = [group["params"] for group in groups or ()]
-    everyone = compare_states(names, states, held, error, peers)
-    for group, params in zip(groups or (), merged_params(names, held, everyone), strict=True):
+    everyone = compare_states(index, states, held, error, peers)
+    for group, params in zip(groups or (), merged_params(index, held, everyone), strict=True):
         group["params"] = params
-    return groups, states, values
+    return groups, states, encoded
 
 
-def _read_or_fail(
-    names: ParamNames, contents: OptimContents
-) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates], Exception | None]:
+def _read_or_fail(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState], Exception | None]:
     try:
-        return _groups(names, contents), read_states(names, contents), None
+        return named_groups(index, contents), read_states(index, contents), None
     except Exception as error:
-        return None, {}, error
+        return None, [], error
 
 
-def _agreed_states(
-    names: ParamNames, contents: OptimContents
-) -> tuple[list[dict[str, Any]] | None, dict[FlatParamHandle, HandleStates]]:
-    units = names.units
-    for rank_group in dict.fromkeys(unit.options.groups.shard for unit in units):
+def _agreed_states(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
+    for rank_group in dict.fromkeys(unit.options.groups.shard for unit in index.units):
         barrier("optim_state_dict", rank_group)
-    groups, states, error = _read_or_fail(names, contents)
-    error = agree_on_states(names, states, error)
-    if units:
-        agree([], error, rank_groups_of(units), units[0].options.device, _SAVING)
+    groups, states, error = _read_or_fail(index, contents)
+    error = agree_on_states(index, states, error)
+    if index.units:
+        agree([], error, index.rank_groups, index.device, _SAVING)
     elif error is not None:
         raise error
     return groups, states
-
-
-def _copied(value: Any, offload: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    value = value.detach().clone()
-    return value.cpu() if offload or value.dim() == 0 else value
-
-
-def _groups(names: ParamNames, contents: OptimContents) -> list[dict[str, Any]] | None:
-    if contents.groups is None:
-        return None
-    groups = []
-    for group in contents.groups:
-        settings = {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-        fqns = [fqn for param in group["params"] for fqn in names.fqns_of(param)]
-        groups.append({**settings, "params": fqns})
-    return groups
-
-
-def _empty_values(names: ParamNames) -> _Values:
-    return {handle: [{} for _ in handle.layout.param_infos] for _, handle, _ in names.handles}
-
-
-def _full_values(
-    names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, to_zero: bool, offload: bool
-) -> _Values:
-    """Send every local shard directly to its place in the full tensors, for all units and states at once."""
-    values = _empty_values(names)
-    channels = P2PChannels()
-    for unit, handle, _ in names.handles:
-        rank_group, device = unit.options.groups.shard, unit.options.device
-        for index, param_info in enumerate(handle.layout.param_infos):
-            transfer_plan = plan_full_transfer(handle, index, rank_group.rank, 0 if to_zero else None)
-            for name, row in states[handle].local_shards.items():
-                local_shard = row[index]
-                if local_shard is not None:
-                    target = (
-                        None if to_zero and rank_group.rank else local_shard.new_empty(param_info.numel, device=device)
-                    )
-                    channels.add(
-                        rank_group,
-                        device,
-                        transfer_plan,
-                        local_shard,
-                        target,
-                        nbytes=param_info.numel * local_shard.itemsize,
-                    )
-                    values[handle][index][name] = target
-    channels.wait()
-    for _, handle, _ in names.handles:
-        for index, found in enumerate(values[handle]):
-            for name, target in found.items():
-                if target is not None:
-                    found[name] = _shaped(handle, index, target, offload)
-    return values
-
-
-def _shaped(handle: FlatParamHandle, index: int, flat: torch.Tensor, offload: bool) -> torch.Tensor:
-    value = flat.view(handle.layout.param_infos[index].shape)
-    adapter = handle.views.params[index].adapter
-    if adapter is not PLAIN:
-        value = adapter.full_tensor(adapter.from_local(value))
-    return value.cpu() if offload else value
-
-
-def _boxed_values(names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, offload: bool) -> _Values:
-    values = _empty_values(names)
-    for _, handle, _ in names.handles:
-        for name, row in states[handle].local_shards.items():
-            for index, local_shard in enumerate(row):
-                if local_shard is not None:
-                    own = local_shard.to("cpu", copy=True) if offload else local_shard
-                    values[handle][index][name] = boxed_value(handle, index, own)
-    return values
-
-
-def _chunked_values(names: ParamNames, states: dict[FlatParamHandle, HandleStates], *, offload: bool) -> _Values:
-    values = _empty_values(names)
-    places, rows = [], []
-    for unit, handle, _ in names.handles:
-        for index in range(len(handle.layout.param_infos)):
-            local_shards = {name: row[index] for name, row in states[handle].local_shards.items()}
-            spec = (
-                chunk_spec(unit, handle, index)
-                if any(local_shard is not None for local_shard in local_shards.values())
-                else None
-            )
-            for name, local_shard in local_shards.items():
-                if spec is not None and local_shard is not None:
-                    places.append((handle, index, name))
-                    rows.append(ShardWithSpec(spec, local_shard))
-    for (handle, index, name), value in zip(places, chunks_of(rows, offload=offload), strict=True):
-        values[handle][index][name] = value
-    return values

@@ -1,0 +1,167 @@
+"""Describes tensors of which each rank holds a part, and moves them between partitions.
+
+A model's parameters and an optimizer's states are both such tensors: a codec (:class:`StateDictCodec`) turns them into
+the values of one state-dict type, and back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
+from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.layout import Interval, Partition, plan_transfer
+from fsdp_flat.state.param_index import IndexedParam
+
+__all__ = ["LoadPlan", "StateDictCodec", "StateShard", "TensorTransfer", "redistribute"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StateShard:
+    """Holds this rank's part of one tensor: of a parameter, or of an optimizer state of one.
+
+    Attributes:
+        param: the parameter.
+        local: this rank's elements (1-D), the source of a save or the target of a load.
+        held: partition of the flattened tensor over the shard group.
+        shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
+        label: the tensor's name in error texts.
+    """
+
+    param: IndexedParam
+    local: torch.Tensor
+    held: Partition
+    shape: tuple[int, ...]
+    label: str
+
+    @classmethod
+    def like(cls, param: IndexedParam, local: torch.Tensor, label: str = "") -> StateShard:
+        """Describe a tensor that is sharded as its parameter is."""
+        return cls(param, local, param.partition, param.shape, label or param.fqn)
+
+    @property
+    def run(self) -> Interval:
+        """Elements of this rank."""
+        return self.held[self.param.rank_group.rank]
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape of the full tensor in a state dict."""
+        return self.param.adapter.full_shape(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTransfer:
+    """Describes the transfer of one tensor between two partitions over the ranks of a group.
+
+    Attributes:
+        rank_group: the ranks.
+        device: the compute device.
+        held, wanted: the partitions.
+        source, target: this rank's elements before and after (1-D); None if it has none.
+        nbytes: bytes of the full tensor, equal on every rank.
+    """
+
+    rank_group: RankGroup
+    device: torch.device
+    held: Partition
+    wanted: Partition
+    source: torch.Tensor | None
+    target: torch.Tensor | None
+    nbytes: int
+
+
+def redistribute(transfers: Iterable[TensorTransfer]) -> None:
+    """Transfer tensors, each rank's elements directly from their source to their target.
+
+    Every rank of the groups must call this with the same tensors in the same order.
+    """
+    channels = P2PChannels()
+    for each in transfers:
+        transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
+        channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
+    channels.wait()
+
+
+class LoadPlan:
+    """Collects the copies and transfers of one load, to run once every value fits.
+
+    Attributes:
+        lines: one line per tensor that ranks exchange, the same on every rank.
+    """
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self._copies: list[Callable[[], object]] = []
+        self._stages: tuple[list[TensorTransfer], ...] = ([], [])
+        self._last: list[Callable[[], object]] = []
+
+    def call(self, function: Callable[[], object], *, last: bool = False) -> None:
+        """Plan a call, before all transfers or after them (``last``)."""
+        (self._last if last else self._copies).append(function)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Plan the copy of this rank's elements out of a tensor on this rank."""
+        self._copies.append(lambda: target.copy_(source))
+
+    def transfer(self, first: TensorTransfer | None, second: TensorTransfer | None) -> None:
+        """Plan a transfer in up to two groups; the second begins when all first ones have ended."""
+        for stage, each in zip(self._stages, (first, second), strict=True):
+            if each is not None:
+                stage.append(each)
+
+    def commit(self) -> None:
+        """Run all copies and transfers; every rank that has planned transfers must call this."""
+        with torch.no_grad():
+            for copied in self._copies:
+                copied()
+            for stage in self._stages:
+                redistribute(stage)
+            for function in self._last:
+                function()
+
+
+class StateDictCodec:
+    """Defines the values of one state-dict type; base of all codecs.
+
+    Attributes:
+        communicates: encoding takes every rank of the shard groups.
+        exchanges: decoding takes every rank of the shard groups.
+        shows_full: while a model is saved, its modules and their hooks see full parameters.
+        is_flat: model state dicts have one value for each flat parameter, not for each parameter.
+    """
+
+    communicates = True
+    exchanges = False
+    shows_full = False
+    is_flat = False
+
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        """Return the values of a state dict, one per shard.
+
+        Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
+        every rank of the shard groups must call this with the same tensors.
+
+        Args:
+            shards: this rank's parts.
+            config: the options.
+        """
+        raise NotImplementedError
+
+    def reads(self, value: Any) -> bool:
+        """Return whether ``value`` is of this codec's own kind; values of no codec's kind are decoded as full."""
+        return False
+
+    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements of ``value``.
+
+        If ``exchanges``, every rank of the shard group must call this with the same tensor.
+
+        Raises:
+            LoadError: the value does not fit.
+        """
+        raise NotImplementedError
