@@ -11,17 +11,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
+from fsdp_flat.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.consensus import Consensus
-from fsdp_flat.checkpoint.streaming import boxed_state_dict
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, Peers, codec_of, save_optim_state, template_states
+from fsdp_flat.state import (
+    BoxedTensor,
+    OptimContents,
+    ParamIndex,
+    Peers,
+    TypedStateDict,
+    codec_of,
+    save_optim_state,
+    settings_for,
+    template_states,
+)
 
 __all__ = [
     "CheckpointValues",
+    "boxed_state_dict",
     "check_readable",
     "model_template",
     "optim_state_of",
@@ -31,6 +41,18 @@ __all__ = [
 ]
 
 _OPTIM_PREFIX = "optim.state."
+
+
+def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """Return a model's state dict with the shards of this rank as boxes, without communication.
+
+    Args:
+        model: a wrapper, or a module that holds wrappers.
+        copy: copy the shards to the CPU.
+    """
+    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
+    destination = TypedStateDict(settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
+    return model.state_dict(destination=destination)
 
 
 def packed(value: Any) -> bytes:

@@ -9,39 +9,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import ShardedStateDictConfig, StateDictType
+from fsdp_flat.checkpoint.contents import boxed_state_dict
 from fsdp_flat.comm import RankGroup, Transfers
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state import (
     IndexedParam,
     ParamIndex,
-    TypedStateDict,
     local_shard_of,
     plan_full_transfer,
-    settings_for,
 )
 
 __all__ = [
     "StateEntry",
-    "boxed_state_dict",
     "entries_of",
     "full_tensor_on",
     "iter_full_state_dict",
     "shard_group",
 ]
-
-
-def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
-    """Return a model's state dict with the shards of this rank as boxes, without communication.
-
-    Args:
-        model: a wrapper, or a module that holds wrappers.
-        copy: copy the shards to the CPU.
-    """
-    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    destination = TypedStateDict(settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
-    return model.state_dict(destination=destination)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,15 +74,16 @@ def entries_of(
     by_name = ParamIndex(model).by_name
     # The state dict of a compiled model has torch.compile's prefix in its names.
     template = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
-    trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
+    params = model.named_parameters() if trainable_only else ()
+    trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     found: list[StateEntry] = []
     first: dict[IndexedParam, str] = {}
     for name, value in template.items():
         param = by_name.get(name)
-        if trainable_only and not (
-            name in trainable if param is None else param.handle.views.requires_grad()[param.index]
-        ):
-            continue
+        if trainable_only:
+            is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
+            if not is_trainable:
+                continue
         if keep is not None and not keep(name):
             continue
         if not isinstance(value, torch.Tensor):
