@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_flat.comm.host_transports import sent_nbytes, shared_nbytes
+from fsdp_flat.comm.shm import sent_nbytes, shared_nbytes
 
 __all__ = ["Counter"]
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
-from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from
+from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from, true_on_any_rank
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
@@ -32,7 +32,6 @@ from fsdp_flat.runtime import (
     prefetch_from,
     resolve_ignored,
     sync_states_from,
-    true_on_any_rank,
     unit_of,
 )
 from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
@@ -221,7 +220,7 @@ def prepare(
     group = options.groups.primary.group
     call = _count_call(group)
     tensors = (*module.parameters(), *module.buffers())
-    (on_meta,) = true_on_any_rank([any(t.is_meta for t in tensors)], options.groups, options.device)
+    (on_meta,) = true_on_any_rank([any(t.is_meta for t in tensors)], options.groups.rank_groups, options.device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
@@ -236,7 +235,7 @@ def prepare(
         named += own_buffers(module, ignored)
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
-        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups, options.device)
+        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups.rank_groups, options.device)
         named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
     broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
     names = {unit.module: unit.fqn for unit in plan.units}

@@ -264,7 +264,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         super().zero_grad(set_to_none)
         for unit in units_of(self):
             for handle in unit.handles:
-                handle.drop_gradient()
+                handle.grads.drop()
                 for param in handle.views.visible_params():
                     if param.grad is not None:
                         if set_to_none:

@@ -1,233 +1,161 @@
-"""Makes ``load_state_dict`` atomic: all of it is written, or nothing.
+"""Makes the load of a wrapper, with all that is nested in it, atomic: everything is checked, then written, or nothing.
 
-If the loaded module is a wrapper, everything is checked before anything is written. If it is a plain module with
-wrappers inside, a wrapper has no access to errors of the other modules, so each wrapper is written in order, as plain
-modules are, and restored if the load fails in the end. Two things are not restored: values that plain modules loaded
-before the first wrapper, and any values after an exception that ends torch's call, since no hook runs for these.
+If ``load_state_dict`` is called on the wrapper, nothing is written for missing or unexpected names either. If it is
+called on a plain module around wrappers, each outermost wrapper checks its own values, and torch goes on to the next
+module; it raises in the end for names and for other modules, and what fitted until then stays written, as in torch.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from fsdp_flat.errors import FsdpFlatError, LoadError
-from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.errors import LoadError
+from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, clean_text
-from fsdp_flat.runtime import Unit, unit_of, units_of
-from fsdp_flat.state import LoadReport, failed_anywhere
+from fsdp_flat.runtime import unit_of, units_of
+from fsdp_flat.state import LoadReport
 
-__all__ = ["all_or_nothing", "end_load", "report_of"]
-
-
-@dataclass(eq=False, slots=True)
-class _Load:
-    """Tracks a call of ``load_state_dict`` in which wrappers take part.
-
-    Attributes:
-        root: the module that it was called on.
-        strict: missing or unexpected names are an error.
-        missing, errors: the lists that torch keeps for the call.
-        owner: the outermost wrapper that is being loaded; None between wrappers.
-        report: errors and pending writes of the owner.
-        held: copies of shards below a plain root from before they were written.
-        snapshot: snapshot of the other tensors that the load may overwrite there.
-        exchanging_units: units below a plain root whose ranks exchanged chunks.
-        at_end: callbacks to run once the call is over, however it ends.
-    """
-
-    root: nn.Module
-    strict: bool
-    missing: list[str]
-    errors: list[str]
-    owner: nn.Module | None = None
-    report: LoadReport | None = None
-    held: dict[FlatParamHandle, torch.Tensor] = field(default_factory=dict)
-    snapshot: Snapshot | None = None
-    exchanging_units: list[Unit] = field(default_factory=list)
-    at_end: list[Callable[[], object]] = field(default_factory=list)
-
-    def refuses(self, keys: Any) -> bool:
-        """Return whether torch will raise for names alone."""
-        return self.strict and bool(keys.missing_keys or keys.unexpected_keys)
+__all__ = ["ModelLoad", "all_or_nothing", "end_load", "report_of"]
 
 
-# Loads in progress, by the identity of the list of errors.
-_loads_in_progress: dict[int, _Load] = {}
-# Attributes of a wrapper during a load: writes deferred until torch has not raised, and its snapshot.
-_DEFERRED, _SNAPSHOT = "_load_put_off", "_load_beside"
-
-
-def report_of(wrapper: nn.Module, missing: list[str], errors: list[str]) -> LoadReport:
-    """Return the report of the load in progress: errors found so far, and pending writes.
+class ModelLoad:
+    """Loads a wrapper and those nested in it, each of which refers to this object meanwhile.
 
     Args:
-        wrapper: the wrapper to be loaded now.
-        missing, errors: the lists that torch keeps for the call.
+        wrapper: the outermost wrapper of the load.
+        strict: missing or unexpected names are an error of this load.
+        assign: the argument of ``load_state_dict``.
+
+    Attributes:
+        report: errors found so far and pending writes; None before torch has begun.
     """
-    load = _loads_in_progress.get(id(errors))
-    if load is None:
-        load = _begin_load(wrapper, missing, errors)
-    if load.report is None:
-        load.owner, load.report = wrapper, LoadReport(missing, errors)
-    return load.report
 
+    def __init__(self, wrapper: nn.Module, *, strict: bool, assign: bool) -> None:
+        self.wrapper = wrapper
+        self.report: LoadReport | None = None
+        self._strict = strict
+        self._snapshot = _Snapshot(wrapper, assign=assign)
+        self._is_put_off = False
+        self._wrappers = [child for child in modules_of(wrapper) if unit_of(child) is not None]
+        for child in self._wrappers:
+            child._load = self  # type: ignore[assignment]
 
-def _begin_load(wrapper: nn.Module, missing: list[str], errors: list[str]) -> _Load:
-    calls = list(_calls())
-    call: Mapping[str, Any] = next((each for each in calls if each["error_msgs"] is errors), {})
-    root = call.get("self", wrapper)
-    if unit_of(root) is None and len(calls) > 1:
-        # A plain module in a hook of another load: torch may be iterating over its hooks, which must not change then.
-        call, root = {}, wrapper
-    load = _Load(root, call.get("strict", False), missing, errors)
-    _loads_in_progress[id(errors)] = load
-    if "load" in call:
-        # torch's inner function is freed when the call ends, also after an exception.
-        weakref.finalize(call["load"], _end, load)
-    if unit_of(root) is None:
-        hooks: OrderedDict[int, Callable[..., Any]] = root._load_state_dict_post_hooks
-        if end_load not in hooks.values():
-            root.register_load_state_dict_post_hook(end_load)
-        # Run after the user's hooks, which may remove missing names.
-        hooks.move_to_end(next(key for key, hook in hooks.items() if hook is end_load))
-        load.snapshot = Snapshot(root, assign=call.get("assign", False))
-        load.at_end = _record_versions(root, call.get("metadata"))
-    return load
+    def release(self) -> None:
+        """End the load of the wrappers."""
+        for child in self._wrappers:
+            if child._load is self:
+                child._load = None  # type: ignore[assignment]
 
+    def end(self, keys: Any) -> None:
+        """Write all values unless one does not fit; with missing or unexpected names put this off until torch raises.
 
-def _end(load: _Load) -> None:
-    if _loads_in_progress.get(id(load.errors)) is load:
-        del _loads_in_progress[id(load.errors)]
-        for finish in load.at_end:
-            finish()
+        Hooks that run later may take such names off the list. Where ranks exchange chunks, they agree now.
+        """
+        assert self.report is not None
+        self._is_put_off = self._strict and bool(keys.missing_keys or keys.unexpected_keys)
+        if not self._is_put_off:
+            self.release()
+        if not self._is_put_off or self.report.exchanging_units:
+            self._commit(self.report, refused=self._is_put_off)
 
+    def _commit(self, report: LoadReport, *, refused: bool) -> None:
+        report.commit(refused=refused)
+        if refused or report.errors:
+            self._snapshot.restore()
+        # If an exception follows a commit, new buffers belong to the new shards.
+        self._snapshot.discard()
 
-def _calls() -> Iterator[Mapping[str, Any]]:
-    """Yield the local variables of every ``load_state_dict`` in progress; torch does not pass them to submodules."""
-    frame = sys._getframe().f_back
-    while frame is not None:
-        if frame.f_code.co_name == "load_state_dict" and "error_msgs" in frame.f_locals:
-            yield frame.f_locals
-        frame = frame.f_back
+    def write_late(self) -> None:
+        """Write the values that were put off, since torch has not raised.
 
+        Raises:
+            LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
+        """
+        if not self._is_put_off or self.report is None:
+            return
+        self._is_put_off = False
+        if self.report.exchanging_units:
+            raise LoadError(
+                "; ".join(self.report.errors)
+                or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the "
+                "list. Load sharded state dicts with strict=False instead."
+            )
+        self._commit(self.report, refused=False)
 
-def end_load(module: nn.Module, keys: Any) -> None:
-    """Clean the names in errors, as a load hook; at the outermost wrapper write the values if there are no errors."""
-    load = next((each for each in list(_loads_in_progress.values()) if each.missing is keys.missing_keys), None)
-    if load is None:
-        return
-    keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
-    keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
-    # The wrapped modules have added their errors by now.
-    load.errors[:] = map(clean_text, load.errors)
-    report = load.report
-    if report is not None and load.owner is module:
-        load.owner = load.report = None
-        if module is load.root:
-            _end(load)
-            refused = load.refuses(keys)
-            if refused:
-                module.__dict__[_DEFERRED] = report
-            if not refused or report.exchanging_units:
-                _write(module, report, refused=refused)
-        else:
-            for unit in units_of(module):
-                for handle in unit.handles:
-                    # A unit that is registered twice is written twice.
-                    if handle not in load.held:
-                        load.held[handle] = handle.flat_param.data.to("cpu", copy=True)
-            load.exchanging_units += report.exchanging_units
-            report.commit(refused=False)
-    elif module is load.root:
-        _end(load)
-        _end_below_plain_root(load, keys)
-
-
-def _end_below_plain_root(load: _Load, keys: Any) -> None:
-    error: FsdpFlatError | None = None
-    if load.errors or load.refuses(keys):
-        error = LoadError("; ".join(load.errors[:3]) or "keys are missing or unexpected")
-    elsewhere = failed_anywhere(load.exchanging_units, error)
-    load.errors += elsewhere
-    if error is not None or elsewhere:
-        with torch.no_grad():
-            for handle, held in load.held.items():
-                handle.flat_param.data.copy_(held)
-                handle.views.bump_version()
-        if load.snapshot is not None:
-            load.snapshot.restore()
-
-
-def _write(root: nn.Module, report: LoadReport, *, refused: bool) -> None:
-    report.commit(refused=refused)
-    if not refused and not report.errors:
-        # Also if an error follows, new buffers belong to the new shards.
-        snapshot = root.__dict__.get(_SNAPSHOT)
-        if snapshot is not None:
-            snapshot.discard()
-
-
-def _record_versions(root: nn.Module, versions: dict[str, Any] | None) -> list[Callable[[], object]]:
-    """Add the versions saved by a plain model under the names of wrapped modules; return callbacks that remove them."""
-    if versions is None:
-        return []
-    names = {name: clean_fqn(name) for name, _ in root.named_modules()}
-    added = {name: versions[clean] for name, clean in names.items() if clean in versions and name not in versions}
-    versions.update(added)
-    return [partial(versions.pop, name, None) for name in added]
-
-
-def commit_late(root: nn.Module) -> None:
-    """Write the values that were deferred because of missing or unexpected names, since torch has not raised.
-
-    Raises:
-        LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
-    """
-    report: LoadReport | None = root.__dict__.pop(_DEFERRED, None)
-    if report is None:
-        return
-    if not report.exchanging_units:
-        _write(root, report, refused=False)
-    if report.exchanging_units or report.errors:
-        raise LoadError(
-            "; ".join(report.errors)
-            or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the list. "
-            "Load sharded state dicts with strict=False instead."
-        )
+    def undo(self) -> None:
+        """Restore the tensors that are not sharded, unless the values were written."""
+        self._snapshot.restore()
 
 
 @contextmanager
-def all_or_nothing(root: nn.Module, *, assign: bool) -> Iterator[None]:
-    """Load a wrapper inside the block; restore tensors that are not sharded if no shard was written."""
-    # If a hook of another load calls this, write the deferred values of that load first, as in torch.
-    commit_late(root)
-    outer = root.__dict__.get(_SNAPSHOT)
-    snapshot = root.__dict__[_SNAPSHOT] = Snapshot(root, assign=assign)
+def all_or_nothing(wrapper: nn.Module, *, strict: bool, assign: bool) -> Iterator[None]:
+    """Load ``wrapper`` by torch's ``load_state_dict`` inside the block; after an exception nothing has changed.
+
+    Args:
+        wrapper: the wrapper on which ``load_state_dict`` was called.
+        strict, assign: its arguments.
+    """
+    outer: ModelLoad | None = wrapper._load  # type: ignore[assignment]
+    if outer is not None:
+        # A hook of that load calls this: its values come first, as in torch.
+        outer.write_late()
+    load = ModelLoad(wrapper, strict=strict, assign=assign)
     try:
         yield
-        commit_late(root)
+        load.write_late()
     except BaseException:
-        snapshot.restore()
+        load.undo()
         raise
     finally:
-        root.__dict__.pop(_DEFERRED, None)
-        root.__dict__.pop(_SNAPSHOT, None)
-        if outer is not None:
-            root.__dict__[_SNAPSHOT] = outer
+        load.release()
 
 
-class Snapshot:
+def report_of(wrapper: nn.Module, local_metadata: dict[str, Any], missing: list[str], errors: list[str]) -> LoadReport:
+    """Return the report to which the load of a wrapper adds its errors and writes.
+
+    Args:
+        wrapper: the wrapper to be loaded now.
+        local_metadata: torch's, which holds ``assign``.
+        missing, errors: the lists that torch keeps for the call.
+    """
+    load: ModelLoad | None = wrapper._load  # type: ignore[assignment]
+    if load is not None and load.report is None and load.wrapper is wrapper:
+        load.report = LoadReport(missing, errors)
+    if load is None or load.report is None or load.report.errors is not errors:
+        # Called on a plain module, whose ``strict`` torch does not pass on.
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        load = ModelLoad(wrapper, strict=False, assign=assign)
+        load.report = LoadReport(missing, errors)
+    return load.report
+
+
+def end_load(module: nn.Module, keys: Any) -> None:
+    """Clean the names in errors, as a load hook; at the outermost wrapper end the load.
+
+    Raises:
+        LoadError: the wrapper was loaded again by a hook below it, so that the values of the outer load are lost.
+    """
+    keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
+    keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
+    load: ModelLoad | None = module._load  # type: ignore[assignment]
+    if load is None or load.report is None or load.report.missing is not keys.missing_keys:
+        raise LoadError(
+            f"A load hook inside of {type(module).__name__} called load_state_dict on it, or on a module around it, "
+            "before its own load was over. Load it after the outer load."
+        )
+    if load.wrapper is module:
+        # The wrapped modules have added their errors by now.
+        load.report.errors[:] = map(clean_text, load.report.errors)
+        load.end(keys)
+
+
+class _Snapshot:
     """Holds tensors that a load may overwrite besides shards: buffers, and parameters that no unit manages."""
 
     def __init__(self, root: nn.Module, *, assign: bool) -> None:

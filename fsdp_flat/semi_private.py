@@ -241,10 +241,10 @@ class FlatParamHandle:
     @property
     def sharded_grad(self) -> torch.Tensor | None:
         """The gradient of the shard, 1-D and padded like it; with original parameters it is assembled at each read."""
-        views = self._real.views
-        if not any(views.has_grads()):
+        grads = self._real.grads
+        if not any(grads.exist()):
             return None
-        return views.shard_grad() if self._use_orig_params else self._real.flat_param.grad
+        return grads.shard() if self._use_orig_params else self._real.flat_param.grad
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has the shard's size."""

@@ -15,7 +15,7 @@ from fsdp_flat.comm import barrier
 from fsdp_flat.errors import OptionTypeError, PhaseError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.loading import all_or_nothing, report_of
+from fsdp_flat.loading import ModelLoad, all_or_nothing, report_of
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.semi_private import SemiPrivateNames
 from fsdp_flat.state import BoxedTensor, TypedStateDict, codec_of, gather_units, load_unit, save_unit, settings_for
@@ -25,6 +25,9 @@ __all__ = ["StateDictMethods"]
 
 class StateDictMethods(SemiPrivateNames):
     """Provides the wrapper's methods for model state dicts; the wrapper class inherits them."""
+
+    # The load in which the wrapper takes part.
+    _load: ModelLoad | None = None
 
     @staticmethod
     def set_state_dict_type(
@@ -208,7 +211,7 @@ class StateDictMethods(SemiPrivateNames):
             state_dict = OrderedDict(state_dict)
             known = {name: versions[clean] for name, clean in here.items() if clean in versions}
             state_dict._metadata = {**versions, **known}  # type: ignore[attr-defined]
-        with all_or_nothing(self, assign=assign):
+        with all_or_nothing(self, strict=strict, assign=assign):
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
     def _load_from_state_dict(
@@ -221,7 +224,7 @@ class StateDictMethods(SemiPrivateNames):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        report = report_of(self, missing_keys, error_msgs)
+        report = report_of(self, local_metadata, missing_keys, error_msgs)
         settings = self._settings
         # Boxes are loaded as such, whichever type is set.
         boxed = any(isinstance(value, BoxedTensor) for value in state_dict.values())

@@ -181,6 +181,21 @@ def test_no_module_is_in_a_circle(package: str) -> None:
     assert circles(package_sources(), package) == []
 
 
+SHARED_MEMORY = f"{PACKAGE}.comm.shm"
+
+
+def test_the_shared_memory_transport_is_used_through_its_interface_alone() -> None:
+    sources = package_sources()
+    modules = {module_of(path) for path in sources}
+    found = [
+        f"{path}:{line}: {imported}"
+        for path, source in sources.items()
+        for line, imported in imports_of(source, path, modules)
+        if imported.startswith(SHARED_MEMORY + ".") and not is_inside(module_of(path), SHARED_MEMORY)
+    ]
+    assert found == []
+
+
 # One file for torch's private names in each package that needs them, and the module behind ``python -m``.
 SAME_BASENAMES = {"__init__", "_torch", "migrate"}
 # FSDP1's name for the view of a handle that it does not document.

@@ -26,9 +26,9 @@ from fsdp_flat.checkpoint.contents import (
     saved_values,
 )
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.comm import BackgroundWork, digest_of
+from fsdp_flat.comm import digest_of
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
 from fsdp_flat.state import OptimContents, contents_of, load_optim_state
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.

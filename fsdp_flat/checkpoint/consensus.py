@@ -10,9 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, barrier, digest_of, exchange_bytes, exchange_ints, gather_bytes, global_ranks
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    barrier,
+    digest_of,
+    exchange_bytes,
+    exchange_ints,
+    gather_bytes,
+    global_ranks,
+)
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.runtime import ErrorTexts, agree, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import rank_groups_of
 
 __all__ = ["LOADING", "SAVING", "Consensus", "consensus_of"]

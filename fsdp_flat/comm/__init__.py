@@ -1,15 +1,21 @@
 """Layer 1: provides process groups, streams and collectives on 1-D tensors."""
 
+from fsdp_flat.comm.agreement import ErrorTexts, agree, exchange_if_different, find_disagreement, true_on_any_rank
 from fsdp_flat.comm.collective_log import CollectiveLog
-from fsdp_flat.comm.custom import AllGather, CustomCollectives, ReduceScatter
-from fsdp_flat.comm.failures import report_failure
+from fsdp_flat.comm.custom import (
+    AllGather,
+    CustomCollectives,
+    QuantizedAllGather,
+    QuantizedReduceScatter,
+    ReduceScatter,
+)
+from fsdp_flat.comm.failures import report_failure, unit_names
 from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_reduce, collectives_for
-from fsdp_flat.comm.quantized import QuantizedAllGather, QuantizedReduceScatter
 from fsdp_flat.comm.rank_groups import (
     ALONE,
-    BackgroundWork,
     RankGroup,
     ShardingGroups,
+    connected,
     global_ranks,
     host_group,
     is_fake,
@@ -21,6 +27,7 @@ from fsdp_flat.comm.small_messages import (
     dtype_from_name,
     exchange_bytes,
     exchange_ints,
+    fingerprint,
     gather_bytes,
     scatter_bytes,
 )
@@ -33,10 +40,10 @@ __all__ = [
     "ALONE",
     "STRATEGIES",
     "AllGather",
-    "BackgroundWork",
     "CollectiveLog",
     "Collectives",
     "CustomCollectives",
+    "ErrorTexts",
     "P2PChannels",
     "Pending",
     "QuantizedAllGather",
@@ -47,14 +54,19 @@ __all__ = [
     "Strategy",
     "Streams",
     "Transfers",
+    "agree",
     "barrier",
     "begin_all_reduce",
     "collectives_for",
+    "connected",
     "control_device",
     "digest_of",
     "dtype_from_name",
     "exchange_bytes",
+    "exchange_if_different",
     "exchange_ints",
+    "find_disagreement",
+    "fingerprint",
     "gather_bytes",
     "global_ranks",
     "host_group",
@@ -65,5 +77,7 @@ __all__ = [
     "scatter_bytes",
     "strategy_from",
     "streams_for",
+    "true_on_any_rank",
+    "unit_names",
     "unrecorded",
 ]

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,18 +21,31 @@ from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.errors import PeerFailureError
 
-__all__ = ["WatchedWork", "failure_error", "report_failure"]
+__all__ = ["WARN_AFTER_S", "WatchedWork", "failure_error", "log_wait", "report_failure", "unit_names"]
 
 _logger = logging.getLogger("fsdp_flat")
+# Time after which a rank logs which other ranks it waits for.
 WARN_AFTER_S = 10.0
 # By group name: the number of this process's failures in the group, and whether its report is still in the store.
 # Process-wide, because a group outlives models.
 _num_failures: dict[str, int] = {}
 _reported: set[str] = set()
+_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 # Ranks notice broken connections one after the other, so reports arrive over some time.
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
+
+
+def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
+    return _unit_names.setdefault(group, {})
+
+
+def log_wait(rank: int, sources: Sequence[int], collective: str) -> None:
+    """Log that ``rank`` of a group has waited :data:`WARN_AFTER_S` seconds for other ranks."""
+    text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
+    _logger.warning(text, rank, WARN_AFTER_S, sources, collective)
 
 
 def report_failure(rank_group: RankGroup, text: str) -> None:
@@ -149,14 +163,7 @@ class WatchedWork:
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
                 if not has_said:
                     has_said = True
-                    _logger.warning(
-                        "rank %d of a group of %d has waited %.0f s for rank(s) %s in %s",
-                        self._rank_group.rank,
-                        self._rank_group.size,
-                        WARN_AFTER_S,
-                        self._sources,
-                        self._doing(),
-                    )
+                    log_wait(self._rank_group.rank, self._sources, self._doing())
         except RuntimeError as error:
             raise failure_error(self._rank_group, self._doing(), error) from error
 

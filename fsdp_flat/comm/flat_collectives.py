@@ -14,16 +14,16 @@ backend and device of the tensors:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
-from fsdp_flat.comm.failures import WatchedWork
-from fsdp_flat.comm.host_transports import transport_of
+from fsdp_flat.comm.failures import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
-from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport
+from fsdp_flat.comm.shm import ExpectedMessage, HostTransport, transport_of
 
 __all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectives_for", "own_slice"]
 
@@ -84,10 +84,6 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 class Collectives(Protocol):
     """Describes the collectives of one shard group on flat tensors."""
 
-    def name_units(self, names: dict[int, str]) -> None:
-        """Set the names of units by id, for error texts."""
-        ...
-
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
         ...
@@ -129,9 +125,7 @@ class _RankGroupCollectives:
         self.group = rank_group.group
         self.rank = rank_group.rank
         self.size = rank_group.size
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Do nothing: the tensors carry no unit ids here; ranks compare their collective logs instead."""
+        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
 
 class BackendCollectives(_RankGroupCollectives):
@@ -159,20 +153,17 @@ class GlooAcceleratorCollectives(_RankGroupCollectives):
 
 
 class GlooCollectives(_RankGroupCollectives):
-    """Uses gloo on CPU tensors, with the fewest bytes and copies.
+    """Uses gloo on CPU tensors, with the fewest bytes and copies. ``unit`` is the unit id."""
 
-    Args:
-        rank_group: the ranks.
-        name: returns the name of the tensors' unit, for error texts.
-    """
-
-    def __init__(self, rank_group: RankGroup, name: Callable[[], str] = str) -> None:
+    def __init__(self, rank_group: RankGroup, unit: int = 0) -> None:
         super().__init__(rank_group)
-        self._name = name
-        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+        self._unit = unit
+
+    def _describe(self, operation: str) -> str:
+        return f"the {operation} of unit {unit_names(self.group).get(self._unit, '')!r}"
 
     def _watched(self, work: Any, operation: str, sources: list[int]) -> WatchedWork:
-        return WatchedWork(work, self.rank_group, lambda: f"the {operation} of unit {self._name()!r}", sources)
+        return WatchedWork(work, self.rank_group, partial(self._describe, operation), sources)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         # This rank's broadcast waits for all other ranks.
@@ -202,15 +193,10 @@ class GlooCollectives(_RankGroupCollectives):
 class HostCollectives(_RankGroupCollectives):
     """Uses shared memory for CPU tensors; results equal gloo's bit for bit. ``unit`` is the unit id."""
 
-    def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
+    def __init__(self, rank_group: RankGroup, transport: HostTransport, unit: int) -> None:
         super().__init__(rank_group)
         self._transport = transport
         self._unit = unit
-        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Implement :class:`Collectives`."""
-        self._transport.names.update(names)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
@@ -224,10 +210,10 @@ class HostCollectives(_RankGroupCollectives):
         messages = self._expect("reduction", chunks[self.rank].nbytes)
         return Pending(messages.values(), full, lambda: self._summed(chunks[self.rank], messages), alive=(full,))
 
-    def _expect(self, purpose: str, nbytes: int) -> dict[int, Message]:
+    def _expect(self, purpose: str, nbytes: int) -> dict[int, ExpectedMessage]:
         return {rank: self._transport.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
-    def _summed(self, own: torch.Tensor, messages: dict[int, Message]) -> torch.Tensor:
+    def _summed(self, own: torch.Tensor, messages: dict[int, ExpectedMessage]) -> torch.Tensor:
         parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
         total = _sum([parts.get(rank, own) for rank in range(self.size)])
         for message in messages.values():
@@ -235,7 +221,7 @@ class HostCollectives(_RankGroupCollectives):
         return total
 
 
-def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict[int, Message]) -> torch.Tensor:
+def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict[int, ExpectedMessage]) -> torch.Tensor:
     for rank, message in messages.items():
         chunks[rank].copy_(message.content(full.dtype))
         message.close()
@@ -251,23 +237,18 @@ class CpuCollectives(_RankGroupCollectives):
     def __init__(self, rank_group: RankGroup, unit: int = 0, name: str = "") -> None:
         super().__init__(rank_group)
         self._unit = unit
-        self._names = {unit: name}
+        self._name = name
         self._chosen: Collectives | None = None
-
-    def name_units(self, names: dict[int, str]) -> None:
-        """Implement :class:`Collectives`."""
-        self._names = names
-        if isinstance(self._chosen, HostCollectives):
-            self._chosen.name_units(names)
 
     def _choose(self) -> Collectives:
         if self._chosen is None:
+            unit_names(self.group).setdefault(self._unit, self._name)
             transport = transport_of(self.rank_group)
-            own = None if transport is None else HostCollectives(self.rank_group, transport, self._unit)
             self._chosen = (
-                GlooCollectives(self.rank_group, lambda: self._names.get(self._unit, "")) if own is None else own
+                GlooCollectives(self.rank_group, self._unit)
+                if transport is None
+                else HostCollectives(self.rank_group, transport, self._unit)
             )
-            self._chosen.name_units(self._names)
         return self._chosen
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:

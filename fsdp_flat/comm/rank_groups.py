@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,9 +15,9 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
 __all__ = [
     "ALONE",
-    "BackgroundWork",
     "RankGroup",
     "ShardingGroups",
+    "connected",
     "destroyed_error",
     "global_ranks",
     "host_group",
@@ -42,20 +42,6 @@ class RankGroup:
 
 
 ALONE = RankGroup(None, 0, 1)
-
-
-@dataclass(slots=True, eq=False)
-class BackgroundWork:
-    """Holds the process group of a thread beside the step, and that thread's newest work.
-
-    Attributes:
-        group: a gloo group, separate from the collectives of training. It is created once, because another group of the
-            same ranks would collide with its keys in the store.
-        finish: waits for the newest work, and returns its error if the caller has not seen it yet, else an empty text.
-    """
-
-    group: dist.ProcessGroup
-    finish: Callable[[], str] = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +89,11 @@ def is_fake(group: dist.ProcessGroup) -> bool:
         return dist.get_backend(group) == "fake"
     except ValueError as error:
         raise destroyed_error(group) from error
+
+
+def connected(rank_groups: Iterable[RankGroup]) -> list[RankGroup]:
+    """Return the groups that have other ranks and a backend that communicates."""
+    return [each for each in rank_groups if each.group is not None and each.size > 1 and not is_fake(each.group)]
 
 
 def destroyed_error(group: dist.ProcessGroup) -> UsageError:

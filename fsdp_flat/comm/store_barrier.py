@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fsdp_flat.comm._torch import group_store
-from fsdp_flat.comm.host_transports import known_transport
 from fsdp_flat.comm.rank_groups import RankGroup, is_fake
+from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.errors import UsageError
 
 __all__ = ["barrier"]

@@ -6,7 +6,6 @@ result and moves each element once. Only short runs, for which a message costs m
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -14,9 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.host_transports import transport_of
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
-from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport, wait_for
+from fsdp_flat.comm.shm import SharedMemoryChannel, TransportQueue, transport_of
 from fsdp_flat.layout import TransferPlan
 
 __all__ = ["P2PChannels", "Transfers"]
@@ -25,9 +23,6 @@ __all__ = ["P2PChannels", "Transfers"]
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so the bytes in flight are limited.
 _MAX_IN_FLIGHT_NBYTES = 1 << 26
-# Shared memory: long runs are sent in parts, several of them unread, so that neither side waits for each part.
-_PART_NBYTES = 1 << 22
-_MOST_UNREAD_NBYTES = 1 << 24
 
 
 class Transfers:
@@ -169,82 +164,6 @@ class _GroupChannel:
         self._works, self._batch, self._alive = [], [], []
 
 
-class TransportQueue:
-    """Queues the messages in flight through shared memory, over all groups with transfers at the same time.
-
-    Waiting for one group reads messages of all groups; otherwise ranks that wait for different groups could deadlock.
-    """
-
-    def __init__(self) -> None:
-        # By transport and source rank, in the order in which they are sent.
-        self._letters: dict[tuple[SharedMemoryTransport, int], deque[tuple[Message, torch.Tensor]]] = {}
-        self._transports: set[SharedMemoryTransport] = set()
-
-    def send(self, transport: SharedMemoryTransport, piece: torch.Tensor, to: Sequence[int]) -> None:
-        """Send ``piece`` once enough of the earlier messages are read to bound the memory in use."""
-        # Otherwise a rank that only sends would fill its memory with unread messages.
-        self._transports.add(transport)
-        most = max(0, _MOST_UNREAD_NBYTES - piece.nbytes)
-        if self._unread_nbytes() > most:
-            self._read_until(lambda: self._unread_nbytes() <= most)
-        transport.send("transfer", [(piece, to)])
-
-    def expect(self, transport: SharedMemoryTransport, piece: torch.Tensor, source: int) -> None:
-        """Expect a message from ``source``, for ``piece``."""
-        messages = self._letters.setdefault((transport, source), deque())
-        messages.append((transport.expect("transfer", source, piece.nbytes), piece))
-
-    def finish(self) -> None:
-        """Block until all expected messages have arrived and all sent messages are read."""
-        self._read_until(lambda: not self._letters and self._unread_nbytes() == 0)
-
-    def _read_until(self, is_over: Callable[[], bool]) -> None:
-        self._read()
-        while not is_over():
-            readers = {(transport, rank) for transport in self._transports for rank in transport.unread("transfer")}
-            wait_for(readers.union(self._letters), "transfer")
-            self._read()
-
-    def _unread_nbytes(self) -> int:
-        return sum(sum(transport.unread("transfer").values()) for transport in self._transports)
-
-    def _read(self) -> None:
-        """Read all messages that have arrived."""
-        for place, messages in list(self._letters.items()):
-            while messages and messages[0][0].is_completed():
-                message, target = messages.popleft()
-                target.copy_(message.content(target.dtype))
-                message.close()
-            if not messages:
-                del self._letters[place]
-
-
-class _SharedMemoryChannel:
-    """Uses shared memory, and splits runs into parts of which a few are in flight at once."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, transport: SharedMemoryTransport, queue: TransportQueue) -> None:
-        self._transport = transport
-        self._queue = queue
-
-    def send(self, run: torch.Tensor, to: Sequence[int]) -> None:
-        for piece in _split_parts(run):
-            self._queue.send(self._transport, piece, to)
-
-    def receive(self, run: torch.Tensor, source: int) -> None:
-        for piece in _split_parts(run):
-            self._queue.expect(self._transport, piece, source)
-
-    def wait(self) -> None:
-        self._queue.finish()
-
-
-def _split_parts(run: torch.Tensor) -> Sequence[torch.Tensor]:
-    # Sender and receiver have the same length and dtype, so they split alike.
-    return run.split(_PART_NBYTES // run.itemsize) if run.nbytes > _PART_NBYTES else (run,)
-
-
 def _channel_for(rank_group: RankGroup, device: torch.device, queue: TransportQueue) -> _P2PChannel:
     group = rank_group.group
     if group is None or not moves_by_gloo(group, device):
@@ -254,7 +173,7 @@ def _channel_for(rank_group: RankGroup, device: torch.device, queue: TransportQu
     return (
         _GroupChannel(group, torch.device("cpu"), at_once=True)
         if transport is None
-        else _SharedMemoryChannel(transport, queue)
+        else SharedMemoryChannel(transport, queue)
     )
 
 

@@ -46,7 +46,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
         for handle in unit.handles:
             device = device or handle.spec.device
             managed.update(handle.views.visible_params())
-            for adapter, grad in handle.views.grads():
+            for adapter, grad in handle.grads.by_adapter():
                 # Keys do not depend on gradients: every rank must exchange the same norms.
                 local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(rank_group, adapter), [])
                 if grad is not None:

@@ -22,7 +22,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fsdp_flat.comm import P2PChannels, RankGroup, control_device, exchange_ints
+from fsdp_flat.comm import (
+    ErrorTexts,
+    P2PChannels,
+    RankGroup,
+    agree,
+    control_device,
+    exchange_ints,
+    true_on_any_rank,
+)
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.extras.matrix_owners import (
     NO_MOVES,
@@ -36,7 +44,7 @@ from fsdp_flat.extras.matrix_owners import (
 )
 from fsdp_flat.extras.names import whole_shape
 from fsdp_flat.flat import unguarded
-from fsdp_flat.runtime import ErrorTexts, Unit, agree
+from fsdp_flat.runtime import Unit
 from fsdp_flat.state import ParamIndex, rank_groups_of
 
 __all__ = ["MatrixOptimizer", "matrix_params"]
@@ -47,7 +55,7 @@ _ERROR_TEXTS = ErrorTexts(
     "Give it the same parameters in the same groups on every rank, also those that a rank has no elements of, and the "
     "same max_nbytes.",
 )
-_STEPPING = ErrorTexts("stepping a MatrixOptimizer", "", "")
+_STEPPING = ErrorTexts("stepping a MatrixOptimizer")
 _MAX_NBYTES = 1 << 30
 
 
@@ -195,12 +203,8 @@ class MatrixOptimizer(Optimizer):
             each for each in rank_groups if each.group is not None and control_device(each.group, device).type == "cpu"
         ]
         # A step reports errors over groups of which some rank is in further ones.
-        is_linked = int(len(self._compared) > 1)
-        self._linked = []
-        for rank_group in self._compared:
-            assert rank_group.group is not None
-            if any(each for (each,) in exchange_ints([is_linked], rank_group.group, device)):
-                self._linked.append(rank_group)
+        is_linked = len(self._compared) > 1
+        self._linked = [each for each in self._compared if any(true_on_any_rank([is_linked], [each], device))]
 
     def _inner_group(self, index: ParamIndex, group: dict[str, Any]) -> dict[str, Any]:
         """Assign owners to the parameters of a group; return the inner optimizer's group, with unsharded parameters."""

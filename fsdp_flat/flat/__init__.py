@@ -1,12 +1,23 @@
 """Layer 1: manages the tensors of one process: module walk, flat buffers, views, gradients, the handle."""
 
-from fsdp_flat.flat._torch import enable_torch_function, in_backward, node_will_run
-from fsdp_flat.flat.dynamo import active_compiler, dynamo_disabled, dynamo_disabled_here
-from fsdp_flat.flat.flat_param import FlatParameter, copy_flat_parameter
-from fsdp_flat.flat.guards import ShardedPlaceholder, unguarded
-from fsdp_flat.flat.handle import FlatParamHandle
-from fsdp_flat.flat.handle_spec import HandleSpec, ShardState
-from fsdp_flat.flat.storage import AliasBuffer, MemoryPool, set_grad
+from fsdp_flat.flat._torch import (
+    active_compiler,
+    dynamo_disabled,
+    dynamo_disabled_here,
+    in_backward,
+    node_will_run,
+    pytree_children,
+)
+from fsdp_flat.flat.guards import (
+    FlatParameter,
+    ShardedPlaceholder,
+    copy_flat_parameter,
+    enable_torch_function,
+    unguarded,
+)
+from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
+from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,
     DTensorAdapter,
@@ -55,6 +66,7 @@ __all__ = [
     "modules_of",
     "named_sites",
     "node_will_run",
+    "pytree_children",
     "set_grad",
     "to_local_param",
     "unguarded",

@@ -1,33 +1,32 @@
-"""Collects the private names of torch that this package needs, each with its reason."""
+"""Collects the private names of torch that this package needs, each with its reason.
+
+Two decorators exclude functions from torch.compile: this library runs between compiled graphs and never inside one.
+dynamo recognizes torch's own FSDP by file path; another package has to mark its functions.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 import torch
+import torch._dynamo.decorators
 from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils
+from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
-    "check_before_first_step",
-    "enable_torch_function",
-    "forbid_steps_on",
+    "active_compiler",
+    "dynamo_disabled",
+    "dynamo_disabled_here",
     "in_backward",
     "is_in_a_graph",
     "node_will_run",
+    "pytree_children",
     "register_as_plain_tensor",
     "set_versions",
     "swap_memory",
 ]
-
-# The ``__torch_function__`` of each registered class. Registration with torch is process-wide.
-_functions: dict[Any, Any] = {}
-_refused: set[Any] = set()
-_looks: list[Callable[[torch.optim.Optimizer], None]] = []
-# By id, optimizers that were checked and have not loaded a state dict since.
-_looked_at: dict[int, weakref.ref[torch.optim.Optimizer]] = {}
 
 # Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
@@ -52,93 +51,69 @@ def node_will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def pytree_children(value: Any) -> Iterable[Any]:
+    """Return the children of an object of a class registered with torch's pytree; none for any other object.
+
+    The functions that flatten a whole tree call a leaf any class that they do not know, dataclasses for example.
+    """
+    node = _pytree.SUPPORTED_NODES.get(type(value))
+    return () if node is None else node.flatten_fn(value)[0]
+
+
 def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
     """Return whether ``unsharded_param`` is in an autograd graph, whose accumulator holds a second reference to it."""
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
 def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
-    """Have optimizers treat ``kind`` as plain tensors, and disable its ``__torch_function__`` inside their steps.
+    """Have torch treat a class as plain tensors in optimizers, clipping and averaging; return whether this torch can.
 
     Optimizers use their foreach and fused implementations only for classes on one list, clipping and averaging only
-    for those on another; DTensor adds itself to both. Hooks disable ``__torch_function__`` before each step and enable
-    it afterwards.
-
-    Returns:
-        False if this torch has no such list, so that optimizers would be slow.
+    for those on another; DTensor adds itself to both.
     """
     supported_types = getattr(torch_optimizer, "_foreach_supported_types", None)
     if supported_types is None:
         return False
-    if kind not in _functions:
-        if not _functions:
-            torch_optimizer.register_optimizer_step_pre_hook(lambda *_: _torch_function_disabled())
-            torch_optimizer.register_optimizer_step_post_hook(lambda *_: enable_torch_function())
-        supported_types.append(kind)
-        others = getattr(_foreach_utils, "_foreach_supported_types", supported_types)
-        if others is not supported_types:
-            others.append(kind)
-        _functions[kind] = kind.__dict__["__torch_function__"]
+    for kinds in {id(each): each for each in (supported_types, _foreach_utils._foreach_supported_types)}.values():
+        if kind not in kinds:
+            kinds.append(kind)
     return True
 
 
-def check_before_first_step(look: Callable[[torch.optim.Optimizer], None]) -> None:
-    """Call ``look`` before the next step of each optimizer, and before its first step after it loads a state dict.
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
-    torch's hook for this covers all optimizers of the process.
+_REASON = (
+    "fsdp_flat gathers and frees parameters here, outside of any graph. What the wrapped module runs is compiled; for "
+    "fullgraph=True compile the modules inside the units instead of what holds them."
+)
+
+
+def dynamo_disabled(function: _Function) -> _Function:
+    """Run ``function`` and everything that it calls eagerly; each call is a graph break."""
+    disabled = torch.compiler.disable(function, reason=_REASON)
+
+    # torch's wrapper costs time at every call even if nothing is compiled, and there is one call per gradient.
+    @dynamo_disabled_here
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if active_compiler() is None:
+            return function(*args, **kwargs)
+        return disabled(*args, **kwargs)
+
+    return cast(_Function, run)
+
+
+def dynamo_disabled_here(function: _Function) -> _Function:
+    """Run ``function`` eagerly but allow its callees to be compiled; returns the same function, marked.
+
+    With the public ``torch.compiler.disable(recursive=False)``, dynamo examines the function's own frame in every
+    call, which is slow and counts as a recompilation (torch 2.13).
     """
-    if look not in _looks:
-        _looks.append(look)
-        if len(_looks) == 1:
-            torch_optimizer.register_optimizer_step_pre_hook(_before_step)
-    _looked_at.clear()
+    torch._dynamo.decorators.skip(function)
+    function._torchdynamo_disable_msg = _REASON  # type: ignore[attr-defined]
+    return function
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    known = _looked_at.get(id(optimizer))
-    if known is not None and known() is optimizer:
-        return
-    for look in _looks:
-        look(optimizer)
-    key = id(optimizer)
-    # A later optimizer may reuse the id of a deleted one, so the entry is removed with it.
-    _looked_at[key] = weakref.ref(optimizer, lambda _: _looked_at.pop(key, None))
-    if _loaded not in optimizer._optimizer_load_state_dict_post_hooks.values():
-        optimizer.register_load_state_dict_post_hook(_loaded)
-
-
-def _loaded(optimizer: torch.optim.Optimizer) -> None:
-    _looked_at.pop(id(optimizer), None)
-
-
-def forbid_steps_on(kind: type[torch.Tensor]) -> None:
-    """Make every optimizer's step raise before it writes anything if a gradient is of class ``kind``.
-
-    torch's hook for this covers all optimizers of the process; it is registered with the first gradient of the class.
-    ``kind.refuse`` raises the error.
-    """
-    if kind not in _refused:
-        _refused.add(kind)
-        torch_optimizer.register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse(optimizer, kind))
-
-
-def _refuse(optimizer: torch.optim.Optimizer, kind: Any) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if isinstance(param.grad, kind):
-                    kind.refuse(param.grad, type(optimizer).__name__ + ".step")
-
-
-def _torch_function_disabled() -> None:
-    for kind in _functions:
-        kind.__torch_function__ = torch._C._disabled_torch_function_impl
-
-
-def enable_torch_function() -> None:
-    """Enable ``__torch_function__`` again for the classes of :func:`register_as_plain_tensor`.
-
-    A step that raises skips its post hook, so every forward calls this too.
-    """
-    for kind, function in _functions.items():
-        kind.__torch_function__ = function
+# Returns a function while torch.compile would compile functions called from here, else None or False. As a C function
+# it has no frame that dynamo could compile; the public is_compiling() is true only inside a trace.
+active_compiler: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback

@@ -1,20 +1,33 @@
-"""Raises errors that name the parameter, in place of shape mismatches, when a sharded parameter is used."""
+"""Defines the classes of sharded parameters and their guards, which name the parameter in place of a shape mismatch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import _torch
-from fsdp_flat.flat.operations import OperationKind, operation_kind
+from fsdp_flat.flat._torch import register_as_plain_tensor
 from fsdp_flat.flat.sharded_grad import ShardedGrad
 
-__all__ = ["ModuleGuard", "ShardedFlatParameter", "ShardedParameter", "ShardedPlaceholder", "unguarded"]
+__all__ = [
+    "FlatParameter",
+    "ShardedFlatParameter",
+    "ShardedParameter",
+    "ShardedPlaceholder",
+    "copy_flat_parameter",
+    "enable_torch_function",
+    "module_guard",
+    "new_flat_parameter",
+    "set_sharded_class",
+    "unguarded",
+]
 
 _HINTS = (
     "Call the wrapped model (its forward gathers the parameters); for another method use "
@@ -23,44 +36,22 @@ _HINTS = (
 )
 
 
-class ModuleGuard:
-    """Raises as a forward pre-hook while a module's parameters are sharded.
+def module_guard(unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> Callable[..., NoReturn]:
+    """Create a forward pre-hook that raises, for a module whose parameters are sharded.
 
     Args:
-        key: distinguishes the guards of several units on one module.
         unit_name: returns the unit's name.
         param_fqn: FQN of a sharded parameter of the module.
         shape: its unsharded shape.
-
-    Attributes:
-        key: key of the hook.
     """
 
-    __slots__ = ("_param_fqn", "_shape", "_unit_name", "key")
-
-    def __init__(self, key: int, unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> None:
-        self.key = f"fsdp_flat_guard_{key}"
-        self._unit_name = unit_name
-        self._param_fqn = param_fqn
-        self._shape = shape
-
-    def __call__(self, module: nn.Module, _args: Any) -> NoReturn:
+    def guard(module: nn.Module, _args: Any) -> NoReturn:
         raise UsageError(
-            f"{type(module).__name__} was called while its parameter {self._param_fqn!r} {self._shape} of unit "
-            f"{self._unit_name()!r} is sharded: this rank holds a local shard of it. {_HINTS}"
+            f"{type(module).__name__} was called while its parameter {param_fqn!r} {shape} of unit {unit_name()!r} is "
+            f"sharded: this rank holds a local shard of it. {_HINTS}"
         )
 
-    def put(self, module: nn.Module) -> None:
-        """Register the guard on ``module``."""
-        module._forward_pre_hooks[self.key] = self  # type: ignore[index]
-
-    def is_on(self, module: nn.Module) -> bool:
-        """Return whether the guard is registered on ``module``."""
-        return self.key in module._forward_pre_hooks
-
-    def take(self, module: nn.Module) -> None:
-        """Remove the guard from ``module``."""
-        module._forward_pre_hooks.pop(self.key, None)  # type: ignore[call-overload]
+    return guard
 
 
 class ShardedPlaceholder(torch.Tensor):
@@ -104,117 +95,162 @@ _METADATA = frozenset(
 )
 
 
-class ShardedParameter(nn.Parameter):
-    """Marks an original parameter whose data is a local shard (``use_orig_params=True``).
+class ShardedFlatParameter(nn.Parameter):
+    """Marks a sharded flat parameter (``use_orig_params=False``), whose gradient is sharded too.
 
-    Elementwise operations (optimizers, averages, noise), reductions over all elements (norms, sums), inspection,
-    copies and moves work as for any Parameter. Every other operation needs the unsharded shape and raises, since it
-    would end in a shape mismatch or, worse, in a wrong value. Only the Parameter's class changes, never the object.
-    Inside an optimizer's step the checks are disabled, so a step costs the same.
+    No operation needs the unsharded shape of a flat parameter, so all work.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
-        """Return a plain Parameter for ``type(parameter)(data)``: the new one is not a local shard."""
-        return nn.Parameter(data, requires_grad)
-
-    @staticmethod
-    def guard(param: nn.Parameter) -> None:
-        """Give ``param``, which now holds a local shard, this class; a caller's own subclass stays."""
-        if type(param) is nn.Parameter and _torch.register_as_plain_tensor(ShardedParameter):
-            param.__class__ = ShardedParameter
-
-    @staticmethod
-    def unguard(param: nn.Parameter) -> None:
-        """Give ``param``, which is now unsharded, its class back."""
-        if type(param) is ShardedParameter:
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+        """Create one; a plain Parameter if optimizers of this torch would be slow for the class."""
+        return super().__new__(cls if _registered(cls) else nn.Parameter, data, requires_grad)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if name == "__get__":
+        if name == "__set__":
+            return _set(func, args)
+        is_read = name == "__get__"
+        if is_read:
             name = getattr(func.__self__, "__name__", "")
             if name == "grad":
                 return _grad_of(args[0], func)
-            use = OperationKind.SHAPED if name in _TRANSPOSED else OperationKind.FREE
-        elif name == "__set__":
-            return _set(func, args)
-        else:
-            use = operation_kind(name, args, kwargs)
-        if use is OperationKind.SHAPED:
-            param = _first(ShardedParameter, args, kwargs)
-            raise UsageError(_explain(param, name) + (_NO_FULLY_SHARD if name in _SPLITS else ""))
-        others = tuple(kind for kind in types if kind is not ShardedParameter)
+        kind = cls._kind_of(name, is_read, args, kwargs)
+        if kind is _Kind.SHAPED:
+            text = _explain(_first(cls, args, kwargs), name)
+            raise UsageError(text + (_NO_FULLY_SHARD if name in _SPLITS else ""))
+        others = tuple(other for other in types if not issubclass(other, ShardedFlatParameter))
         if others:
             # Dispatch to the other tensor class, as beside a plain Parameter.
             return others[0].__torch_function__(func, others, args, kwargs)
-        if use is OperationKind.FREE:
-            with unguarded():
-                return func(*args, **kwargs)
-        return _run(func, name, use, args, kwargs)
+        with unguarded():
+            return func(*args, **kwargs) if kind is _Kind.FREE else _run(func, name, kind, args, kwargs)
+
+    @staticmethod
+    def _kind_of(_name: str, _is_read: bool, _args: Any, _kwargs: Any) -> _Kind:
+        return _Kind.FREE
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _copied_plain(self, memo)
+        # Plain: a copy belongs to no unit, unless it is copied together with its model.
+        with unguarded():
+            return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduced(self, {name: value for name, value in vars(self).items() if name != "_fsdp_flattened"})
+        # Plain as well: the library's marks refer to the model.
+        with unguarded():
+            plain = nn.Parameter(self.data, self.requires_grad)
+            plain.__dict__.update(self._own_attributes())
+            return plain.__reduce_ex__(2)
+
+    def _own_attributes(self) -> dict[str, Any]:
+        return {}
 
 
-class ShardedFlatParameter(nn.Parameter):
-    """Marks a sharded flat parameter (``use_orig_params=False``), whose gradient is sharded too.
+class ShardedParameter(ShardedFlatParameter):
+    """Marks an original parameter whose data is a local shard (``use_orig_params=True``).
 
-    No operation needs the unsharded shape of a flat parameter, so all work. Inside an optimizer's step the checks are
-    disabled.
+    Elementwise operations (optimizers, averages, noise), reductions over all elements (norms, sums), inspection,
+    copies and moves work as for any Parameter. Every other operation needs the unsharded shape and raises, since it
+    would end in a shape mismatch or, worse, in a wrong value.
     """
 
-    @classmethod
-    def of(cls, shard: torch.Tensor, *, requires_grad: bool) -> nn.Parameter:
-        """Create a flat parameter whose data is ``shard``."""
-        return cls.guard(nn.Parameter(shard, requires_grad=requires_grad))
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """Return a plain Parameter for ``type(parameter)(data)``: the new one, or a copy, is no unit's local shard."""
+        return nn.Parameter(data, requires_grad)
 
-    @classmethod
-    def guard(cls, param: nn.Parameter) -> nn.Parameter:
-        """Mark ``param`` as a part of a flat parameter."""
-        # Optimizers are slow for classes that are not on torch's list of plain tensors.
-        if type(param) is nn.Parameter and _torch.register_as_plain_tensor(cls):
-            param.__class__ = cls
-        return param
+    @staticmethod
+    def _kind_of(name: str, is_read: bool, args: Any, kwargs: Any) -> _Kind:
+        if is_read:
+            return _Kind.SHAPED if name in _TRANSPOSED else _Kind.FREE
+        return _operation_kind(name, args, kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
-        return _copied_plain(self, memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return _reduced(self, {})
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name == "__get__" and getattr(func.__self__, "__name__", "") == "grad":
-            return _grad_of(args[0], func)
-        if name == "__set__":
-            return _set(func, args)
-        others = tuple(kind for kind in types if kind is not ShardedFlatParameter)
-        if others:
-            return others[0].__torch_function__(func, others, args, kwargs or {})
-        with unguarded():
-            return func(*args, **(kwargs or {}))
+    def _own_attributes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_fsdp_flattened"}
 
 
-def _copied_plain(param: nn.Parameter, memo: dict[int, Any]) -> nn.Parameter:
-    """Copy ``param`` as a plain Parameter: a copy belongs to no unit, unless it is copied together with its model."""
-    if id(param) not in memo:
-        with unguarded():
-            memo[id(param)] = nn.Parameter(param.data.clone(), param.requires_grad)
-    return memo[id(param)]
+def set_sharded_class(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Change the class of a Parameter: ``kind`` while its data is a local shard, ``nn.Parameter`` otherwise.
+
+    Only the class can change. With ``use_orig_params=True`` a user's Parameter stays the same object, as in FSDP1,
+    because optimizers built before wrapping and every other reference hold it; ``copy.deepcopy`` of an optimizer and
+    its model creates parameters as copies of those of the optimizer. A caller's own subclass stays.
+    """
+    is_ours = type(param) in (nn.Parameter, ShardedParameter) and type(param) is not kind
+    if is_ours and (kind is nn.Parameter or _registered(kind)):
+        param.__class__ = kind
 
 
-def _reduced(param: nn.Parameter, state: dict[str, Any]) -> Any:
-    """Reduce ``param`` for pickle to a plain parameter of the same data; the library's marks refer to the model."""
-    with unguarded():
-        plain = nn.Parameter(param.data, param.requires_grad)
-        plain.__dict__.update(state)
-        return plain.__reduce_ex__(2)
+@functools.cache
+def _registered(kind: type[torch.Tensor]) -> bool:
+    """Have optimizers treat ``kind`` as plain tensors, and disable its ``__torch_function__`` in all their steps.
+
+    torch's hooks around steps cover all optimizers of the process; without them each operation of a step would call
+    Python. Optimizers are slow for classes that are not on torch's list; return False if there is none.
+    """
+    _disable_in_steps()
+    return register_as_plain_tensor(kind)
+
+
+@functools.cache
+def _disable_in_steps() -> None:
+    register_optimizer_step_pre_hook(lambda *_: _set_torch_function(torch._C._disabled_torch_function_impl))
+    register_optimizer_step_post_hook(lambda *_: enable_torch_function())
+
+
+def _set_torch_function(function: Any) -> None:
+    ShardedFlatParameter.__torch_function__ = function  # type: ignore[method-assign]
+
+
+_CHECKED = ShardedFlatParameter.__dict__["__torch_function__"]
+
+
+def enable_torch_function() -> None:
+    """Enable the checks of sharded parameters after a step; forwards call it too: a step that raises skips its hook."""
+    _set_torch_function(_CHECKED)
+
+
+class _FlatParameterMeta(type(nn.Parameter)):  # type: ignore[misc]
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, torch.Tensor) and getattr(instance, "_is_flat_param", False)
+
+
+class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
+    """Identifies flat parameters: ``isinstance(t, FlatParameter)`` is true for every unit's flat parameter.
+
+    As in FSDP1, callers cannot construct one.
+    """
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> FlatParameter:
+        raise TypeError("FlatParameter is a type to test against; units make their flat parameters themselves.")
+
+
+def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_sharded: bool) -> nn.Parameter:
+    """Create a flat parameter, the tensor that an optimizer holds with ``use_orig_params=False``.
+
+    Args:
+        shard: the data, 1-D, the rank's elements and their padding.
+        requires_grad: whether it gets a gradient.
+        is_sharded: whether optimizers hold it and other ranks hold other elements.
+    """
+    return _marked((ShardedFlatParameter if is_sharded else nn.Parameter)(shard, requires_grad))
+
+
+def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:
+    """Return a flat parameter with a copy of the shard: ``copied`` if ``copy.deepcopy`` has already created one."""
+    if copied is None:
+        shard = flat_param.data.clone()
+        # Offloaded shards are in pinned memory.
+        shard = shard.pin_memory() if flat_param.data.is_pinned() else shard
+        copied = nn.Parameter(shard, flat_param.requires_grad)
+    set_sharded_class(copied, type(flat_param))
+    return _marked(copied)
+
+
+def _marked(flat_param: nn.Parameter) -> nn.Parameter:
+    flat_param._is_flat_param = True  # type: ignore[attr-defined]
+    flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
+    return flat_param
 
 
 def _grad_of(param: torch.Tensor, getter: Callable[[torch.Tensor], torch.Tensor | None]) -> torch.Tensor | None:
@@ -237,20 +273,19 @@ def _explain_grad(param: torch.Tensor) -> str:
         return f"This rank holds {param.numel()} elements of the gradient of {what}"
 
 
-def _run(func: Any, name: str, use: OperationKind, args: Any, kwargs: Any) -> Any:
+def _run(func: Any, name: str, kind: _Kind, args: Any, kwargs: Any) -> Any:
     """Run an operation, and raise if its result does not have the local shard's shape."""
-    with unguarded():
-        try:
-            result = func(*args, **kwargs)
-        except RuntimeError as error:
-            tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
-            if use is OperationKind.ELEMENTWISE and _broadcast(tensors):
-                raise
-            raise UsageError(_explain(_first(ShardedParameter, args, kwargs), name)) from error
-        param = _first(ShardedParameter, args, kwargs)
-        if isinstance(result, torch.Tensor) and result.shape != param.shape:
-            raise UsageError(_explain(param, name))
-        return result
+    param = _first(ShardedParameter, args, kwargs)
+    try:
+        result = func(*args, **kwargs)
+    except RuntimeError as error:
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)]
+        if kind is _Kind.ELEMENTWISE and _broadcast(tensors):
+            raise
+        raise UsageError(_explain(param, name)) from error
+    if isinstance(result, torch.Tensor) and result.shape != param.shape:
+        raise UsageError(_explain(param, name))
+    return result
 
 
 def _broadcast(tensors: Sequence[torch.Tensor]) -> bool:
@@ -286,4 +321,87 @@ _TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 _NO_FULLY_SHARD = (
     " torch's fully_shard cannot be called on modules that FullyShardedDataParallel manages, nor around them: take the "
     "wrapper away first (fsdp_flat.unwrap)."
+)
+
+
+class _Kind(Enum):
+    """Classifies operations by whether a local shard can replace the unsharded parameter in them."""
+
+    FREE = "looks at it, copies it, or goes over all elements in any order"
+    ELEMENTWISE = "gives every element a result of its own"
+    FLATTENING = "gives the elements as one dim, or raises"
+    SHAPED = "needs its shape"
+
+    __hash__ = object.__hash__
+
+
+def _operation_kind(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Kind:
+    """Classify the operation ``name`` (``__name__`` of a function or method of torch) with these arguments."""
+    place = _DIM_ARGUMENT.get(name)
+    if place is None:
+        return _kind_by_name(name)
+    dim = args[place] if len(args) > place else next((kwargs[key] for key in _DIM_NAMES if key in kwargs), None)
+    if isinstance(dim, torch.Tensor):
+        return _Kind.ELEMENTWISE  # torch.max(parameter, other)
+    return _Kind.FREE if dim is None or dim is True or dim is False or dim == () else _Kind.SHAPED
+
+
+@functools.cache
+def _kind_by_name(name: str) -> _Kind:
+    # torch's private functions are those of optimizers (``_foreach_add_``, ``_fused_adamw_``).
+    if name in _FREE or name.startswith("new_") or (name.startswith("_") and not name.startswith("__")):
+        return _Kind.FREE
+    if name in _FLATTENING:
+        return _Kind.FLATTENING
+    base = name.strip("_")
+    if base in _ELEMENTWISE or _is_pointwise(name) or _is_pointwise(base):
+        return _Kind.ELEMENTWISE
+    return _Kind.SHAPED
+
+
+def _is_pointwise(name: str) -> bool:
+    operator = getattr(torch.ops.aten, name, None)
+    if not isinstance(operator, torch._ops.OpOverloadPacket):
+        return False
+    return any(torch.Tag.pointwise in getattr(operator, form).tags for form in operator.overloads())
+
+
+_DIM_NAMES = ("dim", "axis", "other")
+# Reductions over all elements, with the position of the argument that restricts each to some dims.
+_DIM_ARGUMENT = {
+    **dict.fromkeys(("sum", "nansum", "mean", "nanmean", "prod", "max", "min", "amax", "amin", "median"), 1),
+    **dict.fromkeys(("all", "any", "std", "var", "std_mean", "var_mean", "count_nonzero"), 1),
+    **dict.fromkeys(("norm", "linalg_norm", "linalg_vector_norm", "quantile", "nanquantile"), 2),
+}
+# Elementwise operations, or ones that overwrite every element, that torch does not tag as pointwise.
+_ELEMENTWISE = frozenset(
+    {"copy", "fill", "zero", "normal", "uniform", "bernoulli", "exponential", "random", "cauchy", "log_normal"}
+    | {"geometric", "constant", "isclose", "absolute", "negative", "positive", "multiply", "divide", "subtract"}
+    | {"true_divide", "floor_divide", "greater", "greater_equal", "less", "less_equal", "not_equal", "real", "imag"}
+    | {"conj", "resolve_conj", "resolve_neg", "trunc_normal", "logaddexp", "pos", "and", "or", "xor", "invert"}
+    | {"iand", "ior", "ixor", "rand", "ror", "rxor", "mod", "rmod", "floordiv", "rfloordiv", "ifloordiv", "truediv"}
+    | {"rtruediv", "itruediv", "div", "rdiv", "idiv", "lshift", "rshift", "ilshift", "irshift", "rsub", "rpow"}
+)
+_FLATTENING = frozenset(
+    {"view", "view_as", "reshape", "reshape_as", "flatten", "ravel", "expand_as", "contiguous", "squeeze"}
+)
+_FREE = frozenset(
+    # Inspection.
+    {"size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "data_ptr"}
+    | {"storage", "untyped_storage", "storage_type", "get_device", "is_contiguous", "is_floating_point", "is_complex"}
+    | {"is_signed", "is_inference", "is_pinned", "is_shared", "is_same_size", "is_set_to", "is_nonzero", "is_coalesced"}
+    | {"is_conj", "is_neg", "is_distributed", "is_tensor", "result_type", "can_cast", "has_names", "dense_dim"}
+    | {"__len__", "__repr__", "__format__", "__hash__", "__dir__", "__bool__", "__int__", "__float__", "__complex__"}
+    | {"item", "tolist", "numpy", "__array__", "__dlpack__", "__dlpack_device__", "histc", "histogram", "unique"}
+    | {"dist"}
+    | {"equal", "allclose", "aminmax", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "backward"}
+    # Copies, moves and assignment.
+    | {"to", "type", "type_as", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool"}
+    | {"cpu", "cuda", "xpu", "ipu", "npu", "clone", "detach", "detach_", "alias", "as_subclass", "pin_memory"}
+    | {"share_memory_", "record_stream", "requires_grad_", "set_", "apply_", "map_", "__delete__"}
+    | {"__setstate__", "__reduce__", "__reduce_ex__", "__deepcopy__", "__copy__", "view_as_real"}
+    | {f"{kind}_like" for kind in ("empty", "zeros", "ones", "full", "rand", "randn", "randint")}
+    # Collectives and p2p.
+    | {"all_reduce", "broadcast", "reduce", "all_gather", "all_gather_into_tensor", "send", "recv", "isend", "irecv"}
+    | {"all_reduce_coalesced", "all_gather_coalesced", "reduce_scatter", "all_to_all"}
 )

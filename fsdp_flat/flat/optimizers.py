@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
+import weakref
+from typing import Any
 
 import torch
 from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat.flat_param import FlatParameter
+from fsdp_flat.flat.guards import FlatParameter
 from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
-__all__ = ["check_optimizer"]
+__all__ = ["check_before_first_step"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
 _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+class _Watch:
+    """Checks an optimizer before its first step, and before its first step after it loads a state dict."""
+
+    def __init__(self) -> None:
+        self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer not in self.checked:
+            _check_optimizer(optimizer)
+            self.checked.add(optimizer)
+            if self.checked.discard not in optimizer._optimizer_load_state_dict_post_hooks.values():
+                optimizer.register_load_state_dict_post_hook(self.checked.discard)
+
+
+@functools.cache
+def _watch() -> _Watch:
+    return _Watch()
+
+
+def check_before_first_step() -> None:
+    """Check each optimizer before its next step, by torch's hook for all optimizers of the process."""
+    _watch().checked.clear()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Check that an optimizer can update local shards, that its states have their shapes, and warn of empty groups.
 
     An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``. One that keeps the full

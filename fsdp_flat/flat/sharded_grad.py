@@ -1,15 +1,27 @@
-"""Marks sharded gradients, so that the norm of one rank's shard is not mistaken for that of the full gradient."""
+"""Marks gradients that are sharded or not reduced, so that one rank's part is not mistaken for the full gradient."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 
-__all__ = ["LocalNorm", "ShardedGrad"]
+__all__ = [
+    "LocalNorm",
+    "ShardedGrad",
+    "UnreducedGrad",
+    "UnreducedLocalGrad",
+    "accumulate_grad",
+    "hooked_grad",
+    "run_grad_hooks",
+    "set_grad",
+]
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
@@ -119,3 +131,169 @@ def _marked(norm: torch.Tensor, describe: Callable[[], str] | None) -> torch.Ten
     marked = norm.as_subclass(LocalNorm)
     marked._part = describe
     return marked
+
+
+class UnreducedGrad(torch.Tensor):
+    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
+
+    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
+    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
+    """
+
+    _describe: Callable[[], str]
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
+        """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
+        _forbid_steps()
+        unreduced = grad.as_subclass(cls)
+        unreduced._describe = describe
+        return unreduced
+
+    def _part(self) -> str:
+        return f"The gradient of {self._describe()} is this rank's own, not reduced yet (no_sync)"
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise for an operation that would use this rank's unreduced gradient."""
+        raise UsageError(
+            f"{operation} was called on the gradient of {self._describe()}, which is not reduced: the backwards since "
+            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
+            "an accumulation outside of no_sync, then step."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        describe = _first_unreduced(args, kwargs)._describe
+        if name.endswith("_") and not name.startswith("__"):
+            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            if not isinstance(target, cls):
+                _first_unreduced(args, kwargs).refuse(name)
+        with _unguarded():
+            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
+        if isinstance(result, torch.Tensor):
+            return _marked_unreduced(result, describe)
+        return (
+            [_marked_unreduced(item, describe) for item in result] if name.startswith("_foreach") and result else result
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        with _unguarded():
+            return self.clone().as_subclass(torch.Tensor)
+
+
+@functools.cache
+def _forbid_steps() -> None:
+    """Make every optimizer's step raise before it writes anything if a gradient is not reduced.
+
+    torch's hook for this covers all optimizers of the process; it is registered with the first such gradient.
+    """
+    register_optimizer_step_pre_hook(_refuse_unreduced)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    with _unguarded():
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if isinstance(param.grad, UnreducedGrad):
+                    param.grad.refuse(type(optimizer).__name__ + ".step")
+
+
+def _marked_unreduced(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
+    """Mark a result computed from an unreduced gradient; scalars, such as norms, stay as they are."""
+    is_plain = result.dim() == 0 or isinstance(result, UnreducedGrad)
+    return result if is_plain else UnreducedGrad.of(result, describe)
+
+
+def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
+    given = [*args, *(kwargs or {}).values()]
+    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
+    return next(item for item in flat if isinstance(item, UnreducedGrad))
+
+
+def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
+    """Set ``param.grad``, which may have a different dtype than ``param`` (``keep_low_precision_grads``)."""
+    if grad is None or grad.dtype == param.dtype:
+        param.grad = grad
+        return
+    # torch rejects a gradient of another dtype unless it is assigned through ``.data``.
+    shown = torch.empty_like(param).as_subclass(type(grad))
+    shown.__dict__.update(grad.__dict__)
+    param.grad = shown
+    with _unguarded():
+        shown.data = grad
+
+
+class UnreducedLocalGrad:
+    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards.
+
+    Args:
+        param: the parameter that the optimizer holds.
+        local_shard: this rank's shard of the waiting gradient, in the parameter's shape.
+        describe: returns the parameter's name for error texts.
+        indices: the layout's parameters that ``param`` holds elements of.
+    """
+
+    __slots__ = ("_before", "_grad", "_param", "_version", "indices")
+
+    def __init__(
+        self, param: nn.Parameter, local_shard: torch.Tensor, describe: Callable[[], str], indices: range
+    ) -> None:
+        self.indices = indices
+        self._param = param
+        self._before = param.grad
+        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
+        shown = local_shard.to(param.dtype) if self._before is None else self._before
+        set_grad(param, UnreducedGrad.of(shown, describe))
+        assert param.grad is not None
+        self._grad = param.grad
+        self._version = self._grad._version
+
+    @property
+    def is_cleared(self) -> bool:
+        """Return whether a caller has set the gradient to None or zero since it was shown."""
+        grad = self._param.grad
+        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether a caller has written into the gradient since it was shown."""
+        return self._before is None and self._changed_in_place
+
+    @property
+    def _changed_in_place(self) -> bool:
+        return self._param.grad is self._grad and self._grad._version != self._version
+
+    def take_back(self) -> None:
+        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
+        if self._param.grad is self._grad:
+            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
+            set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
+
+
+def hooked_grad(flat_param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
+    """Pass this rank's reduced gradient through the flat parameter's hooks: it is not in the autograd graph."""
+    with _unguarded():
+        hooks = flat_param._backward_hooks or {}
+    for hook in hooks.values():
+        result = hook(grad)
+        grad = grad if result is None else result
+    return grad
+
+
+def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
+    """Add a reduced gradient to ``param.grad``; return whether :func:`run_grad_hooks` must follow."""
+    if param.grad is not None:
+        param.grad.add_(grad)
+    else:
+        set_grad(param, grad)
+    return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
+
+
+def run_grad_hooks(param: nn.Parameter) -> None:
+    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
+    for optimizer in getattr(param, "_in_backward_optimizers", ()):
+        optimizer.step()
+        optimizer.zero_grad()

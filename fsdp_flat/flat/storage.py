@@ -1,31 +1,22 @@
-"""Manages the memory of flat buffers: unsharded parameters, waiting gradients, and the pool for both."""
+"""Manages flat buffers: their memory, and the gradients that wait in one until they are reduced."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from torch import nn
 
-from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import forbid_steps_on, set_versions, swap_memory
-from fsdp_flat.flat.sharded_grad import LocalNorm
+from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
+from fsdp_flat.flat.guards import unguarded
+from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, hooked_grad, run_grad_hooks
+from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
+from fsdp_flat.flat.views import Views
+from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
 
-__all__ = [
-    "EXPIRED",
-    "AliasBuffer",
-    "DtypeBuffer",
-    "Expiry",
-    "FlatBuffer",
-    "FlatGradBuffer",
-    "MemoryPool",
-    "UnreducedGrad",
-    "UnreducedLocalGrad",
-    "set_grad",
-]
+__all__ = ["AliasBuffer", "FlatBuffer", "FlatGradBuffer", "HandleGradients", "MemoryPool"]
 
 _MOST_IDLE = 2
 
@@ -133,51 +124,6 @@ class AliasBuffer(FlatBuffer):
         pass
 
 
-EXPIRED = 10**9
-"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
-
-
-class Expiry:
-    """Marks the unsharded parameters of one buffer as changed while the buffer does not hold their values.
-
-    A backward unshards a unit when it reaches one of the outputs that were found. Autograd may reach a tensor that a
-    module stored elsewhere earlier, and its graph uses the parameters too: it would read freed memory, or memory that
-    an all-gather still writes to. Autograd compares versions whenever it unpacks a saved tensor and raises if they
-    differ, so another version in between costs nothing where it is read.
-
-    Args:
-        unsharded_params: the parameters that modules see; each has a version counter of its own.
-    """
-
-    __slots__ = ("_params", "_versions")
-
-    def __init__(self, unsharded_params: Sequence[torch.Tensor]) -> None:
-        self._params = tuple(unsharded_params)
-        self._versions: tuple[int, ...] | None = None
-
-    def expire(self) -> None:
-        """Have autograd refuse what it saved of the parameters from now on."""
-        if self._versions is None and self._params:
-            self._versions = tuple([unsharded_param._version for unsharded_param in self._params])
-            set_versions(self._params, tuple([version + EXPIRED for version in self._versions]))
-
-    def renew(self) -> None:
-        """Have autograd accept it again: the parameters have their values."""
-        if self._versions is not None:
-            set_versions(self._params, self._versions)
-            self._versions = None
-
-
-@dataclass(frozen=True, slots=True)
-class DtypeBuffer:
-    """Groups an unsharded buffer of one compute dtype, this rank's slice and the parameters that view it."""
-
-    buffer: FlatBuffer
-    own_slice: torch.Tensor
-    unsharded_params: tuple[nn.Parameter, ...]
-    expiry: Expiry
-
-
 class FlatGradBuffer:
     """Collects the gradients of parameters, and copies them into a flat buffer at once when closed.
 
@@ -261,120 +207,287 @@ class FlatGradBuffer:
         self.num_grads_ready = 0
 
 
-def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
-    """Set ``param.grad``, which may have a different dtype than ``param`` (``keep_low_precision_grads``)."""
-    if grad is None or grad.dtype == param.dtype:
-        param.grad = grad
-        return
-    # torch rejects a gradient of another dtype unless it is assigned through ``.data``.
-    shown = torch.empty_like(param).as_subclass(type(grad))
-    shown.__dict__.update(grad.__dict__)
-    param.grad = shown
-    with torch._C.DisableTorchFunctionSubclass():
-        shown.data = grad
-
-
-class UnreducedGrad(torch.Tensor):
-    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
-
-    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
-    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
-    """
-
-    _describe: Callable[[], str]
-
-    @classmethod
-    def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
-        """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
-        forbid_steps_on(cls)
-        unreduced = grad.as_subclass(cls)
-        unreduced._describe = describe
-        return unreduced
-
-    def _part(self) -> str:
-        return f"The gradient of {self._describe()} is this rank's own, not reduced yet (no_sync)"
-
-    def refuse(self, operation: str) -> NoReturn:
-        """Raise for an operation that would use this rank's unreduced gradient."""
-        raise UsageError(
-            f"{operation} was called on the gradient of {self._describe()}, which is not reduced: the backwards since "
-            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
-            "an accumulation outside of no_sync, then step."
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        describe = _first_unreduced(args, kwargs)._describe
-        if name.endswith("_") and not name.startswith("__"):
-            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            if not isinstance(target, cls):
-                _first_unreduced(args, kwargs).refuse(name)
-        with torch._C.DisableTorchFunctionSubclass():
-            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
-        if isinstance(result, torch.Tensor):
-            return _marked(result, describe)
-        return [_marked(item, describe) for item in result] if name.startswith("_foreach") and result else result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.clone().as_subclass(torch.Tensor)
-
-
-def _marked(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
-    """Mark a result computed from an unreduced gradient; scalars, such as norms, stay as they are."""
-    is_plain = result.dim() == 0 or isinstance(result, UnreducedGrad)
-    return result if is_plain else UnreducedGrad.of(result, describe)
-
-
-def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
-    given = [*args, *(kwargs or {}).values()]
-    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return next(item for item in flat if isinstance(item, UnreducedGrad))
-
-
-class UnreducedLocalGrad:
-    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards.
+class HandleGradients:
+    """Holds the gradients of one handle, from those of the unsharded parameters to those of the optimizer's.
 
     Args:
-        param: the parameter that the optimizer holds.
-        local_shard: this rank's shard of the waiting gradient, in the parameter's shape.
-        describe: returns the parameter's name for error texts.
-        param_infos: indices of the layout's parameters that ``param`` holds elements of.
+        params: the parameters as they were when they were flattened, with the user's gradient hooks.
+        views: the handle's views.
+
+    Attributes:
+        on_ready: called after each gradient that arrives.
+        buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
+        reduce_dtype: dtype in which they are reduced.
+        num_trainable: number of parameters that require a gradient.
     """
 
-    __slots__ = ("_before", "_grad", "_param", "_version", "param_infos")
+    buffer_dtype: torch.dtype
+    reduce_dtype: torch.dtype
 
-    def __init__(
-        self, param: nn.Parameter, local_shard: torch.Tensor, describe: Callable[[], str], param_infos: Sequence[int]
-    ) -> None:
-        self.param_infos = param_infos
-        self._param = param
-        self._before = param.grad
-        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
-        shown = local_shard.to(param.dtype) if self._before is None else self._before
-        set_grad(param, UnreducedGrad.of(shown, describe))
-        assert param.grad is not None
-        self._grad = param.grad
-        self._version = self._grad._version
+    def __init__(self, params: Sequence[ManagedParam], views: Views) -> None:
+        self.on_ready: Callable[[], None] = lambda: None
+        self.num_trainable = 0
+        self._views = views
+        self._layout = views.layout
+        self._hooks = [entry.param._backward_hooks for entry in params]
+        self._adapters = {index: entry.adapter for index, entry in enumerate(params) if entry.adapter is not PLAIN}
+        self._synced = [False] * len(params)
+        self._buffer: FlatGradBuffer | None = None
+        self._spare_buffer: FlatGradBuffer | None = None
+        self._unreduced: list[UnreducedLocalGrad] = []
+
+    # -- gradients of unsharded parameters -----------------------------------------------------------------------
+
+    def use_dtypes(self, buffer_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        """Follow the views to other unsharded parameters, on ``device``, whose gradients wait in ``buffer_dtype``."""
+        self.buffer_dtype, self.reduce_dtype, self._device = buffer_dtype, reduce_dtype, device
+        # Unsharded parameters that were in use before still have their flags and hooks.
+        self._synced = [unsharded_param.requires_grad for unsharded_param in self._views.unsharded_params]
+        self.sync_requires_grad()
+
+    def sync_requires_grad(self) -> None:
+        """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
+        unsharded_params, before = self._views.unsharded_params, self._synced
+        shown = [unsharded_param.requires_grad for unsharded_param in unsharded_params]
+        if shown != before:
+            self._views.adopt_requires_grad(shown, before)
+        wanted = self._views.requires_grad()
+        if wanted == shown == before:
+            return
+        for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
+            unsharded_param.requires_grad_(want)
+            if want and not was:
+                unsharded_param.register_post_accumulate_grad_hook(_grad_hook(self, index))
+            elif was and not want:
+                unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+        self._synced = wanted
+        self.num_trainable = sum(wanted)
 
     @property
-    def is_cleared(self) -> bool:
-        """Return whether a caller has set the gradient to None or zero since it was shown."""
-        grad = self._param.grad
-        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
+    def are_in_a_graph(self) -> bool:
+        """Return whether a caller holds an autograd graph that can still produce gradients."""
+        return any(
+            unsharded_param.requires_grad and is_in_a_graph(unsharded_param)
+            for unsharded_param in self._views.unsharded_params
+        )
+
+    @dynamo_disabled
+    def _accept(self, index: int, unsharded_param: torch.Tensor) -> None:
+        grad, unsharded_param.grad = unsharded_param.grad, None
+        if grad is None:
+            return  # the graph reaches the parameter, but the loss does not depend on it: an unused output
+        if grad.requires_grad:
+            raise UnsupportedError(
+                f"A gradient of {self._layout.param_infos[index].fqn!r} (unit {self._views.unit_name!r}) is itself "
+                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
+                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
+            )
+        if self._unreduced:
+            self.hide_unreduced()
+        if self._buffer is None:
+            self._buffer = self._new_buffer(grad.device)
+        grad = grad.detach()
+        with unguarded():
+            hooks = self._views.params[index].param._backward_hooks or self._hooks[index]
+        for hook in hooks.values() if hooks else ():
+            result = hook(grad)
+            grad = grad if result is None else result
+        if self._adapters:
+            grad = self._adapters.get(index, PLAIN).to_local(grad)
+        self._buffer.add_grad(index, grad)
+        self.on_ready()
+
+    def _new_buffer(self, device: torch.device) -> FlatGradBuffer:
+        buffer, self._spare_buffer = self._spare_buffer, None
+        if buffer is None or not buffer.fits(self.buffer_dtype, device):
+            return FlatGradBuffer(self._layout, self.buffer_dtype, device)
+        return buffer
+
+    # -- waiting gradients ---------------------------------------------------------------------------------------
 
     @property
-    def is_changed(self) -> bool:
-        """Return whether a caller has written into the gradient since it was shown."""
-        return self._before is None and self._changed_in_place
+    def num_ready(self) -> int:
+        """Number of parameters whose gradient waits."""
+        return 0 if self._buffer is None else self._buffer.num_grads_ready
 
     @property
-    def _changed_in_place(self) -> bool:
-        return self._param.grad is self._grad and self._grad._version != self._version
+    def ready(self) -> bytes:
+        """One byte per parameter: 1 where a gradient waits."""
+        return bytes(len(self._layout.param_infos)) if self._buffer is None else bytes(self._buffer.grads_ready)
 
-    def take_back(self) -> None:
-        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
-        if self._param.grad is self._grad:
-            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
-            set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
+    def take_ready(self) -> bytes:
+        """Drop gradients that the caller has cleared, and return :attr:`ready`, before gradients are reduced."""
+        self.hide_unreduced()
+        return self.ready
+
+    def take(self, pool: MemoryPool) -> tuple[torch.Tensor, FlatGradBuffer | None]:
+        """Return the flat gradient, with memory from ``pool``, and remove it.
+
+        Returns:
+            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
+            :meth:`recycle` once the gradient is no longer used, or None.
+        """
+        self.hide_unreduced()
+        buffer, self._buffer = self._buffer, None
+        if buffer is None:
+            return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
+        closed = buffer.close(pool)
+        flat = closed.to(self.reduce_dtype)
+        if flat is not closed:
+            self.recycle(buffer, pool)
+            return flat, None
+        return flat, buffer
+
+    def recycle(self, buffer: FlatGradBuffer, pool: MemoryPool) -> None:
+        """Keep a used buffer object for the next gradient, and return its memory to ``pool``."""
+        if not buffer.is_exposed:
+            buffer.release(pool)
+            self._spare_buffer = buffer
+
+    def drop(self) -> None:
+        """Drop all gradients."""
+        self._buffer = None
+        for shown in self._unreduced:
+            shown.take_back()
+        self._unreduced = []
+        for unsharded_param in self._views.unsharded_params:
+            unsharded_param.grad = None
+
+    # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
+
+    def expose_unreduced(self, pool: MemoryPool, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
+
+        It costs no memory unless shards are offloaded. A later missing ``.grad`` means that the caller has cleared
+        the gradients.
+
+        Args:
+            pool: gives memory if the gradient is not in a flat buffer yet.
+            convert: converts a tensor to the shard's dtype and device.
+        """
+        if self._buffer is None or self._unreduced:
+            return
+        self._buffer.is_exposed = True
+        rank = self._views.rank
+        own = convert(self._buffer.close(pool)[self._layout.shard(rank).to_slice()])
+        ready = self.ready
+        there = [each for each in self._views.visible if any(ready[each.indices.start : each.indices.stop])]
+        # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
+        shown = [each for each in there if not each.is_elsewhere] or there
+        with unguarded():
+            self._unreduced = [
+                UnreducedLocalGrad(each.param, each.part_of(own), each.describe, each.indices) for each in shown
+            ]
+
+    def hide_unreduced(self) -> bool:
+        """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set.
+
+        Raises:
+            UsageError: gradients were changed, or some were cleared and this rank cannot know which.
+        """
+        exposed, self._unreduced = self._unreduced, []
+        if not exposed:
+            return False
+        kept = [shown for shown in exposed if not shown.is_cleared]
+        if any(shown.is_changed for shown in kept):
+            raise UsageError(
+                f"Gradients of unit {self._views.unit_name!r} were changed in place between backwards inside no_sync. "
+                "There they are this rank's own, not yet reduced, and it holds a local shard of them only: scale or "
+                "clip after the first backward outside of no_sync."
+            )
+        with_grad = {index for index, is_ready in enumerate(self.ready) if is_ready}
+        hidden = with_grad.difference(*(shown.indices for shown in exposed))
+        if hidden and kept and len(kept) < len(exposed):
+            raise UsageError(
+                f"Gradients of some parameters of unit {self._views.unit_name!r} were cleared between backwards inside "
+                f"no_sync, and others were kept. Rank {self._views.rank} of the shard group has no elements of "
+                f"{self._layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of "
+                "them. Clear all gradients of a unit at once, or clear some after the first backward outside of "
+                "no_sync."
+            )
+        for shown in exposed:
+            if self._buffer is not None and shown not in kept:
+                for index in shown.indices:
+                    self._buffer.forget(index)
+            shown.take_back()
+        if not kept:
+            self._buffer = None
+        return True
+
+    # -- reduced gradients ---------------------------------------------------------------------------------------
+
+    def add_reduced(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
+        """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
+
+        Args:
+            shard_grad: the gradient.
+            used: for each parameter, whether any rank has used it; others get none.
+        """
+        hooked = []
+        for each in self._views.visible:
+            # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+            if each.is_elsewhere or not any(used[each.indices.start : each.indices.stop]):
+                continue
+            grad = each.part_of(shard_grad)
+            if each.param is self._views.flat_param:
+                grad = hooked_grad(each.param, grad)
+            with unguarded():
+                if accumulate_grad(each.param, grad):
+                    hooked.append(each.param)
+        for param in hooked:
+            run_grad_hooks(param)
+
+    def shard(self) -> torch.Tensor:
+        """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
+        with unguarded():
+            whole = torch.zeros_like(self._views.flat_param.data)
+            for each, grad in zip(self._views.visible, self._views.grads(), strict=True):
+                if grad is not None:
+                    each.part_of(whole).copy_(grad)
+        return whole
+
+    def exist(self) -> list[bool]:
+        """Return for each original parameter whether this rank's local shard has a gradient."""
+        grads = zip(self._views.visible, self._views.grads(), strict=True)
+        return [grad is not None for each, grad in grads for _ in each.indices]
+
+    def register_full(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
+        """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
+        with unguarded():
+            for index, (is_there, param_info) in enumerate(zip(there, self._layout.param_infos, strict=True)):
+                if is_there:
+                    self._views.set_shown_grad(index, whole[param_info.interval.to_slice()].view(param_info.shape))
+
+    def restore_shard(self, own: torch.Tensor) -> None:
+        """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :meth:`register_full`."""
+        with unguarded():
+            for each, grad in zip(self._views.visible, self._views.grads(), strict=True):
+                if grad is not None:
+                    grad.copy_(each.part_of(own))
+
+    def by_adapter(self) -> Iterator[tuple[TensorAdapter, torch.Tensor | None]]:
+        """Iterate over this rank's gradients for the optimizer, each with the adapter of its parameter."""
+        params, local_shards = self._views.params, self._views.local_shards
+        for each, grad in zip(self._views.visible, self._views.grads(), strict=True):
+            if len(each.indices) == 1 or not self._adapters:
+                yield params[each.indices.start].adapter, grad
+                continue
+            for index in each.indices:
+                part = None if grad is None else grad[local_shards[index].in_shard.to_slice()]
+                yield params[index].adapter, part
+
+
+def _grad_hook(gradients: HandleGradients, index: int) -> Callable[[torch.Tensor], None]:
+    """Create the post-accumulate-grad hook of unsharded parameter ``index``.
+
+    It must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++ objects is
+    never collected, so no wrapped model would ever be freed.
+    """
+    owner = weakref.ref(gradients)
+
+    def grad_ready(unsharded_param: torch.Tensor) -> None:
+        there = owner()
+        if there is not None:
+            there._accept(index, unsharded_param)
+
+    return grad_ready

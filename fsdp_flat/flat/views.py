@@ -1,33 +1,74 @@
-"""Sets the tensors that a unit's modules point at, and the ``.grad`` of reduced gradients.
+"""Sets the tensors that a unit's modules point at.
 
 There are two implementations, chosen when the handle is built:
 
-* ``OrigViews`` (``use_orig_params=True``): outside of compute ``module.weight`` is the user's Parameter, whose data is
-  this rank's 1-D local shard (possibly empty).
-* ``FlatViews`` (``use_orig_params=False``): the original parameters leave ``module._parameters``; the optimizer sees
-  only the flat parameter.
+* :class:`OrigViews` (``use_orig_params=True``): outside of compute ``module.weight`` is always the user's Parameter,
+  whose data is this rank's 1-D local shard (possibly empty), or the full parameter if nothing is sharded.
+* :class:`FlatViews` (``use_orig_params=False``): the original parameters leave ``module._parameters``; the optimizer
+  sees only the flat parameter. Outside of compute the modules hold placeholders that raise when used.
 
 During compute, both show ``unsharded_params``: one Parameter per original, a view of the unsharded buffer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.guards import ModuleGuard
-from fsdp_flat.flat.storage import UnreducedLocalGrad, set_grad
-from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
+from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class, unguarded
+from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-__all__ = ["Views", "accumulate_grad", "run_grad_hooks"]
+__all__ = ["FlatViews", "OrigViews", "Views", "VisibleParam"]
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _unguarded(method: _Method) -> _Method:
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with unguarded():
+            return method(*args, **kwargs)
+
+    return cast(_Method, run)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisibleParam:
+    """Describes a parameter that an optimizer holds: an original one, or the flat parameter.
+
+    Attributes:
+        param: the parameter.
+        indices: the layout's parameters of which it holds elements.
+        describe: returns its name and unit, for error texts.
+        in_shard: its elements in the rank's shard; None for all.
+        shape: its shape where nothing is sharded, else None for one dim.
+        is_elsewhere: it has elements, but none on this rank.
+    """
+
+    param: nn.Parameter
+    indices: range
+    describe: Callable[[], str]
+    in_shard: slice | None = None
+    shape: tuple[int, ...] | None = None
+    is_elsewhere: bool = False
+
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's elements of a tensor like the shard, in the parameter's shape."""
+        part = shard if self.in_shard is None else shard[self.in_shard]
+        return part if self.shape is None else part.view(self.shape)
 
 
 class Views:
@@ -43,8 +84,11 @@ class Views:
         unit_name: name of the unit, for error texts.
 
     Attributes:
-        hooks: per parameter, the gradient hooks that were registered when it was flattened.
+        local_shards: this rank's local shard of each parameter.
+        visible: the parameters that an optimizer holds.
     """
+
+    visible: tuple[VisibleParam, ...]
 
     def __init__(
         self,
@@ -58,47 +102,62 @@ class Views:
     ) -> None:
         self.unit_name = unit_name
         self.params = tuple(params)
-        self.unsharded_params = tuple(unsharded_params)
         self.layout = layout
         self.rank = rank
         self.flat_param = flat_param
         self.module = module
-        self.local_shards: tuple[LocalShard, ...] = tuple(
-            layout.local_shard(i, rank) for i in range(len(layout.param_infos))
-        )
-        self.hooks = [entry.param._backward_hooks for entry in params]
+        self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
-        self._guards: dict[nn.Module, ModuleGuard] = {}
+        self._saved_grads: list[torch.Tensor | None] | None = None
+        guards: dict[nn.Module, Callable[..., NoReturn]] = {}
         if layout.world_size > 1:
             for entry, param_info in zip(params, layout.param_infos, strict=True):
                 for site in entry.sites:
-                    guard = ModuleGuard(id(self), lambda: self.unit_name, param_info.fqn, param_info.shape)
-                    self._guards.setdefault(site.module, guard)
-        self._guard_hooks: list[tuple[Any, str, ModuleGuard]] = [
-            (module._forward_pre_hooks, guard.key, guard) for module, guard in self._guards.items()
+                    guard = module_guard(lambda: self.unit_name, param_info.fqn, param_info.shape)
+                    guards.setdefault(site.module, guard)
+        # Several units may guard one module.
+        key = f"fsdp_flat_guard_{id(self)}"
+        self._guard_hooks: list[tuple[Any, str, Callable[..., NoReturn]]] = [
+            (module._forward_pre_hooks, key, guard) for module, guard in guards.items()
         ]
+        self.use_unsharded_params(unsharded_params)
 
-    def guard(self) -> None:
-        """Register guards that raise when the modules are called with sharded parameters."""
-        for hooks, key, guard in self._guard_hooks:
-            hooks[key] = guard
+    # -- the implementations differ in these ---------------------------------------------------------------------
 
-    def unguard(self) -> None:
-        """Remove the guards from the modules."""
-        for hooks, key, _ in self._guard_hooks:
-            hooks.pop(key, None)
+    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """Return where each unsharded parameter is shown: attributes, name, unsharded and sharded tensor."""
+        raise NotImplementedError
 
-    def run_hooks(self, index: int, grad: torch.Tensor) -> torch.Tensor:
-        """Pass an unsharded local gradient through the user's hooks on the original parameter."""
-        hooks = self.params[index].param._backward_hooks or self.hooks[index]
-        for hook in hooks.values() if hooks else ():
-            result = hook(grad)
-            grad = grad if result is None else result
-        return grad
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Point the modules at full Parameters made from ``tensors``, until :meth:`unregister_full_params`."""
+        raise NotImplementedError
 
-    def describe(self, index: int) -> str:
-        """Return the FQN of a parameter and its unit, for error texts."""
-        return f"{self.layout.param_infos[index].fqn!r} of unit {self.unit_name!r}"
+    def unregister_full_params(self) -> None:
+        """Undo :meth:`use_full_tensors`; does nothing if no full parameters are shown."""
+        raise NotImplementedError
+
+    def show_names(self) -> None:
+        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
+
+    def remove(self) -> None:
+        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
+        raise NotImplementedError
+
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
+        """Make sharded parameters views of the data of ``flat_param``."""
+
+    def adopt_changes(self) -> None:
+        """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
+        raise NotImplementedError
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
+
+    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
+        return {}
+
+    # -- unsharded and sharded views -----------------------------------------------------------------------------
 
     def use_unsharded_params(self, unsharded_params: Sequence[nn.Parameter]) -> None:
         """Use other unsharded parameters from now on (of another compute dtype)."""
@@ -107,14 +166,73 @@ class Views:
             unsharded_param.untyped_storage()._cdata if entry.adapter is PLAIN else 0
             for unsharded_param, entry in zip(self.unsharded_params, self.params, strict=True)
         ]
+        self._bindings = self._bind()
 
     def use_unsharded_views(self) -> None:
         """Point the modules at the unsharded parameters."""
-        raise NotImplementedError
+        for hooks, key, _ in self._guard_hooks:
+            hooks.pop(key, None)
+        for attributes, name, unsharded_param, _ in self._bindings:
+            attributes[name] = unsharded_param
 
     def use_sharded_views(self) -> None:
         """Point the modules at the sharded parameters or their placeholders."""
-        raise NotImplementedError
+        for attributes, name, _, sharded in self._bindings:
+            attributes[name] = sharded
+        for hooks, key, guard in self._guard_hooks:
+            hooks[key] = guard
+
+    def unguard(self) -> None:
+        """Remove the guards, which raise when modules are called with sharded parameters."""
+        for hooks, key, _ in self._guard_hooks:
+            hooks.pop(key, None)
+
+    @contextmanager
+    def detached(self) -> Iterator[None]:
+        """Replace the handle's tensors by None and remove the guards inside the block, to copy the modules.
+
+        The current tensors, sharded or unsharded, are restored at the end.
+        """
+        guarded = [(hooks, key, guard) for hooks, key, guard in self._guard_hooks if key in hooks]
+        held = [(attributes, name, attributes[name]) for attributes, name, *_ in self._bindings if name in attributes]
+        self.unguard()
+        for attributes, name, _ in held:
+            attributes[name] = None
+        try:
+            yield
+        finally:
+            for attributes, name, tensor in held:
+                attributes[name] = tensor
+            for hooks, key, guard in guarded:
+                hooks[key] = guard
+
+    def check_shown(self) -> None:
+        """Check that no parameter was assigned while the modules pointed at unsharded ones.
+
+        Raises:
+            PhaseError: if one was; the assignment would be lost.
+        """
+        bindings = iter(self._bindings)
+        for index, entry in enumerate(self.params):
+            for _ in entry.sites:
+                attributes, name, unsharded_param, sharded = next(bindings)
+                current = attributes.get(name)
+                if current is sharded or (current is unsharded_param and self._is_unchanged(index)):
+                    continue
+                raise PhaseError(
+                    f"Parameter {self.describe(index)} was assigned after a forward, "
+                    "while the unit was gathered, and the assignment would be lost. The weights were changed before "
+                    "the backward of that forward, or without one. Assign between steps, after backward, or inside "
+                    "summon_full_params."
+                )
+
+    def _is_unchanged(self, index: int) -> bool:
+        """Return whether an unsharded parameter still has its storage."""
+        if self.params[index].adapter is not PLAIN:
+            return True
+        return self.unsharded_params[index].untyped_storage()._cdata == self._storages[index]
+
+    # -- full parameters -----------------------------------------------------------------------------------------
 
     def register_full_params(self, whole: torch.Tensor) -> None:
         """Point the modules at full Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
@@ -122,16 +240,17 @@ class Views:
             [whole[param_info.interval.to_slice()].view(param_info.shape) for param_info in self.layout.param_infos]
         )
 
-    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Point the modules at full Parameters made from ``tensors``, until :meth:`unregister_full_params`."""
-        raise NotImplementedError
-
-    def show_names(self) -> None:
-        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
-
-    def unregister_full_params(self) -> None:
-        """Undo :meth:`register_full_params`; does nothing if no full parameters are shown."""
-        raise NotImplementedError
+    def unflatten(self, whole: torch.Tensor) -> None:
+        """Register ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``) permanently."""
+        self.use_full_tensors(
+            [
+                whole[param_info.interval.to_slice()].view(param_info.shape).clone()
+                for param_info in self.layout.param_infos
+            ]
+        )
+        self._saved_grads = None
+        for entry in self.params:
+            entry.param.__dict__.pop("_fsdp_flattened", None)
 
     def shown(self, index: int) -> torch.Tensor:
         """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
@@ -147,103 +266,37 @@ class Views:
         assert current is not None
         return current
 
-    def shard_grad(self) -> torch.Tensor:
-        """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
-        raise NotImplementedError
-
-    def has_grads(self) -> list[bool]:
-        """Return for each original parameter whether this rank's local shard has a gradient."""
-        raise NotImplementedError
-
-    def register_full_grads(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
-        """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
-        raise NotImplementedError
-
-    def restore_sharded_grads(self, own: torch.Tensor) -> None:
-        """Undo :meth:`register_full_grads` and copy ``own`` (1-D, ``shard_numel``) into this rank's gradient."""
-        raise NotImplementedError
-
-    def remove(self) -> None:
-        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
-        raise NotImplementedError
-
-    @contextmanager
-    def detached(self) -> Iterator[None]:
-        """Replace the handle's tensors by None and remove the guards inside the block, to copy the modules.
-
-        The current tensors, sharded or unsharded, are restored at the end.
-        """
-        guarded = [(module, guard) for module, guard in self._guards.items() if guard.is_on(module)]
-        held: list[tuple[dict[str, Any], str, Any]] = []
-        sites = [(site.module, site.name) for entry in self.params for site in entry.sites]
-        for module, name in (*sites, (self.module, FLAT_PARAM)):
-            where = next((d for d in (module._parameters, module.__dict__) if name in d), None)
-            if where is not None and (name != FLAT_PARAM or where[name] is self.flat_param):
-                held.append((where, name, where[name]))
-        for module, guard in guarded:
-            guard.take(module)
-        for where, name, _ in held:
-            where[name] = None
-        try:
-            yield
-        finally:
-            for where, name, tensor in held:
-                where[name] = tensor
-            for module, guard in guarded:
-                guard.put(module)
-
-    def unflatten(self, whole: torch.Tensor) -> None:
-        """Register ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``) permanently."""
-        raise NotImplementedError
-
-    def bind_shard(self, *, rebuilt: bool = False) -> None:
-        """Make sharded parameters views of the data of ``flat_param``."""
-        raise NotImplementedError
+    # -- the parameters of the optimizer -------------------------------------------------------------------------
 
     def visible_params(self) -> list[nn.Parameter]:
         """Return the parameters of this handle that an optimizer holds."""
-        raise NotImplementedError
+        return [each.param for each in self.visible]
 
-    def grads(self) -> list[tuple[TensorAdapter, torch.Tensor | None]]:
-        """Return this rank's gradients for the optimizer, each with the adapter of its parameter."""
-        raise NotImplementedError
+    @_unguarded
+    def grads(self) -> list[torch.Tensor | None]:
+        """Return this rank's gradient of each visible parameter."""
+        return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
 
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
-        return {}
-
+    @_unguarded
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""
-        raise NotImplementedError
+        flags = [each.param.requires_grad for each in self.visible]
+        return flags if len(flags) == len(self.params) else flags * len(self.params)
 
-    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
-        """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
+    def bump_version(self) -> None:
+        """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
+        self._num_rewrites += 1
 
-    def set_sharded_grad(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
-        """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters."""
-        raise NotImplementedError
+    @_unguarded
+    def version(self) -> int:
+        """Return a number that changes when sharded values change."""
+        return self.flat_param._version + self._num_rewrites + sum([each.param._version for each in self.visible])
 
-    def adopt_changes(self) -> None:
-        """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
+    # -- error texts ---------------------------------------------------------------------------------------------
 
-    def check_shown(self) -> None:
-        """Check that no parameter was assigned while the modules pointed at unsharded ones.
-
-        Raises:
-            PhaseError: if one was; the assignment would be lost.
-        """
-        raise NotImplementedError
-
-    def _is_shown(self, index: int, current: Any) -> bool:
-        """Return whether ``current``, the module's tensor, is the unchanged unsharded parameter."""
-        unsharded_param = self.unsharded_params[index]
-        if current is not unsharded_param or self.params[index].adapter is not PLAIN:
-            return current is unsharded_param
-        return unsharded_param.untyped_storage()._cdata == self._storages[index]
-
-    def _check_not_dtensor(self, index: int, current: Any) -> None:
-        if isinstance(current, DTensor) and self.params[index].adapter is PLAIN:
-            self._raise_replaced(f"Parameter {self.describe(index)}")
+    def describe(self, index: int) -> str:
+        """Return the FQN of a parameter and its unit, for error texts."""
+        return f"{self.layout.param_infos[index].fqn!r} of unit {self.unit_name!r}"
 
     def _raise_replaced(self, what: str) -> NoReturn:
         raise UsageError(
@@ -252,40 +305,195 @@ class Views:
             "wrapper away (fsdp_flat.unwrap) before fully_shard, or pass its parameters as ignored_params."
         )
 
-    def _raise_assigned(self, index: int) -> NoReturn:
-        raise PhaseError(
-            f"Parameter {self.describe(index)} was assigned after a forward, "
-            "while the unit was gathered, and the assignment would be lost. The weights were changed before the "
-            "backward of that forward, or without one. Assign between steps, after backward, or inside "
-            "summon_full_params."
+
+class OrigViews(Views):
+    """Implements :class:`Views` for ``use_orig_params=True``."""
+
+    def __init__(self, params: Sequence[ManagedParam], *args: Any) -> None:
+        super().__init__(params, *args)
+        is_sharded = self.layout.world_size > 1
+        self.visible = tuple(
+            VisibleParam(
+                entry.param,
+                range(local_shard.index, local_shard.index + 1),
+                functools.partial(self.describe, local_shard.index),
+                local_shard.in_shard.to_slice(),
+                None if is_sharded else param_info.shape,
+                local_shard.is_empty and param_info.numel > 0,
+            )
+            for entry, local_shard, param_info in zip(
+                self.params, self.local_shards, self.layout.param_infos, strict=True
+            )
         )
+        self._class = ShardedParameter if is_sharded else nn.Parameter
+        self._pointers: tuple[int, ...] = ()
+        self.bind_shard()
+        for hooks, key, guard in self._guard_hooks:
+            hooks[key] = guard
 
-    def expose_unreduced_grads(self, own: torch.Tensor, grads_ready: bytes) -> list[UnreducedLocalGrad]:
-        """Set ``.grad`` to this rank's shard of a waiting gradient (1-D, ``shard_numel``) where one is ready."""
-        raise NotImplementedError
+    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        return [
+            (site.module._parameters, site.name, unsharded_param, entry.param)
+            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
+            for site in entry.sites
+        ]
 
-    def bump_version(self) -> None:
-        """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
-        self._num_rewrites += 1
+    @_unguarded
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._saved_grads = self.grads()
+        self.use_sharded_views()
+        self.unguard()
+        for entry, tensor in zip(self.params, tensors, strict=True):
+            entry.param.grad = None
+            entry.param.data = tensor
+            set_sharded_class(entry.param, nn.Parameter)
+            if entry.adapter is not PLAIN:
+                # The user's plain Parameter replaces a DTensor, which it cannot become.
+                shown = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=entry.param.requires_grad)
+                for site in entry.sites:
+                    site.module._parameters[site.name] = shown
 
-    def version(self) -> int:
-        """Return a number that changes when sharded values change."""
-        raise NotImplementedError
+    @_unguarded
+    def unregister_full_params(self) -> None:
+        if self._saved_grads is None:
+            return
+        saved, self._saved_grads = self._saved_grads, None
+        for entry in self.params:
+            entry.param.grad = None
+        self.use_sharded_views()
+        self.bind_shard()
+        for entry, grad in zip(self.params, saved, strict=True):
+            set_grad(entry.param, grad)
+
+    def remove(self) -> None:
+        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
+        # rebuild their list of weights after a conversion (nn.RNN) would keep.
+        for parameters, name, _, _ in self._bindings:
+            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
+
+    @_unguarded
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
+        shard = self.flat_param.data
+        for each in self.visible:
+            param, data = each.param, each.part_of(shard)
+            grad, param.grad = param.grad, None
+            param.data = data
+            # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
+            if grad is not None and grad.shape == data.shape:
+                set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
+            set_sharded_class(param, self._class)
+        self._pointers = tuple(each.param.data_ptr() for each in self.visible)
+
+    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
+
+    @_unguarded
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        for entry, now, was in zip(self.params, shown, before, strict=True):
+            if now != was:
+                entry.param.requires_grad_(now)
+
+    @_unguarded
+    def adopt_changes(self) -> None:
+        unchanged = [parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings]
+        if all(unchanged) and self._pointers == tuple([each.param.data_ptr() for each in self.visible]):
+            return
+        for index, entry in enumerate(self.params):
+            for site in entry.sites:
+                current = site.module._parameters.get(site.name)
+                if isinstance(current, DTensor) and entry.adapter is PLAIN:
+                    self._raise_replaced(f"Parameter {self.describe(index)}")
+                if current is not None and current is not entry.param:
+                    entry.param.data = current.data
+        for index, entry in enumerate(self.params):
+            if entry.param.data_ptr() != self._pointers[index]:
+                self._write_back(index, entry.param.data)
+        self.use_sharded_views()
+        self.bind_shard()
+
+    def _write_back(self, index: int, data: torch.Tensor) -> None:
+        self.bump_version()
+        param_info, local_shard = self.layout.param_infos[index], self.local_shards[index]
+        target = self.flat_param.data[local_shard.in_shard.to_slice()]
+        if data.shape == target.shape:
+            target.copy_(data)
+        elif tuple(data.shape) == param_info.shape:
+            target.copy_(data.reshape(-1)[local_shard.in_param.to_slice()])
+        else:
+            raise UsageError(
+                f"Parameter {param_info.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
+                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {param_info.shape} or this rank's "
+                f"slice {tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
+            )
 
 
-def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
-    """Add a reduced gradient to ``param.grad``, and return whether :func:`run_grad_hooks` must follow."""
-    if param.grad is not None:
-        param.grad.add_(grad)
-    else:
-        set_grad(param, grad)
-    return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
+class FlatViews(Views):
+    """Implements :class:`Views` for ``use_orig_params=False``; modules hold tensors as plain attributes."""
+
+    def __init__(self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any) -> None:
+        # Only weak references to the originals are kept, so that their memory is freed.
+        entries = [
+            replace(entry, param=unsharded_param, replaced=entry.replaced or TensorWeakRef(entry.param))
+            for entry, unsharded_param in zip(params, unsharded_params, strict=True)
+        ]
+        super().__init__(entries, unsharded_params, *args)
+        self.visible = (
+            VisibleParam(
+                self.flat_param, range(len(entries)), lambda: f"the flat parameter of unit {self.unit_name!r}"
+            ),
+        )
+        _warn_of_lost_hooks(params, self.unit_name)
+        self.unregister_full_params()
+
+    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        placeholders: Sequence[torch.Tensor] = self.unsharded_params
+        if self.layout.world_size > 1:
+            placeholders = [
+                ShardedPlaceholder.of(unsharded_param, param_info.fqn, lambda: self.unit_name)
+                for unsharded_param, param_info in zip(self.unsharded_params, self.layout.param_infos, strict=True)
+            ]
+        bindings: list[tuple[dict[str, Any], str, Any, Any]] = [
+            (site.module.__dict__, site.name, unsharded_param, placeholder)
+            for entry, unsharded_param, placeholder in zip(
+                self.params, self.unsharded_params, placeholders, strict=True
+            )
+            for site in entry.sites
+        ]
+        return [*bindings, (self.module._parameters, FLAT_PARAM, self.flat_param, self.flat_param)]
+
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.unguard()
+        self.module._parameters.pop(FLAT_PARAM, None)
+        for entry, tensor in zip(self.params, tensors, strict=True):
+            fresh = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=self.flat_param.requires_grad)
+            for site in entry.sites:
+                site.module.__dict__.pop(site.name, None)
+                site.module._parameters[site.name] = fresh
+
+    def unregister_full_params(self) -> None:
+        for entry in self.params:
+            for site in entry.sites:
+                site.module._parameters.pop(site.name, None)
+        self.use_sharded_views()
+
+    def show_names(self) -> None:
+        self.register_full_params(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
+
+    def remove(self) -> None:
+        self.module._parameters[FLAT_PARAM] = None
+
+    def adopt_changes(self) -> None:
+        current = self.module._parameters.get(FLAT_PARAM)
+        if current is not None and current is not self.flat_param:
+            self._raise_replaced(f"The flat parameter of unit {self.unit_name!r}")
 
 
-def run_grad_hooks(param: nn.Parameter) -> None:
-    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        hook(param)
-    for optimizer in getattr(param, "_in_backward_optimizers", ()):
-        optimizer.step()
-        optimizer.zero_grad()
+def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
+    lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]
+    if lost:
+        warnings.warn(
+            f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which "
+            "will not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
+            "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True.",
+            stacklevel=2,
+        )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, true_on_any_rank
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -24,18 +25,27 @@ from fsdp_flat.flat import (
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.agreement import agree_on_structure, agree_on_weights, true_on_any_rank
 from fsdp_flat.runtime.compiled import hide_compiled_name
-from fsdp_flat.runtime.materialize import broadcast_from_rank_zero, materialize, move_to_device, own_modules
+from fsdp_flat.runtime.materialize import (
+    Unwritten,
+    agree_on_weights,
+    broadcast_from_rank_zero,
+    is_marked,
+    materialize,
+    move_to_device,
+    own_modules,
+)
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
-from fsdp_flat.runtime.unwritten import Unwritten, is_marked
 
-__all__ = ["build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
+__all__ = ["agree_on_structure", "build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
 
 Owners = Mapping[nn.Parameter, nn.Module]
+_WRAPPING = ErrorTexts(
+    "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
+)
 
 
 def build_unit(
@@ -130,7 +140,11 @@ def _initialised_params(
     elif error is not None:
         raise error
     # A model may be on the meta device on some ranks only; all ranks compare the values that these initialised.
-    if on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], options.groups, device)):
+    if (
+        on_meta
+        and options.sync_states != "broadcast"
+        and any(true_on_any_rank([was_meta], options.groups.rank_groups, device))
+    ):
         named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
         named += own_buffers(module, ignored) if options.sync_states != "warn" else []
         broadcast = agree_on_weights(named, options.sync_states, options.groups, device)
@@ -154,24 +168,31 @@ def handles_of(
     ]
 
 
+def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
+    """Yield FQN, module, name and buffer of each buffer."""
+    for path, module in modules:
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                yield join_fqn(path, name), module, name, buffer
+
+
 def own_buffers(root: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
     """Return names and buffers of ``root``'s subtree outside of nested units and ignored modules."""
+    modules = own_modules(root, lambda m: unit_of(m) is not None)
     return [
-        (clean_fqn(join_fqn(path, name)), buffer)
-        for path, module in own_modules(root, lambda m: unit_of(m) is not None)
+        (clean_fqn(fqn), buffer)
+        for fqn, module, _, buffer in _buffers(modules)
         if module not in ignored.modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.layout is torch.strided
-        if type(buffer.data) in (torch.Tensor, DTensor)
+        and buffer.layout is torch.strided
+        and type(buffer.data) in (torch.Tensor, DTensor)
     ]
 
 
 def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritten]:
     return [
-        Unwritten(join_fqn(path, name), partial(module._buffers.get, name), is_param=False)
-        for path, module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None and is_marked(buffer)
+        Unwritten(fqn, partial(module._buffers.get, name), is_param=False)
+        for fqn, module, name, buffer in _buffers(modules)
+        if is_marked(buffer)
     ]
 
 
@@ -222,12 +243,7 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
 
 
 def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
-    buffers = [
-        adapter_if_dtensor(buffer).to_local(buffer)
-        for _, module in modules
-        for buffer in module._buffers.values()
-        if buffer is not None
-    ]
+    buffers = [adapter_if_dtensor(buffer).to_local(buffer) for _, _, _, buffer in _buffers(modules)]
     return [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
 
 
@@ -361,3 +377,13 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
+
+
+def agree_on_structure(
+    lines: Sequence[str], error: Exception | None, groups: ShardingGroups, device: torch.device
+) -> None:
+    """Raise on every rank if any rank failed or is about to build a different model; see :func:`agree`.
+
+    A model whose shapes differ between ranks would abort the process inside the first collective.
+    """
+    agree(lines, error, groups.rank_groups, device, _WRAPPING)

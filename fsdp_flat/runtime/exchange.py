@@ -21,7 +21,15 @@ from dataclasses import dataclass
 
 import torch
 
-from fsdp_flat.comm import CollectiveLog, RankGroup, ShardingGroups, begin_all_reduce, host_group, is_fake
+from fsdp_flat.comm import (
+    CollectiveLog,
+    RankGroup,
+    ShardingGroups,
+    begin_all_reduce,
+    connected,
+    host_group,
+    true_on_any_rank,
+)
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 
@@ -63,7 +71,9 @@ class BackwardExchange:
         if not self._handles and units[0].options.groups.num_ranks > 1:
             # Everything is ignored; gradients that no unit manages may still be averaged.
             self._handles[units[0].options.groups] = []
-        self._axes: dict[ShardingGroups, list[RankGroup]] = {}
+        self._host_groups_of: dict[ShardingGroups, list[RankGroup]] = {}
+        # Kept until the next exchange: a thread of gloo that drops the last reference to a tensor needs the GIL for
+        # it, and aborts the process if the interpreter is ending (pytorch issue 190489).
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
     @property
@@ -72,19 +82,15 @@ class BackwardExchange:
         return self._handles
 
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
-        """Return for each flag whether it is true on any rank.
-
-        Waits for the other ranks, which must pass equally many flags.
+        """Return for each flag whether it is true on any rank; see :func:`true_on_any_rank`.
 
         Args:
             flags: this rank's flags.
             over: the groups to reduce over; None for those of all units that have handles.
         """
-        tensor = torch.tensor(flags, dtype=torch.uint8)
-        for groups in [groups for groups, some in self._handles.items() if some] if over is None else [over]:
-            for rank_group in self._rank_groups_of(groups):
-                begin_all_reduce(tensor, rank_group, largest=True, collective=_DOING).wait()
-        return [bool(flag) for flag in tensor.tolist()]
+        chosen = [groups for groups, some in self._handles.items() if some] if over is None else [over]
+        rank_groups = [rank_group for groups in chosen for rank_group in self._host_groups(groups)]
+        return true_on_any_rank(flags, rank_groups, torch.device("cpu"), collective=_DOING)
 
     def begin(
         self,
@@ -116,20 +122,20 @@ class BackwardExchange:
 
     def _begin_maximum(self, tensor: torch.Tensor, groups: ShardingGroups) -> Callable[[], torch.Tensor]:
         pending = None
-        for rank_group in self._rank_groups_of(groups):
+        for rank_group in self._host_groups(groups):
             if pending is not None:
                 pending.wait()
             pending = begin_all_reduce(tensor, rank_group, largest=True, collective=_DOING)
         return (lambda: tensor) if pending is None else pending.wait
 
-    def _rank_groups_of(self, groups: ShardingGroups) -> list[RankGroup]:
-        if groups not in self._axes:
-            self._axes[groups] = [
+    def _host_groups(self, groups: ShardingGroups) -> list[RankGroup]:
+        if groups not in self._host_groups_of:
+            self._host_groups_of[groups] = [
                 RankGroup.of(host_group(rank_group.group))
-                for rank_group in groups.rank_groups
-                if rank_group.group is not None and rank_group.size > 1 and not is_fake(rank_group.group)
+                for rank_group in connected(groups.rank_groups)
+                if rank_group.group is not None
             ]
-        return self._axes[groups]
+        return self._host_groups_of[groups]
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
         """Wait for the other ranks and merge their flags.
@@ -156,5 +162,4 @@ class BackwardExchange:
             greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups
-        self._in_flight.clear()
         return Outcome(differing, tuple(to_compare), average)

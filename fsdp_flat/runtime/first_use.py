@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from fsdp_flat.comm import ALONE, RankGroup, ShardingGroups
-from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError, UsageError
+from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, find_disagreement
+from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.agreement import ErrorTexts, agree
-from fsdp_flat.runtime.records import Iteration
+from fsdp_flat.runtime.backward import Iteration
+from fsdp_flat.runtime.materialize import unwritten_error
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import DriftCheck
-from fsdp_flat.runtime.unwritten import check_written
 
-__all__ = ["RankChecks", "check_gradients", "check_requires_grad", "check_units", "check_values", "log_units"]
+__all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
 # Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
 _FORWARDS_COMPARED = (1, 2, 4, 8)
+_WRITTEN = ErrorTexts("the check of weights that left the meta device")
 _TRAINED = ErrorTexts(
     "the comparison of which parameters are trained",
     "Ranks run different units, or train different parameters of one.",
@@ -38,15 +38,11 @@ def check_units(units: Sequence[Unit]) -> None:
         OptionError: units differ in an option.
         UsageError: an optimizer runs in backward of a flat parameter.
     """
-    options: dict[str, Callable[[Unit], bool]] = {
-        "use_orig_params": lambda unit: unit.options.use_orig_params,
-        "limit_all_gathers": lambda unit: unit.options.limit_all_gathers,
-    }
-    for option, value_of in options.items():
+    for option in ("use_orig_params", "limit_all_gathers"):
         first: dict[bool, str] = {}
         for unit in units:
             if unit.handles or option == "limit_all_gathers":
-                first.setdefault(value_of(unit), unit.name)
+                first.setdefault(getattr(unit.options, option), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
@@ -59,7 +55,7 @@ def check_units(units: Sequence[Unit]) -> None:
                 )
 
 
-def check_values(units: Sequence[Unit]) -> None:
+def _check_values(units: Sequence[Unit]) -> None:
     """Report tensors that left the meta device and have no values at the first forward. Every rank must call this.
 
     Units may be sharded over different groups. An error found over one group is exchanged over the others before any
@@ -75,22 +71,24 @@ def check_values(units: Sequence[Unit]) -> None:
             by_groups.setdefault(unit.options.groups, []).append(unit)
     found: Exception | None = None
     for groups, some in by_groups.items():
-        entries = [(unit.name, entry) for unit in some for entry in unit.unwritten or ()]
-        try:
-            check_written(entries, groups.rank_groups, some[0].options.device, found)
-        except (UsageError, PeerFailureError) as error:
-            found = error
+        error = unwritten_error((unit.name, entry) for unit in some for entry in unit.unwritten or ())
+        found = find_disagreement((), found or error, groups.rank_groups, some[0].options.device, _WRITTEN)
     if found is not None:
         raise found
     for unit in units:
         unit.unwritten = None
 
 
+def _trained_lines(handles: Iterable[FlatParamHandle]) -> list[str]:
+    return [
+        f"parameter {param_info.fqn!r} of unit {handle.spec.unit_name!r} with requires_grad={trains}"
+        for handle in handles
+        for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
+    ]
+
+
 def check_requires_grad(
-    handles: Iterable[FlatParamHandle],
-    rank_groups: Sequence[RankGroup],
-    device: torch.device,
-    found: Exception | None = None,
+    handles: Iterable[FlatParamHandle], rank_groups: Sequence[RankGroup], device: torch.device
 ) -> None:
     """Compare between ranks which parameters are trained. Every rank of the groups must call this.
 
@@ -98,17 +96,11 @@ def check_requires_grad(
         handles: those of all units over the same groups.
         rank_groups: groups over which to compare.
         device: the compute device.
-        found: error found over other groups, which is reported to the ranks of these.
 
     Raises:
         RankMismatchError: a parameter is frozen on some ranks only.
     """
-    lines = [
-        f"parameter {param_info.fqn!r} of unit {handle.spec.unit_name!r} with requires_grad={trains}"
-        for handle in handles
-        for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
-    ]
-    agree(lines, found, rank_groups, device, _TRAINED)
+    agree(_trained_lines(handles), None, rank_groups, device, _TRAINED)
 
 
 class RankChecks:
@@ -132,6 +124,8 @@ class RankChecks:
         # Groups over which no forward has compared yet.
         self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
         self._compared_in_backward = False
+        self._checked_values = False
+        self._checked_gradients = False
         self._last: weakref.ref[Iteration] | None = None
         self._num_forwards = 0
         self.in_forward = bool(self._ahead)
@@ -140,6 +134,17 @@ class RankChecks:
         """Disable all later comparisons."""
         self._compared_in_backward = True
         self.in_forward = False
+
+    def before_iteration(self) -> None:
+        """Check before the first forward that every tensor that left the meta device has values.
+
+        Raises:
+            UsageError: a parameter has no values on this rank.
+            PeerFailureError: a parameter has no values on another rank.
+        """
+        if not self._checked_values:
+            _check_values(self._units)
+            self._checked_values = True
 
     def before_forward(self, unit: Unit, iteration: Iteration) -> None:
         """Compare which parameters are trained, before the first forward with gradients over a unit's groups.
@@ -181,25 +186,27 @@ class RankChecks:
         found: Exception | None = None
         for groups, handles in self._handles.items():
             if groups.replicate.size > 1:
-                try:
-                    check_requires_grad(handles, groups.rank_groups, self._units[0].options.device, found)
-                except (RankMismatchError, PeerFailureError) as error:
-                    found = error
+                device = self._units[0].options.device
+                found = find_disagreement(_trained_lines(handles), found, groups.rank_groups, device, _TRAINED)
         if found is not None:
             raise found
         self._compared_in_backward = True
 
-
-def check_gradients(units: Sequence[Unit]) -> None:
-    """Check once, when the first gradients exist, for mistakes that would otherwise stay silent."""
-    short = next((h for u in units for h in u.handles if h.is_trainable and h.orig_dtype.itemsize < 4), None)
-    if short is not None:
-        warnings.warn(
-            f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in {short.orig_dtype}, "
-            "so an optimizer keeps its state and makes its updates in it too, where small updates are lost. Pass "
-            "MixedPrecision(master_dtype=torch.float32), or convert the model before wrapping.",
-            stacklevel=2,
-        )
+    def after_backward(self) -> None:
+        """Check once, when the first gradients exist, for mistakes that would otherwise stay silent."""
+        if self._checked_gradients:
+            return
+        self._checked_gradients = True
+        handles = [handle for unit in self._units for handle in unit.handles]
+        short = next((each for each in handles if each.is_trainable and each.orig_dtype.itemsize < 4), None)
+        if short is not None:
+            warnings.warn(
+                f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "
+                f"{short.orig_dtype}, so an optimizer keeps its state and makes its updates in it too, where small "
+                "updates are lost. Pass MixedPrecision(master_dtype=torch.float32), or convert the model before "
+                "wrapping.",
+                stacklevel=2,
+            )
 
 
 def log_units(units: Sequence[Unit]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,12 +11,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from fsdp_flat.comm import profiled
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
-from fsdp_flat.runtime.records import ForwardRecord
+from fsdp_flat.runtime.backward import ForwardRecord
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.unit import Unit, Weights, unit_of
@@ -172,7 +174,7 @@ class _Forward:
         if not unit.options.use_orig_params:
             wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
             assert wrapped is not None
-            schedule.check_compiles(unit, wrapped, compiler)
+            _check_compiles(schedule, unit, wrapped, compiler)
         self._entered = False
         self._hooked_inputs: list[_HookedInput] = []
         self._outermost = False
@@ -187,7 +189,7 @@ class _Forward:
         """Unshard the parameters, prefetch the next unit, and prepare the inputs."""
         unit, schedule, record = self._unit, self._schedule, self._record
         with profiled("pre_forward", unit.name):
-            schedule.log_event("pre_forward", unit)
+            unit.log_event("pre_forward")
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
             if record.iteration is not None and schedule.rank_checks.in_forward:
@@ -232,7 +234,7 @@ class _Forward:
         if _hook_outputs(self._record, output, always=self._outermost):
             self._close(True)
         else:
-            hidden = torch.is_grad_enabled() and any(handle.is_in_a_graph for handle in self._unit.handles)
+            hidden = torch.is_grad_enabled() and any(handle.grads.are_in_a_graph for handle in self._unit.handles)
             self._close(hidden, open_ended=hidden)
 
     def leave_open(self) -> None:
@@ -242,7 +244,7 @@ class _Forward:
     def _close(self, returns: bool, *, open_ended: bool = False) -> None:
         unit, schedule, record = self._unit, self._schedule, self._record
         with profiled("post_forward", unit.name):
-            schedule.log_event("post_forward", unit)
+            unit.log_event("post_forward")
             iteration = record.iteration
             reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
@@ -262,6 +264,32 @@ class _Forward:
                 schedule.keep_until_next_unit(unit)
             if self._outermost:
                 schedule.end_iteration()
+
+
+def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
+    """Warn once if torch.compile would skip a unit because it has no original parameters.
+
+    Args:
+        schedule: the unit's schedule.
+        unit: the unit, which is about to run.
+        wrapped: the module that its wrapper holds now.
+        compiler: compiles the code that calls the unit; None if nothing does.
+    """
+    modules = [wrapped] if schedule.looked_for_compiled else list(wrapped.modules())
+    schedule.looked_for_compiled = True
+    if not schedule.warned_uncompiled and (compiler or any(_is_compiled(module) for module in modules)):
+        schedule.warned_uncompiled = True
+        warnings.warn(
+            f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
+            f"{schedule.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. "
+            "Training goes on without compilation; pass use_orig_params=True to have it.",
+            stacklevel=5,
+        )
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
+    return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:

@@ -1,21 +1,37 @@
-"""Moves a module's own tensors to the compute device, initialises them and makes them equal on all ranks."""
+"""Moves a module's own tensors to the compute device, initialises them, and compares or broadcasts their values.
+
+Ranks that started from different weights would train on a mixture of them. Tensors that left the meta device and were
+not written since are found by a mark in their memory.
+"""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_flat.comm import ShardingGroups
-from fsdp_flat.errors import MaterializeError, OptionError, UsageError
-from fsdp_flat.flat import named_sites
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprint
+from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
+from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.unwritten import MarksEmpty
+from fsdp_flat.runtime.options import SyncStates
 
-__all__ = ["broadcast_from_rank_zero", "materialize", "move_to_device", "own_modules"]
+__all__ = [
+    "Unwritten",
+    "agree_on_weights",
+    "broadcast_from_rank_zero",
+    "is_marked",
+    "materialize",
+    "move_to_device",
+    "own_modules",
+    "unwritten_error",
+]
 
 
 def own_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
@@ -71,7 +87,7 @@ def materialize(
     if init_fn is not None and not callable(init_fn):
         raise OptionError(f"param_init_fn must be callable; got {init_fn!r}.")
     ties = _ties(root)
-    with torch.no_grad(), MarksEmpty():
+    with torch.no_grad(), _MarksEmpty():
         if init_fn is not None:
             for _, module in listed:
                 init_fn(module)
@@ -164,14 +180,51 @@ def move_to_device(
                 tensor.data = tensor.data.to(device)
 
 
+class _WeightTexts(ErrorTexts):
+    """Describes a difference of weights; a line is a name and a fingerprint."""
+
+    def describe(self, first: str, rank: int, other: str) -> str:
+        """Return the text of the error."""
+        name = first.rpartition(" ")[0]
+        return f"Ranks start from different weights: {name} of rank {rank} differs from that of rank 0 of the group"
+
+
+_WEIGHTS = _WeightTexts("the comparison of weights")
+_ADVICE = (
+    'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
+    "load a checkpoint on every rank."
+)
+
+
+def agree_on_weights(
+    named: Sequence[tuple[str, torch.Tensor]], sync: SyncStates, groups: ShardingGroups, device: torch.device
+) -> bool:
+    """Compare initial weights across ranks; return whether those of rank 0 must be broadcast.
+
+    Every rank of the groups must call this with the same names. If the weights differ and ``sync`` is ``"warn"``, the
+    first rank warns.
+
+    Raises:
+        RankMismatchError: they differ and ``sync`` is ``"raise"``.
+    """
+    if sync == "broadcast":
+        return True
+    lines = [f"{name!r} {fingerprint(adapter_if_dtensor(each).to_local(each.detach()))}" for name, each in named]
+    found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
+    if found is not None and sync == "raise":
+        raise RankMismatchError(f"{found}. {_ADVICE}")
+    if found is not None and sync == "warn" and all(rank_group.rank == 0 for rank_group in groups.rank_groups):
+        warnings.warn(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=6)
+    return found is not None and sync == "auto"
+
+
 def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups) -> None:
     """Overwrite ``tensors`` with those of rank 0: over the replicate group first, then over the shard group.
 
     Every rank of the groups must call this with tensors of the same shapes.
     """
-    for rank_group in reversed(groups.rank_groups):
-        if rank_group.group is None or rank_group.size == 1:
-            continue
+    for rank_group in reversed(connected(groups.rank_groups)):
+        assert rank_group.group is not None
         source = dist.get_global_rank(rank_group.group, 0)
         works = []
         for tensor in tensors:
@@ -185,3 +238,98 @@ def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups
                 work.wait()
             if received is not target:
                 target.copy_(received)
+
+
+# By bytes per element: the dtype for reading the bits, and a pattern, a NaN in every floating-point dtype, that no
+# initialisation writes.
+_MARKS = {
+    8: (torch.int64, 0x7FFDF1A77FEDF1A7),
+    4: (torch.int32, 0x7FEDF1A7),
+    2: (torch.int16, 0x7FED),
+    1: (torch.uint8, 0x7F),
+}
+# 0x7F is a possible one-byte integer, but not in this many elements at once.
+_FEWEST_BYTES = 8
+_aten = torch.ops.aten
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.empty_permuted, _aten.new_empty}
+_EMPTY.add(_aten.new_empty_strided)
+
+
+class _MarksEmpty(TorchDispatchMode):
+    """Fills memory that is allocated without being written (``to_empty``, ``torch.empty``) with the mark."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in _EMPTY:
+            bits, mark = _bits(result)
+            if bits is not None:
+                bits.fill_(mark)
+        return result
+
+
+def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
+    local = adapter_if_dtensor(tensor).to_local(tensor.detach())
+    if local.is_meta or local.layout is not torch.strided or local.is_quantized or local.itemsize not in _MARKS:
+        return None, 0
+    dtype, mark = _MARKS[local.itemsize]
+    return local.view(dtype), mark
+
+
+def is_marked(tensor: torch.Tensor) -> bool:
+    """Return whether nothing was written to ``tensor`` since it left the meta device."""
+    bits, mark = _bits(tensor)
+    if bits is None or bits.numel() == 0:
+        return False
+    if tensor.dtype in (torch.int8, torch.uint8) and bits.numel() < _FEWEST_BYTES:
+        return False
+    # For most tensors the first element shows that they were written.
+    return bool((bits[(0,) * bits.dim()] == mark).item() and (bits == mark).all())
+
+
+@dataclass(frozen=True, slots=True)
+class Unwritten:
+    """Describes a tensor of a unit that had no values when the unit was built.
+
+    Attributes:
+        fqn: its name relative to the unit's module.
+        read: returns this rank's current part of it.
+        is_param: True for a parameter, False for a buffer.
+    """
+
+    fqn: str
+    read: Callable[[], torch.Tensor | None]
+    is_param: bool
+
+    @property
+    def is_still(self) -> bool:
+        """Return whether the tensor still has no values."""
+        with unguarded():
+            tensor = self.read()
+            if tensor is None or tensor.numel() == 0:
+                return False
+            # A conversion to another dtype keeps a NaN, but not its bits.
+            is_nan = tensor.is_floating_point() and tensor.itemsize > 1
+            return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
+
+
+def unwritten_error(entries: Iterable[tuple[str, Unwritten]]) -> UsageError | None:
+    """Return an error that lists the parameters that still have no values, or None; warn of buffers.
+
+    Args:
+        entries: names of units, and their tensors that had no values when the unit was built.
+    """
+    left = [(f"{entry.fqn!r} of unit {unit!r}", entry.is_param) for unit, entry in entries if entry.is_still]
+    buffers = [name for name, is_param in left if not is_param]
+    if buffers:
+        warnings.warn(
+            f"Buffers left the meta device and were never written, so their values are undefined: {', '.join(buffers)}"
+            ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn.",
+            stacklevel=2,
+        )
+    params = [name for name, is_param in left if is_param]
+    if not params:
+        return None
+    return UsageError(
+        f"Parameters left the meta device and were never written, so their values are undefined: "
+        f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
+    )

@@ -1,13 +1,14 @@
-"""Validates the constructor's arguments and holds them as one value per unit."""
+"""Validates the constructor's arguments, and defines the types of a unit's settings."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch
@@ -16,7 +17,9 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.precision import Precision
 
 __all__ = [
+    "BackgroundWork",
     "Ignored",
+    "StateHandler",
     "SyncStates",
     "UnitOptions",
     "compute_device_from",
@@ -67,6 +70,30 @@ class UnitOptions:
     precision: Precision
     offload_params: bool
     param_init_fn: Callable[[nn.Module], None] | None
+
+
+class StateHandler(Protocol):
+    """Describes a caller's functions to save (``merge``) and load (``split``) one optimizer state."""
+
+    @property
+    def merge(self) -> Callable[..., torch.Tensor]: ...
+
+    @property
+    def split(self) -> Callable[..., torch.Tensor]: ...
+
+
+@dataclass(slots=True, eq=False)
+class BackgroundWork:
+    """Holds the process group of a thread beside the step, and that thread's newest work.
+
+    Attributes:
+        group: a gloo group, separate from the collectives of training. It is created once, because another group of the
+            same ranks would collide with its keys in the store.
+        finish: waits for the newest work, and returns its error if the caller has not seen it yet, else an empty text.
+    """
+
+    group: dist.ProcessGroup
+    finish: Callable[[], str] = str
 
 
 def prefetch_from(value: object) -> BackwardPrefetch | None:

@@ -121,6 +121,12 @@ def _names(value: Any) -> frozenset[str]:
     return found
 
 
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dtype == dtype or not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype)
+
+
 class InputCast:
     """Casts floating-point forward inputs of one module to its compute dtype.
 
@@ -131,30 +137,20 @@ class InputCast:
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]) -> None:
-        self._dtype = dtype
+        self._cast = partial(_cast, dtype)
         self._uncast = uncast
         self._positional: tuple[str, ...] = ()
         if uncast:
             self._positional = tuple(inspect.signature(module.forward).parameters)
-
-    def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dtype == self._dtype or not tensor.is_floating_point():
-            return tensor
-        return tensor.to(self._dtype)
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the inputs with floating-point tensors cast."""
         if not self._uncast:
             return map_tensors((args, kwargs), self._cast)
         names = self._positional + ("",) * len(args)
-        cast_args = tuple(
-            arg if name in self._uncast else map_tensors(arg, self._cast)
-            for arg, name in zip(args, names, strict=False)
-        )
-        cast_kwargs = {
-            name: arg if name in self._uncast else map_tensors(arg, self._cast) for name, arg in kwargs.items()
-        }
-        return cast_args, cast_kwargs
+        named = [*zip(names, args, strict=False), *kwargs.items()]
+        cast = [value if name in self._uncast else map_tensors(value, self._cast) for name, value in named]
+        return tuple(cast[: len(args)]), dict(zip(kwargs, cast[len(args) :], strict=True))
 
 
 @dataclass(slots=True, eq=False)
@@ -275,10 +271,10 @@ class _FullPrecision:
         seen: list[torch.dtype] = []
 
         def widen(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dtype == self._dtype or not tensor.is_floating_point():
-                return tensor
-            seen.append(tensor.dtype)
-            return tensor.to(self._dtype)
+            wide = _cast(self._dtype, tensor)
+            if wide is not tensor:
+                seen.append(tensor.dtype)
+            return wide
 
         cast = map_tensors((args, kwargs), widen)
         self._before.append(seen[-1] if seen else None)

@@ -1,19 +1,38 @@
-"""Reduces one handle's gradient: sums over the shard group, then over the replicate group, then takes the mean."""
+"""Reduces gradients, and holds the communication state that all units of one root share.
+
+A gradient is summed over the shard group, then over the replicate group; then its mean is taken.
+
+The state is passed down: a unit uses its context and never looks up its root. It belongs to the runtime, not to
+``comm``, because it also owns the memory pool of the flat buffers, and packages of one layer must not import each
+other.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-from fsdp_flat.comm import Collectives, Pending, Streams, begin_all_reduce, unrecorded
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, streams_for, unrecorded
+from fsdp_flat.flat import FlatParamHandle, MemoryPool
 from fsdp_flat.runtime.options import UnitOptions
 
-__all__ = ["Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
+__all__ = ["LOW_PRECISION_HOOKS", "CommContext", "Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
+
+
+LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
+    {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
+)
+"""Dtype in which each of torch's low-precision hooks communicates gradients.
+
+The hooks cast, call the backend and cast back; gloo has no kernels for some of their calls. A reduction in the hook's
+dtype gives the same result on every backend.
+"""
 
 
 def predivide_factor(num_ranks: int) -> float:
@@ -82,7 +101,7 @@ class Reduction:
         self._scratch: tuple[torch.Tensor, ...] = ()
         self._postscale: float = num_ranks
         with unrecorded():
-            flat, gradient = handle.take_gradient()
+            flat, gradient = handle.grads.take(handle.pool)
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
             self._used_up = None if collectives is None or policy.hook is not None else gradient
             if policy.dtype is not None:
@@ -146,7 +165,7 @@ class Reduction:
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
-            self.handle.recycle(gradient)
+            self.handle.grads.recycle(gradient, self.handle.pool)
 
     def finish(self) -> torch.Tensor:
         """Return the mean gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype)."""
@@ -238,3 +257,30 @@ class Reductions:
                 results[handle].mul_(scale)
         self._last.clear()
         return results
+
+
+class CommContext:
+    """Holds the streams, memory pool, reductions in flight, and records of one tree of units.
+
+    A unit starts with its own context; the root's first use replaces it with one for the tree.
+
+    Args:
+        device: the compute device.
+
+    Attributes:
+        streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
+            the allocator can share blocks between units.
+        pool: memory of the units' buffers while a step runs; empty between steps.
+        reductions: reductions of the running backward.
+        collectives: order of the collectives issued since ranks last compared it.
+        trace: None, or a list to which ``(event, unit name)`` is appended: begin_unshard, finish_unshard, reshard,
+            pre_backward, begin_reduce, pre_forward, post_forward, end_of_backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.streams: Streams = streams_for(device)
+        self.pool = MemoryPool()
+        # Without streams, one reduction keeps the network busy and takes the least memory.
+        self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
+        self.collectives = CollectiveLog()
+        self.trace: list[tuple[str, str]] | None = None

@@ -9,41 +9,29 @@ unit's phase shows whether its backward has begun.
 
 from __future__ import annotations
 
-import logging
-import warnings
 import weakref
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ShardingGroups, profiled, report_failure
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.agreement import ErrorTexts, agree
-from fsdp_flat.runtime.backward import Backward
-from fsdp_flat.runtime.comm_context import CommContext
+from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
-from fsdp_flat.runtime.first_use import (
-    RankChecks,
-    check_gradients,
-    check_requires_grad,
-    check_units,
-    check_values,
-    log_units,
-)
-from fsdp_flat.runtime.records import Event, ForwardRecord, Iteration
+from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
+from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage, UnmanagedParams
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
-_logger = logging.getLogger("fsdp_flat")
 # A program that evaluates with gradients enabled never runs backward through its iterations.
 _MAX_PENDING_ITERATIONS = 32
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
@@ -68,6 +56,8 @@ class Schedule(CommContext):
         units: every unit, parents before children.
         backward: the running backward, or None.
         rank_checks: what ranks compare in their first steps.
+        looked_for_compiled: every module of the tree was searched for the mark of torch.compile.
+        warned_uncompiled: a warning has said that torch.compile skips units.
     """
 
     def __init__(self, root_module: nn.Module) -> None:
@@ -86,19 +76,15 @@ class Schedule(CommContext):
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
-        self._checked_first_forward = False
-        self._checked_first_backward = False
-        self._looked_for_compiled = False
-        self._warned_uncompiled = False
+        self.looked_for_compiled = False
+        self.warned_uncompiled = False
         self._buffers_full: bool | None = None
         for name, unit in units.items():
             # A unit that is called without its root keeps the path from wrapping.
             unit.rename(clean_fqn(name) or unit.name)
         check_units(self.units)
-        names = {unit.unit_id: unit.name for unit in self.units}
         for unit in self.units:
             self._adopt_unit(unit)
-            unit.name_others(names)
         settings = {unit.averages_ignored for unit in self.units} - {None}
         if self.root.averages_ignored is None and len(settings) == 1:
             # A wrapper put around roots continues what they were told.
@@ -125,7 +111,7 @@ class Schedule(CommContext):
                 )
         unit.use_context(self)
         for handle in unit.handles:
-            handle.on_grad_ready = partial(self.grads_ready, unit)
+            handle.grads.on_ready = partial(self.grads_ready, unit)
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -139,33 +125,6 @@ class Schedule(CommContext):
         """Return whether a unit's floating-point inputs are cast to its compute dtype."""
         precision = unit.options.precision
         return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
-
-    def check_compiles(self, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
-        """Warn once if torch.compile would skip a unit because it has no original parameters.
-
-        Args:
-            unit: the unit, which is about to run.
-            wrapped: the module that its wrapper holds now.
-            compiler: compiles the code that calls the unit; None if nothing does.
-        """
-        modules = [wrapped] if self._looked_for_compiled else list(wrapped.modules())
-        self._looked_for_compiled = True
-        if self._warned_uncompiled or not (compiler or any(_is_compiled(module) for module in modules)):
-            return
-        self._warned_uncompiled = True
-        warnings.warn(
-            f"torch.compile leaves modules of unit {unit.name!r}, and of every other unit below "
-            f"{self.root.name!r}, as they are: it compiles modules of units with use_orig_params=True only. Training "
-            "goes on without compilation; pass use_orig_params=True to have it.",
-            stacklevel=5,
-        )
-
-    def log_event(self, event: str, unit: Unit) -> None:
-        """Append an event to the trace, if there is one, and to the log."""
-        if self.trace is not None:
-            self.trace.append((event, unit.name))
-        if _logger.isEnabledFor(logging.DEBUG):
-            _logger.debug("%s of unit %r", event, unit.name)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -191,9 +150,7 @@ class Schedule(CommContext):
         if self._iteration is None:
             self.recover()
             enable_torch_function()
-            if not self._checked_first_forward:
-                check_values(self.units)
-                self._checked_first_forward = True
+            self.rank_checks.before_iteration()
             self._iteration = Iteration()
             if self._iteration.trains:
                 self._pending_iterations = [*self._pending_iterations[-_MAX_PENDING_ITERATIONS:], self._iteration]
@@ -357,12 +314,8 @@ class Schedule(CommContext):
             included, alive = flags[: len(included)], flags[len(included) :]
         else:
             alive = [True] * len(included)
-        found = [
-            iteration for iteration, is_included in zip(self._pending_iterations, included, strict=True) if is_included
-        ]
-        self._pending_iterations = [
-            iteration for iteration, is_alive in zip(self._pending_iterations, alive, strict=True) if is_alive
-        ]
+        found = list(compress(self._pending_iterations, included))
+        self._pending_iterations = list(compress(self._pending_iterations, alive))
         return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
@@ -416,7 +369,8 @@ class Schedule(CommContext):
         """Begin the all-gather of a unit at the end of a forward that this rank's backward has passed."""
         if unit.needs_all_gather and unit.context is self:
             self._make_room_for(unit)
-            unit.prefetch_for_backward(weights)
+            unit.use_full_precision(weights.full_precision)
+            unit.begin_unshard()
             self.mark_in_use(unit)
             self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
@@ -430,13 +384,19 @@ class Schedule(CommContext):
             if unit.sync_gradients:
                 for handle in unit.handles:
                     if handle.is_trainable:
-                        self._reduce(unit, handle)
+                        self._take_grads_ready(handle)
+                        unit.begin_reduction(handle)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_POST)
 
-    def _reduce(self, unit: Unit, handle: FlatParamHandle) -> None:
-        grads_ready, before = handle.take_grads_ready(), self._used.get(handle)
-        self._used[handle] = grads_ready if before is None else bytes(map(max, grads_ready, before))
-        unit.begin_reduction(handle)
+    def _take_grads_ready(self, handle: FlatParamHandle) -> bool:
+        """Add the parameters that have got gradients to those used in this backward; return whether any has."""
+        grads_ready, before = handle.grads.take_ready(), self._used.get(handle)
+        has_any = any(grads_ready)
+        if before is None:
+            self._used[handle] = grads_ready
+        elif has_any:
+            self._used[handle] = bytes(map(max, grads_ready, before))
+        return has_any
 
     @dynamo_disabled
     def _end_of_backward(self) -> None:
@@ -450,9 +410,7 @@ class Schedule(CommContext):
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
-            if not self._checked_first_backward:
-                self._checked_first_backward = True
-                check_gradients(self.units)
+            self.rank_checks.after_backward()
             if not self.root.sync_gradients:
                 for handle in [handle for unit in self.units for handle in unit.handles]:
                     handle.expose_unreduced_grads(self.streams.copy_to)
@@ -467,7 +425,7 @@ class Schedule(CommContext):
                 iteration for iteration in self._pending_iterations if iteration not in backward.iterations
             ]
         self.pool.clear()
-        self.log_event("end_of_backward", self.root)
+        self.root.log_event("end_of_backward")
 
     def _exchange_and_set_grads(self) -> None:
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
@@ -481,14 +439,9 @@ class Schedule(CommContext):
             self._drift.compare(outcome.to_compare)
 
     def _set_sharded_grads(self) -> Outcome:
+        handles = [handle for unit in self.units for handle in unit.handles]
+        unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
-        unreduced = set()
-        for unit in self.units:
-            for handle in unit.handles:
-                grads_ready = handle.take_grads_ready()
-                if any(grads_ready):
-                    unreduced.add(handle)
-                    used[handle] = grads_ready if handle not in used else bytes(map(max, grads_ready, used[handle]))
         self._exchange.begin(used, unreduced, compare=self._drift.request(), average=self._average.state)
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
@@ -501,7 +454,7 @@ class Schedule(CommContext):
                     unit.begin_reduction(handle)
         shards = self.reductions.finish(self.streams)
         for handle, shard in shards.items():
-            handle.views.set_sharded_grad(shard, used[handle])
+            handle.grads.add_reduced(shard, used[handle])
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:
@@ -510,11 +463,6 @@ class Schedule(CommContext):
         self.abort()
         agree(lines, None, groups.rank_groups, self.root.options.device, _ORDER)
         check_requires_grad(self._exchange.handles[groups], groups.rank_groups, self.root.options.device)
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    asked = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
-    return asked and getattr(module, "_is_fsdp_managed_module", False)
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:

@@ -5,32 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import exchange_ints
+from fsdp_flat.comm import true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import FlatParamHandle, modules_of
-from fsdp_flat.runtime.agreement import true_on_any_rank
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of
+from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
 
-__all__ = ["FullParams", "check_idle", "full_params", "summon_full_params"]
-
-
-@dataclass(frozen=True, slots=True)
-class FullParams:
-    """Holds the full parameters of one unit inside :func:`full_params`.
-
-    Attributes:
-        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
-        is_shown: the modules point at them.
-    """
-
-    by_handle: dict[FlatParamHandle, torch.Tensor]
-    is_shown: bool
+__all__ = ["check_idle", "full_params", "summon_full_params"]
 
 
 def check_idle(unit: Unit, what: str) -> None:
@@ -61,7 +46,7 @@ def full_params(unit: Unit, *, device: torch.device | None = None, show: bool = 
         show: point the modules at them.
     """
     outer = unit.whole
-    if isinstance(outer, FullParams):
+    if outer is not None:
         with _shown(unit, FullParams(outer.by_handle, show), already=outer.is_shown):
             yield outer
         return
@@ -150,8 +135,17 @@ def summon_full_params(
                 _has_grads(unit)
             if writeback:
                 stack.enter_context(_written_back(unit, whole))
-            stack.enter_context(unit.in_phase(Phase.SUMMONED))
+            stack.enter_context(_summoned(unit))
         yield
+
+
+@contextmanager
+def _summoned(unit: Unit) -> Iterator[None]:
+    before, unit.phase = unit.phase, Phase.SUMMONED
+    try:
+        yield
+    finally:
+        unit.phase = before
 
 
 @contextmanager
@@ -193,8 +187,8 @@ def _check_reduced(units: Sequence[Unit]) -> None:
     for groups, device in dict.fromkeys(
         (unit.options.groups, unit.options.device) for unit in units if unit.needs_all_gather
     ):
-        own = [unit for unit in units if unit.options.groups == groups and any(h.num_grads_ready for h in unit.handles)]
-        if any(true_on_any_rank([bool(own)], groups, device)):
+        own = [unit for unit in units if unit.options.groups == groups and any(h.grads.num_ready for h in unit.handles)]
+        if any(true_on_any_rank([bool(own)], groups.rank_groups, device)):
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
                 f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
@@ -205,7 +199,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 
 
 def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
-    return handle.views.shard_grad()
+    return handle.grads.shard()
 
 
 def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
@@ -213,11 +207,10 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
 
     A rank without elements of a parameter has none.
     """
-    flags = [handle.views.has_grads() for handle in unit.handles]
-    group = unit.options.groups.shard.group
-    if group is not None and unit.options.use_orig_params:
-        rows = exchange_ints([int(flag) for row in flags for flag in row], group, unit.options.device)
-        anywhere = iter([any(column) for column in zip(*rows, strict=True)])
+    flags = [handle.grads.exist() for handle in unit.handles]
+    if unit.options.use_orig_params:
+        own = [flag for row in flags for flag in row]
+        anywhere = iter(true_on_any_rank(own, [unit.options.groups.shard], unit.options.device))
         flags = [[next(anywhere) for _ in row] for row in flags]
     return dict(zip(unit.handles, flags, strict=True))
 
@@ -228,11 +221,11 @@ def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     wholes = unit.all_gather_full(shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.views.register_full_grads(whole, there[handle])
+        handle.grads.register_full(whole, there[handle])
     try:
         yield
     finally:
         rank = unit.options.groups.shard.rank
         for handle, whole in zip(unit.handles, wholes, strict=True):
             own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
-            handle.views.restore_sharded_grads(own)
+            handle.grads.restore_shard(own)

@@ -7,8 +7,9 @@ and calls nothing above itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -17,24 +18,23 @@ from torch import nn
 
 from fsdp_flat.comm import (
     AllGather,
-    BackgroundWork,
     CustomCollectives,
     Pending,
     ReduceScatter,
     collectives_for,
     profiled,
+    unit_names,
     unrecorded,
 )
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
-from fsdp_flat.runtime.comm_context import CommContext
-from fsdp_flat.runtime.options import Ignored, UnitOptions
+from fsdp_flat.runtime.materialize import Unwritten
+from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
-from fsdp_flat.runtime.reduction import Reduction, ReductionPolicy
+from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
-from fsdp_flat.runtime.unwritten import Unwritten
 
-__all__ = ["Phase", "Unit", "Weights", "unit_of", "units_of"]
+__all__ = ["FullParams", "Phase", "Unit", "Weights", "unit_of", "units_of"]
 
 _logger = logging.getLogger("fsdp_flat")
 
@@ -60,6 +60,19 @@ class Weights(NamedTuple):
     full_precision: bool
     storage_epoch: int = -1
     version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FullParams:
+    """Holds the full parameters of one unit inside :func:`full_params`.
+
+    Attributes:
+        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
+        is_shown: the modules point at them.
+    """
+
+    by_handle: dict[FlatParamHandle, torch.Tensor]
+    is_shown: bool
 
 
 class Unit:
@@ -130,23 +143,21 @@ class Unit:
         self._held_for_graph = False
         self.unsharded_version = 0
         self.is_outdated = False
-        self.whole: object | None = None
+        self.whole: FullParams | None = None
         self.forward_methods: set[str] = set()
         self.background: BackgroundWork | None = None
-        self.optim_state_handlers: dict[str, object] = {}
+        self.optim_state_handlers: dict[str, StateHandler] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 
     def rename(self, name: str) -> None:
         """Set the name to the unit's path in its tree."""
         self.name = name
+        group = self.options.groups.shard.group
+        if group is not None:
+            unit_names(group)[self.unit_id] = name
         for handle in self.handles:
             handle.rename(name)
-
-    def name_others(self, names: dict[int, str]) -> None:
-        """Set the names of the tree's units by id, for errors where another rank runs another unit."""
-        if self._collectives is not None:
-            self._collectives.name_units(names)
 
     def use_context(self, context: CommContext) -> None:
         """Use the streams, memory and records of the tree that the unit belongs to."""
@@ -204,7 +215,8 @@ class Unit:
         """Number of times that shards were replaced (``.to(dtype)``), and with them the unsharded buffers."""
         return sum([handle.storage_epoch for handle in self.handles])
 
-    def _trace(self, event: str) -> None:
+    def log_event(self, event: str) -> None:
+        """Append an event to the context's trace, if there is one, and to the log."""
         if self.context.trace is not None:
             self.context.trace.append((event, self.name))
         if _logger.isEnabledFor(logging.DEBUG):
@@ -214,7 +226,7 @@ class Unit:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
         if not self.handles or not self.is_sharded or self._reuse_kept():
             return
-        self._trace("begin_unshard")
+        self.log_event("begin_unshard")
         self.is_outdated = False
         context, collectives = self.context, self._step_collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
@@ -263,7 +275,7 @@ class Unit:
             for handle in self.handles:
                 handle.finish_unshard()
         self.unsharded_version = self._version()
-        self._trace("finish_unshard")
+        self.log_event("finish_unshard")
 
     def _version(self) -> int:
         return sum([handle.views.version() for handle in self.handles])
@@ -339,7 +351,7 @@ class Unit:
         if self._kept_epoch is None:
             return
         self._kept_epoch = None
-        self._trace("reshard")
+        self.log_event("reshard")
         for handle in self.handles:
             handle.free()
         self.context.streams.buffers_freed()
@@ -413,7 +425,7 @@ class Unit:
                 "the forward of this backward, whose buffers are gone. Convert between steps."
             )
         self.phase = Phase.BACKWARD
-        self._trace("pre_backward")
+        self.log_event("pre_backward")
         self.use_full_precision(weights.full_precision)
         self.unshard()
         # The unsharded parameters are still those of the forward, but a write-back has changed the shards since.
@@ -424,11 +436,6 @@ class Unit:
                 "step, load_state_dict, summon_full_params or an assignment), so its gradients would mix two sets of "
                 "weights. Run backward before changing weights, or forward again after it."
             )
-
-    def prefetch_for_backward(self, weights: Weights) -> None:
-        """Begin the all-gather as :meth:`pre_backward` does, whether or not this rank needs the parameters."""
-        self.use_full_precision(weights.full_precision)
-        self.begin_unshard()
 
     def end_backward(self, *, keeps_graph: bool) -> None:
         """End the unit's part of a backward: reshard the parameters, unless they are still needed.
@@ -449,7 +456,7 @@ class Unit:
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
-        self._trace("begin_reduce")
+        self.log_event("begin_reduce")
         context = self.context
         self._issued.append(("reduction", self))
 
@@ -476,15 +483,6 @@ class Unit:
             handle.reset()
         self.phase = Phase.IDLE
         self.context.streams.buffers_freed()
-
-    @contextmanager
-    def in_phase(self, phase: Phase) -> Iterator[None]:
-        """Set the phase inside the block."""
-        before, self.phase = self.phase, phase
-        try:
-            yield
-        finally:
-            self.phase = before
 
 
 def unit_of(module: nn.Module) -> Unit | None:

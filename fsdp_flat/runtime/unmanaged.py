@@ -10,10 +10,12 @@ ignored gradients by hand, or each rank may hold different experts.
 
 from __future__ import annotations
 
+import json
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import compress
 
 import torch
 from torch import nn
@@ -21,18 +23,17 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_flat.comm import (
-    RankGroup,
+    ErrorTexts,
     ShardingGroups,
+    agree,
     begin_all_reduce,
-    digest_of,
-    exchange_bytes,
-    exchange_ints,
-    is_fake,
+    connected,
+    exchange_if_different,
+    fingerprint,
 )
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime.agreement import ErrorTexts, agree, fingerprint
 from fsdp_flat.runtime.unit import Unit
 
 __all__ = ["DriftCheck", "GradientAverage", "UnmanagedParams", "average_buffers"]
@@ -44,7 +45,8 @@ _BACKWARDS_PER_WALK = 64
 _MAX_UNCHANGED = 8
 
 _IGNORED, _ADDED, _BUFFER = "ignored", "added after wrapping", "buffer"
-_ERROR_TEXTS = ErrorTexts(
+_BUFFERS = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
+_GRADIENTS = ErrorTexts(
     "averaging gradients that no unit manages",
     "Ranks average different parameters outside of units.",
     "Call average_ignored_gradients() on every rank, ignore the same modules, and add the same ones.",
@@ -78,15 +80,6 @@ def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
                 continue
             found.setdefault(id(buffer), (clean_fqn(join_fqn(path, name)), buffer))
     return dict(found.values())
-
-
-def _real_axes(groups: ShardingGroups) -> list[RankGroup]:
-    """Return the groups that have other ranks and a real backend."""
-    return [
-        rank_group
-        for rank_group in groups.rank_groups
-        if rank_group.group is not None and rank_group.size > 1 and not is_fake(rank_group.group)
-    ]
 
 
 class UnmanagedParams:
@@ -226,19 +219,13 @@ def _print(tensor: torch.Tensor) -> int:
 
 def _differing(prints: Mapping[str, int], groups: ShardingGroups, device: torch.device) -> set[str]:
     """Return names whose fingerprints differ between ranks that have them. Every rank of ``groups`` must call this."""
-    found = {name: {value} for name, value in prints.items()}
-    for rank_group in _real_axes(groups):
-        assert rank_group.group is not None
+    found = {name: [prints[name]] for name in sorted(prints)}
+    for rank_group in groups.rank_groups:
         # Fingerprints found over one group are exchanged over the next.
-        text = "\n".join(f"{name}\t{' '.join(map(str, sorted(found[name])))}" for name in sorted(found))
-        rows = exchange_ints([digest_of(text.encode())], rank_group.group, device)
-        if len({row[0] for row in rows}) == 1:
-            continue
-        for payload in exchange_bytes(text.encode(), rank_group.group, device):
-            for line in filter(None, payload.decode().split("\n")):
-                name, _, values = line.partition("\t")
+        for payload in exchange_if_different(json.dumps(found, sort_keys=True).encode(), rank_group, device) or ():
+            for name, values in json.loads(payload).items():
                 # Two values are enough to show a difference.
-                found[name] = set(sorted(found.get(name, set()) | set(map(int, values.split())))[:2])
+                found[name] = sorted({*found.get(name, ()), *values})[:2]
     return {name for name, values in found.items() if len(values) > 1}
 
 
@@ -315,11 +302,11 @@ class GradientAverage:
             RankMismatchError: ranks average different parameters.
         """
         options, policy = self._units[0].options, self._units[0].policy
-        rank_groups = _real_axes(options.groups)
+        rank_groups = connected(options.groups.rank_groups)
         params = self._params()
         lines = self._lines(params)
         if compare:
-            agree(lines, None, rank_groups, options.device, _ERROR_TEXTS)
+            agree(lines, None, rank_groups, options.device, _GRADIENTS)
             self._agreed = lines
         if policy.divide_factor is not None or policy.hook is not None:
             raise UsageError(
@@ -330,28 +317,39 @@ class GradientAverage:
         if not params or not rank_groups:
             return
         used = self._any_rank([param.grad is not None for param in params.values()])
-        by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-        for param, is_used in zip(params.values(), used, strict=True):
-            if is_used:
-                by_kind.setdefault((param.dtype, param.device), []).append(param)
+        some = list(compress(params.values(), used))
         with torch.no_grad():
-            for some in by_kind.values():
-                _average_gradients(some, rank_groups, options.groups.num_ranks)
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in some]
+            for param, mean in zip(some, _averages(grads, options.groups, "gradients"), strict=True):
+                if param.grad is None or param.grad.is_sparse:
+                    param.grad = mean.to(param.dtype, copy=True)
+                else:
+                    param.grad.copy_(mean)
 
 
-def _average_gradients(params: Sequence[nn.Parameter], rank_groups: Sequence[RankGroup], num_ranks: int) -> None:
-    # Sum in fp32 at least: sums in short dtypes lose digits or overflow.
-    dtype = torch.promote_types(params[0].dtype, torch.float32)
-    parts = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
-    flat = torch.cat([(part.to_dense() if part.is_sparse else part).reshape(-1).to(dtype) for part in parts])
-    for rank_group in rank_groups:
-        flat = begin_all_reduce(flat, rank_group, collective="the average of gradients that no unit manages").wait()
-    flat /= num_ranks
-    for param, mean in zip(params, flat.split([param.numel() for param in params]), strict=True):
-        if param.grad is None or param.grad.is_sparse:
-            param.grad = mean.view(param.shape).to(param.dtype, copy=True)
-        else:
-            param.grad.copy_(mean.view(param.shape))
+def _averages(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
+    """Return the mean over ranks of each tensor, dense; of an integer one the maximum.
+
+    There is one all-reduce for each dtype, device and group.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
+    results = list(tensors)
+    for (dtype, _), indices in by_kind.items():
+        averages = dtype.is_floating_point or dtype.is_complex
+        # Sum in fp32 at least: sums in short dtypes lose digits or overflow.
+        wide = torch.promote_types(dtype, torch.float32) if averages else dtype
+        dense = [tensors[index].to_dense() if tensors[index].is_sparse else tensors[index] for index in indices]
+        flat = torch.cat([each.reshape(-1).to(wide) for each in dense])
+        for rank_group in connected(groups.rank_groups):
+            collective = f"the average of {what} that no unit manages"
+            flat = begin_all_reduce(flat, rank_group, largest=not averages, collective=collective).wait()
+        if averages:
+            flat /= groups.num_ranks
+        for index, each, mean in zip(indices, dense, flat.split([each.numel() for each in dense]), strict=True):
+            results[index] = mean.view(each.shape)
+    return results
 
 
 def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
@@ -368,32 +366,12 @@ def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
         RankMismatchError: ranks have different buffers.
     """
     groups = units[0].options.groups
-    rank_groups = _real_axes(groups)
-    words = ErrorTexts("averaging buffers", "Ranks have different buffers.", "Register the same buffers on every rank.")
     with torch.no_grad(), ExitStack() as stack:
         for unit in units:
             stack.enter_context(unit.buffers.exact())
         buffers = {name: buffer for name, buffer in _persistent_buffers(root).items() if buffer.dtype is not torch.bool}
         lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
-        agree(lines, None, rank_groups, device, words)
-        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for buffer in buffers.values():
-            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for some in by_kind.values():
-            _average_some_buffers(some, rank_groups, groups.num_ranks)
-
-
-def _average_some_buffers(buffers: Sequence[torch.Tensor], rank_groups: Sequence[RankGroup], num_ranks: int) -> None:
-    """Average buffers of one dtype and device in one all-reduce a group."""
-    averages = buffers[0].is_floating_point() or buffers[0].is_complex()
-    dtype = torch.promote_types(buffers[0].dtype, torch.float32) if averages else buffers[0].dtype
-    dense = [buffer.to_dense() if buffer.is_sparse else buffer for buffer in buffers]
-    flat = torch.cat([buffer.reshape(-1).to(dtype) for buffer in dense])
-    for rank_group in rank_groups:
-        flat = begin_all_reduce(flat, rank_group, largest=not averages, collective="the average of buffers").wait()
-    if averages:
-        flat /= num_ranks
-    for buffer, mean in zip(buffers, flat.split([buffer.numel() for buffer in buffers]), strict=True):
-        shaped = mean.view(buffer.shape)
-        buffer.copy_(shaped.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else shaped)
+        agree(lines, None, groups.rank_groups, device, _BUFFERS)
+        for buffer, mean in zip(buffers.values(), _averages([*buffers.values()], groups, "buffers"), strict=True):
+            buffer.copy_(mean.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else mean)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, dtype_from_name, exchange_bytes
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.layout import ReplicatedPartition
-from fsdp_flat.runtime import ErrorTexts, agree, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state.param_index import IndexedParam, rank_groups_of
 from fsdp_flat.state.shards import TensorTransfer, redistribute
 

@@ -17,9 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import barrier
+from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.runtime import agree
 from fsdp_flat.state._torch import dtype_of, is_chunked, shape_of
 from fsdp_flat.state.codecs import BOXES, decoder_of
 from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split

@@ -14,11 +14,11 @@ import torch
 from torch.overrides import is_tensor_like
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.comm import barrier
+from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, EvenPartition, clean_fqn
-from fsdp_flat.runtime import ErrorTexts, Unit, agree, check_idle, full_params
+from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.codecs import FULL, decoder_of
 from fsdp_flat.state.param_index import IndexedParam, local_shard_of, params_of, rank_groups_of

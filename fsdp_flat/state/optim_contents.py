@@ -22,7 +22,7 @@ __all__ = [
     "check_groups",
     "complete_groups",
     "contents_of",
-    "exchange_if_different",
+    "exchange_json",
     "merged_params",
     "named_groups",
     "ordered_params",
@@ -103,7 +103,7 @@ def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.P
     raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
 
 
-def exchange_if_different(
+def exchange_json(
     text: str, rank_group: RankGroup, device: torch.device, *, payload: str | None = None
 ) -> list[Any] | None:
     """Return what every rank of the group sent, by rank, or None if the texts of all ranks are equal.
@@ -165,7 +165,7 @@ def complete_groups(
     held = [group["params"] for group in groups or ()]
     order = [] if all(are_original) else [fqn for param in contents.params for fqn in index.fqns_of(param)]
     for rank_group in () if alone else index.rank_groups:
-        everyone = exchange_if_different(json.dumps([order, held]), rank_group, index.device)
+        everyone = exchange_json(json.dumps([order, held]), rank_group, index.device)
         if everyone is None:
             continue
         order = everyone[0][0]

@@ -24,7 +24,7 @@ from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, Usage
 from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.handlers import refuse_split
-from fsdp_flat.state.optim_contents import OptimContents, exchange_if_different
+from fsdp_flat.state.optim_contents import OptimContents, exchange_json
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
@@ -196,7 +196,7 @@ def agree_on_states(index: ParamIndex, states: Sequence[ParamState], error: Exce
         own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
         text = "null" if error else json.dumps([_describe(state) for state in own])
         numels = [state.own_numel for state in own]
-        everyone = exchange_if_different(text, rank_group, index.device, payload=f"[{text}, {json.dumps(numels)}]")
+        everyone = exchange_json(text, rank_group, index.device, payload=f"[{text}, {json.dumps(numels)}]")
         if everyone is None or any(described is None for described, _ in everyone):
             continue
         try:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig
-from fsdp_flat.comm import barrier
-from fsdp_flat.runtime import ErrorTexts, agree
+from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.handlers import merged_states
 from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups

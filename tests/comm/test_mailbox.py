@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import RankGroup, host_transports
-from fsdp_flat.comm import shared_memory as module
-from fsdp_flat.comm.host_transports import transport_of
-from fsdp_flat.comm.shared_memory import Message, SharedMemoryTransport, wait_for
+from fsdp_flat.comm import RankGroup, failures
+from fsdp_flat.comm.shm import connect, transport_of
+from fsdp_flat.comm.shm import transport as module
+from fsdp_flat.comm.shm.transport import Message, SharedMemoryTransport, wait_for
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import RankFailure, assert_equal, on_ranks
@@ -297,13 +297,13 @@ def test_a_rank_that_waits_long_says_for_which_rank_and_unit(rank: int) -> None:
         handler = logging.Handler()
         handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
         logger = logging.getLogger("fsdp_flat")
-        patience, module.WARN_AFTER_S = module.WARN_AFTER_S, 0.25
+        patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.25
         logger.addHandler(handler)
         try:
             box.expect("reduction", 1, 4, unit=7).wait()
         finally:
             logger.removeHandler(handler)
-            module.WARN_AFTER_S = patience
+            failures.WARN_AFTER_S = patience
         assert said == ["rank 0 of the group has waited 0 s for rank(s) [1] in the reduce-scatter of unit 'layers.0'"]
     dist.barrier()
 
@@ -363,8 +363,8 @@ def test_files_and_connections_of_a_group_go_with_it(rank: int) -> None:
 
 OBSTACLES = {
     "switched off": mock.patch.dict(os.environ, {"FSDP_FLAT_SHARED_MEMORY": "0"}),
-    "no shared memory": mock.patch.object(host_transports, "_shares_memory", return_value=False),
-    "another host": mock.patch.object(host_transports, "_host", return_value=b"elsewhere"),
+    "no shared memory": mock.patch.object(connect, "_shares_memory", return_value=False),
+    "another host": mock.patch.object(connect, "_host", return_value=b"elsewhere"),
     "no connections": mock.patch.object(socket.socket, "connect", side_effect=ConnectionRefusedError),
 }
 
@@ -373,7 +373,7 @@ OBSTACLES = {
 @pytest.mark.parametrize("obstacle", list(OBSTACLES))
 def test_ranks_that_cannot_all_share_memory_do_without(obstacle: str, rank: int, num_ranks: int) -> None:
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(host_transports, "_SETUP_S", 1.0))
+        patches.enter_context(mock.patch.object(connect, "_SETUP_S", 1.0))
         if rank == num_ranks - 1:
             patches.enter_context(OBSTACLES[obstacle])
         rank_group = RankGroup.of(dist.new_group())

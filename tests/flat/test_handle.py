@@ -247,28 +247,28 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     module = Small()
     handle = handle_of(module, use_orig_params=use_orig_params)
     grads_ready: list[Any] = []
-    handle.on_grad_ready = lambda: grads_ready.append(handle)
+    handle.grads.on_ready = lambda: grads_ready.append(handle)
     gather(handle)
     handle.use_unsharded_views()
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
     assert grads_ready == [handle] * 4
     assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
-    assert handle.num_grads_ready == 2
+    assert handle.grads.num_ready == 2
     expected = torch.zeros(handle.layout.numel)
     for param_info in handle.layout.param_infos:
         expected[param_info.interval.to_slice()] = 8.0
-    assert_equal(handle.take_gradient()[0], expected)
-    assert handle.num_grads_ready == 0
-    assert_equal(handle.take_gradient()[0], torch.zeros(handle.layout.numel))
+    assert_equal(handle.grads.take(handle.pool)[0], expected)
+    assert handle.grads.num_ready == 0
+    assert_equal(handle.grads.take(handle.pool)[0], torch.zeros(handle.layout.numel))
 
 
 def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none() -> None:
     module = Small()
     handle = handle_of(module, rank=0)
     shard = torch.ones(handle.layout.shard_numel)
-    handle.views.set_sharded_grad(shard.clone(), [True, False])
-    handle.views.set_sharded_grad(shard.clone(), [True, False])
+    handle.grads.add_reduced(shard.clone(), [True, False])
+    handle.grads.add_reduced(shard.clone(), [True, False])
     assert module.weight.grad is not None
     assert_equal(module.weight.grad, torch.full_like(module.weight, 2.0).detach())
     assert module.bias.grad is None
@@ -283,7 +283,7 @@ def test_requires_grad_set_by_the_user_is_followed_at_the_next_show() -> None:
     handle.use_unsharded_views()
     assert [leaf.requires_grad for leaf in handle.views.unsharded_params].count(True) == 1
     module(torch.ones(4, 3)).sum().backward()
-    assert handle.grads_ready == b"\x01\x00"
+    assert handle.grads.ready == b"\x01\x00"
     handle.views.use_sharded_views()
     module.bias.requires_grad_(True)
     handle.use_unsharded_views()

@@ -1,6 +1,6 @@
 """Patches the recording streams and the fake accelerator into the library: the only file that names its internals.
 
-* ``fsdp_flat.runtime.comm_context.streams_for`` creates the streams of a tree. Here it creates
+* ``fsdp_flat.runtime.reduction.streams_for`` creates the streams of a tree. Here it creates
   :class:`AcceleratorStreams` over recording streams, in the order in which a step first uses them.
 * ``fsdp_flat.construction.compute_device_from`` returns the accelerator.
 * ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fsdp_flat.construction
-import fsdp_flat.runtime.comm_context
+import fsdp_flat.runtime.reduction
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
@@ -47,7 +47,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
         def replace(owner: Any, name: str, value: object) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        replace(fsdp_flat.runtime.comm_context, "streams_for", functools.partial(_recorded_streams, machine))
+        replace(fsdp_flat.runtime.reduction, "streams_for", functools.partial(_recorded_streams, machine))
         replace(fsdp_flat.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
         for owner in (dist, comm_torch):
             for name, function in functions.items():
@@ -70,9 +70,9 @@ def names_of_storages(model: nn.Module) -> dict[int, str]:
         for handle in unit.handles:
             add(handle.flat_param.data, f"the shard of {unit.name!r}")
             add(handle.flat_param.grad, f"the sharded gradient of {unit.name!r}")
-            for dtype, dtype_buffer in handle._dtype_buffers.items():
-                add(dtype_buffer.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
-            for window in (handle._grad_buffer, handle._spare_grad_buffer):
+            for dtype, unsharded in handle._by_dtype.items():
+                add(unsharded.buffer.tensor, f"the unsharded buffer of {unit.name!r} in {dtype}")
+            for window in (handle.grads._buffer, handle.grads._spare_buffer):
                 if window is not None:
                     add(window._buffer.tensor, f"the flat gradient of {unit.name!r}")
     return names

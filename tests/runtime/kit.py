@@ -17,8 +17,8 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm import flat_collectives, transfers
-from fsdp_flat.comm.host_transports import transport_of
-from fsdp_flat.comm.shared_memory import SharedMemoryTransport
+from fsdp_flat.comm.shm import transport_of
+from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
 from tests.support import assert_close
 from tests.support.kit import BLOCKS, full_grads, full_params, mesh, square_loss, wrapped
@@ -119,7 +119,7 @@ def assert_idle(model: nn.Module) -> None:
         assert unit.phase is Phase.IDLE, f"{unit.name} is {unit.phase.value}"
         assert not unit._pending_all_gathers, f"{unit.name} has gathers on their way"
         for handle in unit.handles:
-            assert handle.num_grads_ready == 0, f"{unit.name} has a gradient waiting"
+            assert handle.grads.num_ready == 0, f"{unit.name} has a gradient waiting"
             assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
             if unit.needs_all_gather:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"

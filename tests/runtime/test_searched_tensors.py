@@ -1,45 +1,81 @@
-"""The search for tensors in the outputs of a unit: it finds all, and does not wander through the program."""
+"""The search for tensors in the outputs of a unit: containers and registered classes, in order, and nothing else."""
 
 from __future__ import annotations
 
-import logging
+import dataclasses
+from collections import UserDict, deque
 from typing import Any
 
+import pytest
 import torch
+from torch.utils import _pytree
 
-from fsdp_flat.runtime import tensors
 from fsdp_flat.runtime.tensors import differentiable_tensors
 
 
 class Result:
     """An output class of a caller's own."""
 
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
 
-def test_imported_modules_and_loggers_in_an_output_are_not_searched(monkeypatch: Any) -> None:
-    searched: list[Any] = []
-    children = tensors._children
-
-    def noted(value: Any) -> Any:
-        searched.append(value)
-        return children(value)
-
-    monkeypatch.setattr(tensors, "_children", noted)
-    result = Result()
-    result.loss = torch.ones(1, requires_grad=True) * 2
-    result.backend, result.log = torch, logging.getLogger("a")
-    assert differentiable_tensors(result) == [result.loss]
-    assert searched == [result]
+    @property
+    def broken(self) -> None:
+        raise AssertionError("read")
 
 
-def test_an_iterator_over_a_dict_that_has_changed_since_is_left_alone() -> None:
-    loss = torch.ones(1, requires_grad=True) * 2
-    outputs = {"a": loss}
-    items = iter(outputs.items())
-    outputs["b"] = loss
-    assert differentiable_tensors([items, loss]) == [loss]
+class Registered(Result):
+    """An output class that is registered with torch."""
+
+
+@pytest.fixture
+def registered() -> Any:
+    _pytree.register_pytree_node(Registered, lambda result: ([result.loss], None), lambda given, _: Registered(*given))
+    yield Registered
+    _pytree._deregister_pytree_node(Registered)
+
+
+@dataclasses.dataclass
+class Losses:
+    first: Any
+    second: Any = None
+
+
+def loss_of(value: float) -> torch.Tensor:
+    return torch.full((1,), value, requires_grad=True) * 2
+
+
+def test_tensors_are_found_in_every_documented_container(registered: Any) -> None:
+    loss = loss_of(1.0)
+    for value in (
+        {"a": loss},
+        UserDict(a=loss),
+        [loss],
+        ((loss,),),
+        {loss},
+        deque([loss]),
+        Losses(None, {"x": loss}),
+        registered(loss),
+        [registered({"y": loss})],
+    ):
+        assert differentiable_tensors(value) == [loss], type(value)
+
+
+def test_objects_functions_and_iterators_are_opaque_and_not_advanced() -> None:
+    loss = loss_of(1.0)
+    iterator = iter([loss])
+    assert differentiable_tensors([Result(loss), lambda: loss, iterator, torch, Losses]) == []
+    assert next(iterator) is loss
 
 
 def test_tensors_are_found_in_order_among_many_numbers() -> None:
-    first, second = torch.ones(1, requires_grad=True) * 2, torch.ones(1, requires_grad=True) * 3
+    first, second = loss_of(1.0), loss_of(2.0)
     found = differentiable_tensors([1, first, *range(1000), {"x": second, "n": 1.0}, "text"])
     assert [id(tensor) for tensor in found] == [id(first), id(second)]
+
+
+def test_a_container_inside_of_itself_is_searched_once() -> None:
+    loss = loss_of(1.0)
+    value: list[Any] = [loss]
+    value.append(value)
+    assert differentiable_tensors(value) == [loss]

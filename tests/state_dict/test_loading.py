@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from typing import Any
 
@@ -184,14 +183,16 @@ def test_a_plain_parent_tells_wrapped_modules_the_version_that_they_were_saved_w
 
 
 @on_ranks(2)
-def test_a_plain_parent_tells_wrapped_modules_the_version_of_a_plain_model() -> None:
+def test_below_a_plain_parent_wrapped_modules_get_no_version_of_a_plain_model() -> None:
+    """Torch passes a module the version under its own name only; loading the wrapper itself gives all of them."""
     parent = nn.ModuleDict({"net": FSDP(seeded(Adapter))})
-    parent["net"].body[1].loaded_version = None
     state = nn.ModuleDict({"net": seeded(Adapter)}).state_dict()
     names = set(state._metadata)
     parent.load_state_dict(state)
-    assert parent["net"].body[1].loaded_version == 3
+    assert parent["net"].body[1].loaded_version is None
     assert set(state._metadata) == names
+    parent["net"].load_state_dict(seeded(Adapter).state_dict())
+    assert parent["net"].body[1].loaded_version == 3
 
 
 class Parts(nn.ModuleDict):
@@ -212,42 +213,59 @@ def parent_of_units(seed: int, use_orig_params: bool) -> nn.Module:
 @KINDS
 @CODECS
 @on_ranks(2)
-def test_of_a_load_by_a_plain_parent_that_does_not_fit_no_unit_is_written(kind: Any, use_orig_params: bool) -> None:
-    model, other = (parent_of_units(seed, use_orig_params) for seed in (0, 1))
-    state, expected, before = saved(other, kind), wholes(other), wholes(model)
+def test_of_a_load_by_a_plain_parent_each_unit_is_written_whole_or_not_at_all(kind: Any, use_orig_params: bool) -> None:
+    other = parent_of_units(1, use_orig_params)
+    state, loaded, before = saved(other, kind), wholes(other), wholes(parent_of_units(0, use_orig_params))
     key = "second._flat_param" if kind is LOCAL else "second.weight"
-    for change, text in (
-        ({"head.bias": None}, 'Missing key(s) in state_dict: "head.bias"'),
-        ({key: None}, f'Missing key(s) in state_dict: "{key}"'),
-        ({"more": torch.ones(1)}, 'Unexpected key(s) in state_dict: "more"'),
-        ({"head.weight": torch.ones(3, 3)}, "size mismatch for head.weight"),
-        ({key: torch.ones(7)}, key),
+    for change, text, expected in (
+        ({"head.bias": None}, 'Missing key(s) in state_dict: "head.bias"', loaded),
+        ({"more": torch.ones(1)}, 'Unexpected key(s) in state_dict: "more"', loaded),
+        ({"head.weight": torch.ones(3, 3)}, "size mismatch for head.weight", loaded),
+        ({key: torch.ones(7)}, key, [loaded[0], before[1]]),
     ):
+        model = parent_of_units(0, use_orig_params)
         given = {name: value for name, value in {**state, **change}.items() if value is not None}
         with FSDP.state_dict_type(model, kind), pytest.raises(RuntimeError) as caught:
             model.load_state_dict(given)
         assert text in str(caught.value)
-        assert_equal(wholes(model), before, what=text)
-    twin = copy.deepcopy(model)
-    del state["head.bias"]
+        assert_equal(wholes(model), expected, what=text)
+    twin = parent_of_units(0, use_orig_params)
+    del state["head.bias"], state[key]
     with FSDP.state_dict_type(twin, kind):
-        assert twin.load_state_dict(state, strict=False).missing_keys == ["head.bias"]
-    assert_equal(wholes(twin), expected)
+        assert set(twin.load_state_dict(state, strict=False).missing_keys) == {"head.bias", key}
+    assert_equal(wholes(twin)[0], loaded[0])
+
+
+@KINDS
+@on_ranks(2)
+def test_chunks_below_a_plain_parent_that_do_not_fit_on_one_rank_are_an_error_on_all(
+    use_orig_params: bool, rank: int
+) -> None:
+    model, other = (parent_of_units(seed, use_orig_params) for seed in (0, 1))
+    state, before = saved(other, SHARDED), wholes(model)
+    if rank == 1:
+        state["second.weight"] = torch.ones(7)
+    with FSDP.state_dict_type(model, SHARDED), pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    text = str(caught.value)
+    assert "size mismatch for second.weight" in text
+    assert rank == 1 or "of the group failed while loading a state dict" in text
+    assert_equal(wholes(model), [wholes(other)[0], before[1]])
 
 
 @on_ranks(2)
-def test_a_refused_load_by_a_plain_parent_puts_back_what_lies_beside_the_units() -> None:
+def test_a_wrapper_below_a_plain_parent_puts_back_its_buffers_if_a_value_does_not_fit() -> None:
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
-        body = FSDP(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-        body.module[1].running_mean.fill_(seed + 1.0)
+        body = FSDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)))
+        body.module[0].running_mean.fill_(seed + 1.0)
         return nn.ModuleDict({"body": body, "head": nn.Linear(3, 2)})
 
     model, state = make(0), saved(make(1), FULL)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="more"):
-        model.load_state_dict({**state, "more": torch.ones(1)})
-    assert_equal(dict(model.state_dict()), before)
+    before = {name: value.clone() for name, value in model["body"].state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"size mismatch for body\.1\.bias"):
+        model.load_state_dict({**state, "body.1.bias": torch.ones(7)})
+    assert_equal(dict(model["body"].state_dict()), before)
     model.load_state_dict(state)
     assert_equal(dict(model.state_dict()), state)
 
@@ -310,7 +328,7 @@ def test_hooks_of_the_users_forgive_what_is_missing_and_see_what_was_loaded(kind
 
 
 @on_ranks(2)
-def test_a_refused_load_puts_back_a_unit_at_two_places_and_minds_no_odd_neighbours() -> None:
+def test_a_unit_at_two_places_of_a_plain_parent_is_loaded_and_odd_neighbours_do_not_matter() -> None:
     def make(seed: int) -> nn.Module:
         torch.manual_seed(seed)
         shared = FSDP(nn.Linear(3, 3))
@@ -319,13 +337,28 @@ def test_a_refused_load_puts_back_a_unit_at_two_places_and_minds_no_odd_neighbou
         return nn.ModuleDict({"odd": odd, "one": shared, "two": shared, "lazy": nn.LazyLinear(2)})
 
     model, other = make(0), make(1)
-    before, state = whole_state(model["one"]), saved(other, FULL)
+    state = saved(other, FULL)
     del state["odd.wide"]
-    with pytest.raises(RuntimeError, match="more"):
-        model.load_state_dict({**state, "odd.wide": torch.zeros(4), "more": torch.ones(1)})
-    assert_equal(whole_state(model["one"]), before)
     assert model.load_state_dict(state, strict=False).missing_keys == ["odd.wide"]
     assert_equal(whole_state(model["one"]), whole_state(other["one"]))
+
+
+@on_ranks(2)
+def test_a_wrapper_that_a_hook_below_it_loads_again_is_an_error() -> None:
+    model = FSDP(nn.Sequential(nn.Linear(3, 3)))
+    state = {name: value + 1 for name, value in whole_state(model).items()}
+    calls = []
+
+    def nest(_module: nn.Module, _keys: Any) -> None:
+        if not calls:
+            calls.append(1)
+            model.load_state_dict(state)
+
+    model.module[0].register_load_state_dict_post_hook(nest)
+    with pytest.raises(RuntimeError, match="before its own load was over"):
+        model.load_state_dict(state)
+    model.load_state_dict(state)
+    assert_equal(whole_state(model), state)
 
 
 @on_ranks(2)
@@ -346,7 +379,7 @@ def test_after_an_exception_in_a_hook_buffers_and_weights_are_of_one_checkpoint(
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
     handle.remove()
     model.load_state_dict(make(2).state_dict())
-    assert not {"_load_put_off", "_load_beside"} & set(model.__dict__)
+    assert model._load is None
 
 
 @on_ranks(2)

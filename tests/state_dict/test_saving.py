@@ -27,7 +27,7 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import store_barrier
-from fsdp_flat.comm.host_transports import shared_nbytes
+from fsdp_flat.comm.shm import shared_nbytes
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import units_of
 from tests.runtime.kit import OBJECT_COLLECTIVES, recorded

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree
 
 from fsdp_flat import unshard_for
 from fsdp_flat.errors import UsageError
@@ -158,13 +159,26 @@ def _kept_in_a_namespace(module: nn.Module, z: torch.Tensor) -> None:
     module.kept = types.SimpleNamespace(z=z)
 
 
+class _Registered(_Slotted):
+    """A class of a caller's own that torch knows how to take apart."""
+
+
+_pytree.register_pytree_node(_Registered, lambda value: ([value.open()], None), lambda given, _: _Registered(*given))
+
+
+def _kept_in_a_registered_class(module: nn.Module, z: torch.Tensor) -> None:
+    module.kept = [_Registered(z)]
+
+
 def _kept_on_the_shelf(_module: nn.Module, z: torch.Tensor) -> None:
     _shelf.append(z)
 
 
+FOUND = ("an attribute", "a registered class")
 # How a module keeps a tensor beside its output, and how the caller gets at it.
 KEEPS: dict[str, tuple[Callable[[nn.Module, torch.Tensor], None], Callable[[Any], torch.Tensor]]] = {
     "an attribute": (_kept_as_attribute, lambda module: module.kept),
+    "a registered class": (_kept_in_a_registered_class, lambda module: module.kept[0].open()),
     "a closure": (_kept_in_a_closure, lambda module: module.kept()),
     "slots": (_kept_in_slots, lambda module: module.kept.open()),
     "a namespace": (_kept_in_a_namespace, lambda module: module.kept.z),
@@ -218,7 +232,7 @@ def around(way: str, *, use_orig_params: bool) -> Pair:
 @KINDS
 @on_ranks(2)
 def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(use_orig_params: bool) -> None:
-    for way in list(KEEPS)[:-1]:
+    for way in FOUND:
         pair = around(way, use_orig_params=use_orig_params)
         pair.train(loss_of_kept(way, alone=False), num_steps=2)
         # Alone: backward comes to none of the outputs, and not to the units after it.
@@ -227,18 +241,19 @@ def test_what_a_module_keeps_beside_its_output_trains_as_the_replica(use_orig_pa
 
 @KINDS
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside the output"])
+@pytest.mark.parametrize("way", [way for way in KEEPS if way not in FOUND])
 @on_ranks(2)
-def test_a_loss_of_what_was_put_outside_of_the_model_raises_where_the_unit_is_sharded(
-    alone: bool, use_orig_params: bool
+def test_a_loss_of_what_was_kept_out_of_sight_raises_where_the_unit_is_sharded(
+    way: str, alone: bool, use_orig_params: bool
 ) -> None:
-    pair = around("a list elsewhere", use_orig_params=use_orig_params)
+    pair = around(way, use_orig_params=use_orig_params)
     for step in range(2):
         with pytest.raises(RuntimeError, match=r"needed for gradient computation has been .* is at version 1\d{9};"):
-            pair.backward(loss_of_kept("a list elsewhere", alone=alone), step)
+            pair.backward(loss_of_kept(way, alone=alone), step)
         # A step after it is as if nothing had been, and one inside unshard_for is right.
         assert all(param.grad is None for param in pair.model.parameters())
         pair.train(lambda model, x, _: (model(x).square().mean(), _shelf.clear())[0])
-    loss_of = loss_of_kept("a list elsewhere", alone=alone)
+    loss_of = loss_of_kept(way, alone=alone)
     with unshard_for(pair.model):
         loss = loss_of(pair.model, batch(torch.distributed.get_rank()))
     loss.backward()

@@ -1,10 +1,10 @@
-"""Sends messages between the ranks of one host through shared memory.
+"""Implements messages between the ranks of one host in memory that all of them have mapped.
 
 Loopback sockets copy every byte twice inside the kernel and wake a thread for it on either side. Here a rank copies its
 data into memory that its peers have mapped, and sends them a header with its location; they read it in place when they
 need it. A header is one datagram over the socket between two ranks. The socket also orders the memory accesses of both
 sides, reports at once that a rank has ended, and passes the file descriptors of new segments. No segment or socket has
-a name in the file system, so no files remain however a rank ends.
+a name in the file system, so no files remain however a rank ends. No thread is used: each call does its work at once.
 
 Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers: it reuses
 memory only after all readers have read it, and otherwise allocates more.
@@ -13,7 +13,6 @@ memory only after all readers have read it, and otherwise allocates more.
 from __future__ import annotations
 
 import errno
-import logging
 import mmap
 import os
 import select
@@ -23,10 +22,11 @@ import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
+from fsdp_flat.comm import failures
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
@@ -39,71 +39,89 @@ _SEGMENT_NBYTES = 1 << 22
 # Sends after which an unused segment's memory is returned to the system: several steps of a large model.
 _IDLE_SENDS = 1024
 
-# Time after which a rank logs which other ranks it waits for.
-WARN_AFTER_S = 10.0
-_logger = logging.getLogger("fsdp_flat")
-
+# Collectives in error texts, by purpose; headers hold the index of the purpose.
+_OPERATIONS = {"gather": "all-gather", "reduction": "reduce-scatter", "transfer": "transfer"}
+_PURPOSES = tuple(_OPERATIONS)
+_PURPOSE_IDS = {purpose: index for index, purpose in enumerate(_PURPOSES)}
 _POST, _READ = 0, 1
-_HEADER = struct.Struct("<qqqqqq")  # kind, segment, start, nbytes, purpose, unit
+_HEADER = struct.Struct("<qqqqqq")
+
+
+class _Header(NamedTuple):
+    """Announces a message (``_POST``) or confirms that it was read (``_READ``).
+
+    Attributes:
+        kind: one of the two.
+        segment: index of the sender's segment that holds the message.
+        start: first byte in it.
+        nbytes: length.
+        purpose: index of the purpose.
+        unit: id of the unit, 0 for none.
+    """
+
+    kind: int
+    segment: int
+    start: int
+    nbytes: int
+    purpose: int
+    unit: int
 
 
 class Message:
-    """Represents a message that a rank expects, as a ``Work`` that is complete when the message has arrived.
+    """Implements :class:`ExpectedMessage`.
 
     Args:
         transport: the transport that receives it.
         source: rank of the group that sends it.
-        nbytes: its length.
-        purpose: its purpose, one of ``_PURPOSES``.
+        purpose: its purpose.
         unit: id of its unit, 0 for none.
     """
 
-    __slots__ = ("__weakref__", "_place", "_transport", "_unit", "nbytes", "purpose", "source")
+    __slots__ = ("__weakref__", "_header", "_purpose", "_source", "_transport", "_unit")
 
-    def __init__(self, transport: SharedMemoryTransport, source: int, nbytes: int, purpose: str, unit: int = 0) -> None:
+    def __init__(self, transport: SharedMemoryTransport, source: int, purpose: str, unit: int) -> None:
         self._transport = transport
+        self._source = source
+        self._purpose = purpose
         self._unit = unit
-        self._place: tuple[int, int] | None = None
-        self.source = source
-        self.nbytes = nbytes
-        self.purpose = purpose
+        self._header: _Header | None = None
 
     def is_completed(self) -> bool:
-        """Return whether the message has arrived."""
-        if self._place is None:
-            self._transport.receive_ready(self.source)
-        return self._place is not None
+        """Implement :class:`ExpectedMessage`."""
+        if self._header is None:
+            self._transport.receive_ready(self._source)
+        return self._header is not None
 
     def wait(self) -> None:
-        """Block until the message has arrived.
+        """Implement :class:`ExpectedMessage`."""
+        while self._header is None:
+            wait_for([(self._transport, self._source)], self._purpose, unit=self._unit)
 
-        Raises:
-            PeerFailureError: if the sender has ended, or sent nothing within the group's timeout.
-            RankMismatchError: if the sender sent a different message.
-        """
-        while self._place is None:
-            wait_for([(self._transport, self.source)], self.purpose, unit=self._unit)
-
-    def arrive(self, segment: int, start: int) -> None:
-        """Set the location of the message: byte ``start`` of one of the sender's segments."""
-        self._place = (segment, start)
+    def arrive(self, header: _Header) -> None:
+        """Set the location of the message."""
+        self._header = header
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return a view of the message (1-D, of ``dtype``) in the sender's memory.
-
-        Do not write to it, nor use it after :meth:`close`.
-        """
-        assert self._place is not None
-        return self._transport.view(self.source, *self._place, self.nbytes).view(dtype)
+        """Implement :class:`ExpectedMessage`."""
+        assert self._header is not None
+        return self._transport.view(self._source, self._header).view(dtype)
 
     def close(self) -> None:
-        """Release the message, read or not, so that the sender may reuse its memory."""
-        if self._place is not None:
-            segment, start = self._place
-            self._place = None
-            self._transport.send_header(self.source, _READ, segment, start, self.nbytes, _purpose_id(self.purpose))
+        """Implement :class:`ExpectedMessage`."""
+        if self._header is not None:
+            header, self._header = self._header, None
+            self._transport.confirm(self._source, header)
 
     __del__ = close
+
+
+class _Expected(NamedTuple):
+    """Records an expected message, also after its :class:`Message` is deleted."""
+
+    message: weakref.ref[Message]
+    nbytes: int
+    purpose: int
+    unit: int
 
 
 class _Segment:
@@ -155,7 +173,7 @@ class _Segment:
 
 
 class SharedMemoryTransport:
-    """Sends and receives this rank's messages in one group, for one thread; created by ``transport_of``.
+    """Implements :class:`HostTransport`; created by ``transport_of``.
 
     Args:
         rank_group: the ranks.
@@ -169,19 +187,20 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
-        self.sent_nbytes = 0
+        # Not the group itself, which keeps its transport alive.
         self._rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
+        assert rank_group.group is not None
+        self.names = failures.unit_names(rank_group.group)
+        self.sent_nbytes = 0
         self._num_sends = 0
         self._segments: list[_Segment] = []
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
         # Expected messages that have not arrived, and headers of messages that arrived unexpected, in order.
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
-        self._unexpected: dict[int, deque[tuple[int, int, int, int, int]]] = {rank: deque() for rank in peers}
+        self._unexpected: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
-        # Unit names for error texts, by the unit id in headers.
-        self.names: dict[int, str] = {}
         # Ranks that have ended and will send nothing more.
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
@@ -202,21 +221,12 @@ class SharedMemoryTransport:
 
     def unread(self, purpose: str) -> dict[int, int]:
         """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
-        return {rank: nbytes for rank, nbytes in self._unread[_purpose_id(purpose)].items() if nbytes}
+        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSE_IDS[purpose]].items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
-        """Send tensors to ranks; they are copied before this returns.
-
-        Args:
-            purpose: purpose of the messages, one of ``_PURPOSES``.
-            messages: pairs of a tensor (1-D, contiguous, on the CPU) and its destination ranks.
-            unit: id of the tensors' unit, 0 for none; a rank that expects another unit raises.
-
-        Raises:
-            PeerFailureError: if one of the ranks has ended.
-        """
+        """Implement :class:`HostTransport`."""
         self._check()
         for rank in self._peers:
             self.receive_ready(rank)
@@ -225,8 +235,9 @@ class SharedMemoryTransport:
             nbytes = tensor.nbytes
             segment, start = self._allocate(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
+            header = _Header(_POST, segment.index, start, nbytes, _PURPOSE_IDS[purpose], unit)
             for rank in ranks:
-                self._post(rank, segment, start, nbytes, purpose, unit)
+                self._post(rank, segment, header)
         for segment in self._segments:
             idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
             if idle and not segment.is_empty:
@@ -257,67 +268,57 @@ class SharedMemoryTransport:
         self._files.append(made.fd)
         return made
 
-    def _post(self, rank: int, segment: _Segment, start: int, nbytes: int, purpose: str, unit: int) -> None:
-        self.sent_nbytes += nbytes
+    def _post(self, rank: int, segment: _Segment, header: _Header) -> None:
+        self.sent_nbytes += header.nbytes
         segment.num_unread += 1
-        self._unread[_purpose_id(purpose)][rank] += nbytes
+        self._unread[header.purpose][rank] += header.nbytes
         fds = () if rank in segment.known_to else (segment.fd,)
         segment.known_to.add(rank)
-        self.send_header(rank, _POST, segment.index, start, nbytes, _purpose_id(purpose), unit, fds)
+        self._send_header(rank, header, fds)
 
-    def send_header(
-        self,
-        rank: int,
-        kind: int,
-        segment: int,
-        start: int,
-        nbytes: int,
-        purpose: int,
-        unit: int = 0,
-        fds: Sequence[int] = (),
-    ) -> None:
-        """Send a header to ``rank``."""
+    def confirm(self, source: int, header: _Header) -> None:
+        """Confirm to ``source`` that its message was read, or is not needed."""
+        self._send_header(source, _Header(_READ, header.segment, header.start, header.nbytes, header.purpose, 0))
+
+    def _send_header(self, rank: int, header: _Header, fds: Sequence[int] = ()) -> None:
         if rank not in self._peers:
             return
-        header = _HEADER.pack(kind, segment, start, nbytes, purpose, unit)
         while True:
             try:
                 if fds:
-                    socket.send_fds(self._peers[rank], [header], list(fds))
+                    socket.send_fds(self._peers[rank], [_HEADER.pack(*header)], list(fds))
                 else:
-                    self._peers[rank].send(header)
+                    self._peers[rank].send(_HEADER.pack(*header))
                 return
             except BlockingIOError:
                 # The peer has many headers to read, and may itself be waiting until it can send one.
-                others = [each for each in self._peers if each == rank or each not in self._ended_ranks]
-                wait_for([(self, each) for each in others], _PURPOSES[purpose], unit=unit, writable_rank=rank)
+                others = [(self, each) for each in self._peers if each == rank or each not in self._ended_ranks]
+                wait_for(others, _PURPOSES[header.purpose], unit=header.unit, writable_rank=rank)
             except ConnectionError as error:
                 # A rank that has ended needs no confirmation that its message was read.
-                if kind == _POST:
-                    raise self.ended_error(rank) from error
+                if header.kind == _POST:
+                    raise self._ended_error(rank) from error
                 return
 
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Message:
-        """Expect a message from ``source``, the next after those expected before."""
+        """Implement :class:`HostTransport`."""
         self._check()
-        message = Message(self, source, nbytes, purpose, unit)
-        expected = _Expected(weakref.ref(message), nbytes, _purpose_id(purpose), unit)
+        message = Message(self, source, purpose, unit)
+        expected = _Expected(weakref.ref(message), nbytes, _PURPOSE_IDS[purpose], unit)
         early = self._unexpected[source]
         if early:
-            self._deliver(expected, source, *early.popleft())
+            self._deliver(expected, source, early.popleft())
         else:
             self._expected[source].append(expected)
         return message
 
-    def _deliver(
-        self, expected: _Expected, source: int, segment: int, start: int, nbytes: int, purpose: int, unit: int
-    ) -> None:
-        if (nbytes, purpose, unit) != (expected.nbytes, expected.purpose, expected.unit):
+    def _deliver(self, expected: _Expected, source: int, header: _Header) -> None:
+        if (header.nbytes, header.purpose, header.unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group came to {self.describe_collective(purpose, unit)} ({nbytes} bytes) where "
-                f"rank {self._rank} came to {self.describe_collective(expected.purpose, expected.unit)} "
+                f"Rank {source} of the group came to {self._describe(header.purpose, header.unit)} ({header.nbytes} "
+                f"bytes) where rank {self._rank} came to {self._describe(expected.purpose, expected.unit)} "
                 f"({expected.nbytes} bytes): they do not run the same units in the same order. Check that every rank "
                 "builds the same model and takes the same branches, and that an exception on one rank alone was not "
                 "caught."
@@ -325,13 +326,13 @@ class SharedMemoryTransport:
             return
         message = expected.message()
         if message is None:
-            self.send_header(source, _READ, segment, start, nbytes, purpose)  # the Message was deleted
+            self.confirm(source, header)  # the Message was deleted
         else:
-            message.arrive(segment, start)
+            message.arrive(header)
 
-    def describe_collective(self, purpose: int, unit: int) -> str:
-        """Describe a collective for error texts, given the index of its purpose and its unit id, 0 for none."""
-        operation = _OPERATIONS[purpose]
+    def _describe(self, purpose: int, unit: int) -> str:
+        """Describe a collective for error texts."""
+        operation = _OPERATIONS[_PURPOSES[purpose]]
         if not unit:
             return f"{'an' if operation[0] == 'a' else 'a'} {operation}"
         return f"the {operation} of {f'unit {self.names[unit]!r}' if unit in self.names else 'another unit'}"
@@ -349,12 +350,12 @@ class SharedMemoryTransport:
         """Process all headers that have arrived from ``source``, without waiting."""
         while True:
             try:
-                header, fds, flags, _ = socket.recv_fds(self._peers[source], _HEADER.size, 1)
+                content, fds, flags, _ = socket.recv_fds(self._peers[source], _HEADER.size, 1)
             except BlockingIOError:
                 return
             except ConnectionResetError:
                 continue  # it has ended with unread headers; the ones that it sent before follow now
-            if not header:
+            if not content:
                 self._ended_ranks.add(source)
                 return
             if flags & socket.MSG_CTRUNC:
@@ -363,35 +364,32 @@ class SharedMemoryTransport:
                     f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(header)
+            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(content)
             if kind == _READ:
                 self._segments[segment].num_unread -= 1
                 self._unread[purpose][source] -= nbytes
                 continue
+            header = _Header(kind, segment, start, nbytes, purpose, unit)
             if fds:
-                _, self._theirs[source, segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
+                _, self._theirs[source, header.segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
                 os.close(fds[0])
             if self._expected[source]:
-                self._deliver(self._expected[source].popleft(), source, segment, start, nbytes, purpose, unit)
+                self._deliver(self._expected[source].popleft(), source, header)
             else:
-                self._unexpected[source].append((segment, start, nbytes, purpose, unit))
+                self._unexpected[source].append(header)
 
     def unexpected(self) -> tuple[int, str] | None:
-        """Return a rank that has sent an unexpected message, and its collective; None if there is none."""
+        """Implement :class:`HostTransport`."""
         for rank in self._peers:
             self.receive_ready(rank)
-        return next(
-            (
-                (rank, self.describe_collective(early[0][3], early[0][4]))
-                for rank, early in self._unexpected.items()
-                if early
-            ),
-            None,
-        )
+        early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
+        return next(((rank, self._describe(header.purpose, header.unit)) for rank, header in early), None)
 
-    def view(self, source: int, segment: int, start: int, nbytes: int) -> torch.Tensor:
-        """Return a view of ``nbytes`` bytes of another rank's segment."""
-        return self._theirs[source, segment][start : start + nbytes]
+    def view(self, source: int, header: _Header) -> torch.Tensor:
+        """Return a view of a message in the memory of the rank that has sent it."""
+        return self._theirs[source, header.segment][header.start : header.start + header.nbytes]
+
+    # -- waiting -------------------------------------------------------------------------------------------------
 
     def socket_to(self, rank: int) -> socket.socket:
         """Return the socket to a rank.
@@ -402,25 +400,31 @@ class SharedMemoryTransport:
         """
         self._check()
         if rank in self._ended_ranks:
-            raise self.ended_error(rank)
+            raise self._ended_error(rank)
         return self._peers[rank]
 
-    def ended_error(self, rank: int) -> PeerFailureError:
-        """Create the error for a rank that has ended."""
+    def _ended_error(self, rank: int) -> PeerFailureError:
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self._rank} exchanges tensors "
             f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
             f"ended well, it made fewer steps than rank {self._rank}."
         )
 
-    def log_wait(self, ranks: Sequence[int], collective: str) -> None:
-        """Log the ranks that this rank waits for, and the collective."""
-        text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
-        _logger.warning(text, self._rank, WARN_AFTER_S, sorted(ranks), collective)
+    def await_header(self, poll: select.poll, ranks: Sequence[int], purpose: str, unit: int, timeout_s: float) -> None:
+        """Wait up to ``timeout_s`` for the sockets of ``poll``, and log a long wait for ``ranks``.
 
-    def timeout_error(self, ranks: Sequence[int], collective: str) -> PeerFailureError:
-        """Create the error for ranks that send nothing within the group's timeout."""
-        return PeerFailureError(
+        Raises:
+            PeerFailureError: if none of the sockets becomes ready.
+        """
+        patience_s = min(failures.WARN_AFTER_S, timeout_s)
+        if poll.poll(patience_s * 1000):
+            return
+        collective = self._describe(_PURPOSE_IDS[purpose], unit)
+        if patience_s < timeout_s:
+            failures.log_wait(self._rank, sorted(ranks), collective)
+            if poll.poll((timeout_s - patience_s) * 1000):
+                return
+        raise PeerFailureError(
             f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in "
             f"{collective}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come "
             "to this collective: every rank must run the same units in the same order."
@@ -438,7 +442,7 @@ def wait_for(
 
     Args:
         sources: pairs of a transport and a rank that sends to it.
-        purpose: purpose of the message, one of ``_PURPOSES``.
+        purpose: purpose of the message.
         unit: id of its unit, 0 for none.
         writable_rank: one of the ranks; the wait also ends once a header can be sent to it.
 
@@ -449,36 +453,11 @@ def wait_for(
     poll = select.poll()
     for transport, rank in sources:
         poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
-    timeout_s = min(transport.timeout_s for transport, _ in sources)
-    patience_s = min(WARN_AFTER_S, timeout_s)
-    if not poll.poll(patience_s * 1000):
-        first, _ = next(iter(sources))
-        ranks = [rank for transport, rank in sources if transport is first]
-        collective = first.describe_collective(_purpose_id(purpose), unit)
-        if patience_s < timeout_s:
-            first.log_wait(ranks, collective)
-        if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
-            raise first.timeout_error(ranks, collective)
+    first, _ = next(iter(sources))
+    ranks = [rank for transport, rank in sources if transport is first]
+    first.await_header(poll, ranks, purpose, unit, min(transport.timeout_s for transport, _ in sources))
     for transport, rank in sources:
         transport.receive_ready(rank)
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """Records an expected message, also after its :class:`Message` is deleted."""
-
-    message: weakref.ref[Message]
-    nbytes: int
-    purpose: int
-    unit: int
-
-
-_PURPOSES = ("gather", "reduction", "transfer")
-_OPERATIONS = ("all-gather", "reduce-scatter", "transfer")
-
-
-def _purpose_id(purpose: str) -> int:
-    return _PURPOSES.index(purpose)
 
 
 def _mapped(fd: int, nbytes: int) -> tuple[mmap.mmap, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.comm.shared_memory import SharedMemoryTransport, close_all
+from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.small_messages import exchange_bytes, exchange_ints
 
 __all__ = ["known_transport", "sent_nbytes", "shared_nbytes", "transport_of"]
