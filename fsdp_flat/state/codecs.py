@@ -10,6 +10,8 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from fsdp_flat.api import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -83,6 +85,8 @@ def codec_of(kind: StateDictType, config: StateDictConfig | OptimStateDictConfig
 
 def decoder_of(value: Any) -> StateDictCodec:
     """Return the codec that reads ``value``: the one of its own kind, else that of full tensors."""
+    if type(value) is torch.Tensor:
+        return FULL
     for row in CODECS.values():
         for codec in (row.boxed, row.model, row.optim):
             if codec is not None and codec.reads(value):

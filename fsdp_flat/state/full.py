@@ -14,7 +14,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import PLAIN, FlatParamHandle
 from fsdp_flat.layout import ReplicatedPartition, TransferPlan, plan_transfer
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
@@ -67,7 +67,8 @@ class FullCodec(StateDictCodec):
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
-        if not is_tensor_like(value):
+        is_read, run = isinstance(value, torch.Tensor), target.run.to_slice()
+        if not is_read and not is_tensor_like(value):
             raise LoadError(
                 f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
             )
@@ -76,12 +77,14 @@ class FullCodec(StateDictCodec):
                 f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a whole "
                 "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
             )
-        is_read, run = isinstance(value, torch.Tensor), target.run.to_slice()
         if run.start == run.stop and not is_read:
             return
         # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
         full = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
-        local = target.param.adapter.local_slice(full.detach().reshape(target.full_shape)).reshape(-1)[run]
+        adapter = target.param.adapter
+        if adapter is not PLAIN:
+            full = adapter.local_slice(full.detach().reshape(target.full_shape))
+        local = full.reshape(-1)[run]
         # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
         plan.copy(target.local, local if is_read else local.clone())
 

@@ -25,7 +25,7 @@ from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_o
 from fsdp_flat.state.model_state import LOADING
 from fsdp_flat.state.optim_contents import check_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
-from fsdp_flat.state.param_states import is_scalar, owned_shard
+from fsdp_flat.state.param_states import is_scalar
 from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.state.shards import LoadPlan, StateShard
 
@@ -173,8 +173,10 @@ class _OptimLoad:
             rows: their states.
             owner: the rank of the shard group that has full states of any shape, if there is one.
         """
-        _check_uniform(params, rows)
         first, found = params[0], dict[str, Any]()
+        if not first.is_original:
+            _check_uniform(params, rows)
+        is_owner, visible_shape = owner == first.rank_group.rank, visible.shape
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[0] or ()):
             values = [row[key] for row in rows if row is not None]
@@ -183,21 +185,18 @@ class _OptimLoad:
                 self._split(first, key, values[0], handler, found)
             elif not self._is_elementwise(key, values[0], first.shape if owner is None else (1,)):
                 found[key] = _plain(values[0])
-            elif owner is not None:
-                shape, is_owner = shape_of(values[0]), first.rank_group.rank == owner
-                local = _new_local(values[0], math.prod(shape) if is_owner else 0, first)
-                if is_owner:
-                    found[key] = local.view(shape)
-                self._fill(owned_shard(first, local, shape, owner, _label(first, key)), values[0])
             elif first.is_original:
-                local = _new_local(values[0], first.local_shard.numel, first)
-                found[key] = local.view(visible.shape)
-                self._fill(StateShard.like(first, local, _label(first, key)), values[0])
+                shape = visible_shape if owner is None else shape_of(values[0])
+                numel = first.local_shard.numel if owner is None else math.prod(shape) if is_owner else 0
+                local = torch.empty(numel, dtype=dtype_of(values[0]), device=first.handle.flat_param.device)
+                if owner is None or is_owner:
+                    found[key] = local.view(shape)
+                self._fill(StateShard.of_state(first, local, key, shape, owner), values[0])
             else:
                 found[key] = shard = _new_shard(values[0], first)
                 for param, value in zip(params, values, strict=True):
                     local = shard[param.local_shard.in_shard.to_slice()]
-                    self._fill(StateShard.like(param, local, _label(param, key)), value)
+                    self._fill(StateShard.of_state(param, local, key, (), None), value)
         return found
 
     def _fill(self, target: StateShard, value: Any) -> None:
@@ -257,10 +256,6 @@ class _OptimLoad:
         return key in self._elementwise if self._elementwise else key != "step"
 
 
-def _label(param: IndexedParam, key: str) -> str:
-    return f"State {key!r} of {param.fqn!r}"
-
-
 def _checked_states(given: Mapping[str, Any] | None) -> _States:
     if not _is_state_dict(given):
         raise OptionError(
@@ -312,15 +307,11 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
     return groups
 
 
-def _new_local(value: Any, numel: int, param: IndexedParam) -> torch.Tensor:
-    """Allocate a part of a state, all of which will be written."""
-    return torch.empty(numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
-
-
 def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
     layout = param.handle.layout
-    shard, own = _new_local(value, layout.shard_numel, param), layout.shard(param.rank_group.rank)
+    shard = torch.empty(layout.shard_numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
+    own = layout.shard(param.rank_group.rank)
     for padding in layout.paddings():
         shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
     return shard
@@ -391,7 +382,7 @@ def template_states(
                 value = torch.zeros(shape, dtype=dtype)
             else:
                 local = torch.zeros(param.local_shard.numel, dtype=dtype)
-                (value,) = BOXES.encode([StateShard.like(param, local)], _LIVE)
+                (value,) = BOXES.encode([StateShard(param, local, fqn, param.shape)], _LIVE)
             found.setdefault(fqn, {})[name] = value
     return found, deferred
 

@@ -17,7 +17,7 @@ from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, EvenPartition, clean_fqn
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.codecs import FULL, decoder_of
@@ -64,16 +64,20 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
             handle.adopt_changes()
     if codec.is_flat:
         return [_flat_shard(unit, handle, prefix) for handle in unit.handles]
-    return [StateShard.like(param, local_shard_of(param.handle, param.index)) for param in params_of(unit, prefix)]
+    return [_shard_of(param) for param in params_of(unit, prefix)]
+
+
+def _shard_of(param: IndexedParam) -> StateShard:
+    return StateShard(param, local_shard_of(param.handle, param.index), param.fqn, param.shape)
 
 
 def _flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
     """Return this rank's part of a flat parameter, ``_flat_param``, ``_flat_param_1`` ... in the state dict."""
     layout, position = handle.layout, unit.handles.index(handle)
     name = prefix + (FLAT_PARAM if position == 0 else f"{FLAT_PARAM}_{position}")
-    held = EvenPartition(layout.unpadded_numel, layout.shard_numel, 0, layout.world_size)
-    local = handle.flat_param.detach()[: held[handle.spec.rank].numel]
-    return StateShard(IndexedParam(unit, handle, 0, (name,)), local, held, (layout.unpadded_numel,), name)
+    own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
+    local = handle.flat_param.detach()[: own.numel]
+    return StateShard(IndexedParam(unit, handle, 0, (name,)), local, name, (layout.unpadded_numel,))
 
 
 def save_unit(
@@ -295,7 +299,7 @@ def load_unit(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], pre
 def _decode(codec: StateDictCodec, value: Any, target: StateShard, report: LoadReport) -> None:
     shape, expected = shape_of(value), target.full_shape
     is_one_element = codec is FULL and math.prod(shape) == 1 and math.prod(expected) == 1
-    if (codec is not FULL or is_tensor_like(value)) and shape != expected and not is_one_element:
+    if shape != expected and not is_one_element and (codec is not FULL or is_tensor_like(value)):
         report.errors.append(
             f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape)} from checkpoint, "
             f"the shape in current model is {torch.Size(expected)}."
@@ -384,7 +388,7 @@ def _prepare_load(
         if not flats:
             report.missing.extend(fqn for fqn, value in given if value is None)
         value = next((value for _, value in given if value is not None and id(value) not in own), None)
-        found.append((StateShard.like(param, local_shard_of(param.handle, param.index)), value))
+        found.append((_shard_of(param), value))
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,14 +20,13 @@ from torch import nn
 
 from fsdp_flat.comm import digest_of, dtype_from_name
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
-from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.handlers import refuse_split
 from fsdp_flat.state.optim_contents import OptimContents, exchange_json
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
-__all__ = ["ParamState", "Peers", "agree_on_states", "compare_states", "is_scalar", "owned_shard", "read_states"]
+__all__ = ["ParamState", "Peers", "agree_on_states", "compare_states", "is_scalar", "read_states"]
 
 
 @dataclass(slots=True)
@@ -72,19 +70,9 @@ class ParamState:
             shape: shape of the state of an owned parameter; others have the parameter's.
         """
         if tensor is None:
-            is_elsewhere = self.owner is not None
-            numel = 0 if is_elsewhere else self.param.local_shard.numel
+            numel = self.param.local_shard.numel if self.owner is None else 0
             tensor = torch.zeros(numel, dtype=dtype, device=self.param.handle.flat_param.device)
-        label = f"State {name!r} of {self.param.fqn!r}"
-        if self.owner is None:
-            self.tensors[name] = StateShard.like(self.param, tensor, label)
-        else:
-            self.tensors[name] = owned_shard(self.param, tensor, tuple(shape), self.owner, label)
-
-
-def owned_shard(param: IndexedParam, local: torch.Tensor, shape: tuple[int, ...], owner: int, label: str) -> StateShard:
-    """Describe a tensor of any shape of which rank ``owner`` of the shard group has all elements."""
-    return StateShard(param, local, ReplicatedPartition(math.prod(shape), owner, param.rank_group.size), shape, label)
+        self.tensors[name] = StateShard.of_state(self.param, tensor, name, shape, self.owner)
 
 
 def is_scalar(value: Any) -> bool:

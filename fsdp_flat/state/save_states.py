@@ -100,12 +100,11 @@ def _encoded(
     shards = [shard for state in states for shard in state.tensors.values()]
     alike = [shard for shard in shards if shard.shape == shard.param.shape]
     others = [shard for shard in shards if shard.shape != shard.param.shape]
-    owners = {state.param: state.owner for state in states}
     found = dict(zip(alike, codec.encode(alike, config), strict=True))
     if not on_owner:
         return {**found, **dict(zip(others, FULL.encode(others, config), strict=True))}
     for shard in others:
-        if owners[shard.param] == shard.param.rank_group.rank:
+        if shard.owner == shard.param.rank_group.rank:
             value = shard.local.view(shard.shape)
             found[shard] = value.to("cpu", copy=True) if config.offload_to_cpu else value
     return found

@@ -6,6 +6,7 @@ the values of one state-dict type, and back.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.layout import Interval, Partition, plan_transfer
+from fsdp_flat.flat import PLAIN
+from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, plan_transfer
 from fsdp_flat.state.param_index import IndexedParam
 
 __all__ = ["LoadPlan", "StateDictCodec", "StateShard", "TensorTransfer", "redistribute"]
@@ -22,36 +24,47 @@ __all__ = ["LoadPlan", "StateDictCodec", "StateShard", "TensorTransfer", "redist
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateShard:
-    """Holds this rank's part of one tensor: of a parameter, or of an optimizer state of one.
+    """Holds this rank's part of one tensor: of a parameter, of an optimizer state of one, or of a flat parameter.
 
     Attributes:
         param: the parameter.
         local: this rank's elements (1-D), the source of a save or the target of a load.
-        held: partition of the flattened tensor over the shard group.
-        shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
         label: the tensor's name in error texts.
+        shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
+        owner: the rank of the shard group that has all elements; None if they are sharded as the parameter is.
     """
 
     param: IndexedParam
     local: torch.Tensor
-    held: Partition
-    shape: tuple[int, ...]
     label: str
+    shape: tuple[int, ...]
+    owner: int | None = None
 
     @classmethod
-    def like(cls, param: IndexedParam, local: torch.Tensor, label: str = "") -> StateShard:
-        """Describe a tensor that is sharded as its parameter is."""
-        return cls(param, local, param.partition, param.shape, label or param.fqn)
+    def of_state(
+        cls, param: IndexedParam, local: torch.Tensor, name: str, shape: Sequence[int], owner: int | None
+    ) -> StateShard:
+        """Describe an optimizer state; without an owner it has the parameter's shape, whatever ``shape`` is."""
+        label = f"State {name!r} of {param.fqn!r}"
+        return cls(param, local, label, param.shape if owner is None else tuple(shape), owner)
+
+    @property
+    def held(self) -> Partition:
+        """Partition of the flattened tensor over the shard group."""
+        if self.owner is None:
+            return self.param.partition
+        return ReplicatedPartition(math.prod(self.shape), self.owner, self.param.rank_group.size)
 
     @property
     def run(self) -> Interval:
         """Elements of this rank."""
-        return self.held[self.param.rank_group.rank]
+        return self.param.local_shard.in_param if self.owner is None else self.held[self.param.rank_group.rank]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the full tensor in a state dict."""
-        return self.param.adapter.full_shape(self.shape)
+        adapter = self.param.adapter
+        return self.shape if adapter is PLAIN else adapter.full_shape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
