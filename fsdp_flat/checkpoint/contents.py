@@ -55,26 +55,32 @@ def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
     return model.state_dict(destination=destination)
 
 
+def serialized(value: Any) -> bytes:
+    """Serialize ``value`` by ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
 def packed(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``, and check that it can be read back with ``weights_only``.
+    """Serialize ``value``, and check that it can be read back with ``weights_only``.
 
     Raises:
         OptionError: it cannot.
     """
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
+    data = serialized(value)
     try:
-        unpacked(buffer.getvalue())
+        unpacked(data)
     except Exception as error:
         raise OptionError(
             "extra (or the optimizer's settings) holds something that torch.load(weights_only=True) refuses to read "
             f"back, for safety: {str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
         ) from error
-    return buffer.getvalue()
+    return data
 
 
 def unpacked(data: bytes) -> Any:
-    """Return the value that :func:`packed` serialized."""
+    """Return the value that :func:`serialized` or :func:`packed` serialized."""
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -173,16 +179,16 @@ class CheckpointValues:
 
     def rows_text(self) -> str:
         """Return this rank's rows as a text for :meth:`plain_of`."""
-        return base64.b85encode(packed(self.rows)).decode()
+        return base64.b64encode(serialized(self.rows)).decode()
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks."""
         if "optim" in self.plain:
             state: dict[str, dict[str, Any]] = {}
             for text in each_rows:
-                state = {**unpacked(base64.b85decode(text)), **state}
+                state = {**unpacked(base64.b64decode(text)), **state}
             self.plain["optim"]["state"] = state
-        return packed(self.plain)
+        return serialized(self.plain)
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
