@@ -285,6 +285,26 @@ def test_torch_reads_the_values_that_are_no_tensors_too(tmp_path: Path, rank: in
     assert {float(row["step"]) for row in state["plain"]["optim"]["state"].values()} == {1.0}
 
 
+@KINDS
+@on_ranks(2)
+def test_names_that_hooks_change_are_saved_from_every_rank(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
+    def rename(state: dict[str, Any], old: str, new: str) -> None:
+        for name in list(state):
+            state[name.replace(old, new)] = state.pop(name)
+
+    def make(seed: int) -> Any:
+        model = shard(seeded(seed=seed), use_orig_params=use_orig_params)
+        model.register_state_dict_post_hook(lambda module, state, *_: rename(state, "blocks.", "layers."))
+        model.register_load_state_dict_pre_hook(lambda module, state, *_: rename(state, "layers.", "blocks."))
+        return model
+
+    model, other = make(0), make(1)
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, other)
+    assert any(name.startswith("layers.") for name in model.state_dict())
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
 def test_replicas_share_the_writing(strategy: str, tmp_path: Path, rank: int) -> None:
