@@ -50,7 +50,7 @@ class ModelLoad:
         """End the load of the wrappers."""
         for child in self._wrappers:
             if child._load is self:
-                child._load = None  # type: ignore[assignment]
+                del child._load
 
     def end(self, keys: Any) -> None:
         """Write all values unless one does not fit; with missing or unexpected names put this off until torch raises.

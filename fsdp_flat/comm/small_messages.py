@@ -6,11 +6,13 @@ Each exchange is a collective: every rank of the group must call it at the same 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.rank_groups import is_fake
+from fsdp_flat.comm.failures import WatchedWork
+from fsdp_flat.comm.rank_groups import RankGroup, is_fake
 
 __all__ = [
     "control_device",
@@ -67,7 +69,7 @@ def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.dev
     where = control_device(group, device)
     own = torch.tensor(values, dtype=torch.int64, device=where)
     everyone = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(everyone, own, group=group)
+    _wait(dist.all_gather(everyone, own, group=group, async_op=True), group, where)
     return [tensor.tolist() for tensor in everyone]
 
 
@@ -79,7 +81,7 @@ def exchange_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.devic
         return [payload] * size
     own = _padded(payload, max(1, *lengths), control_device(group, device))
     everyone = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(everyone, own, group=group)
+    _wait(dist.all_gather(everyone, own, group=group, async_op=True), group, own.device)
     return [_content(row, length) for row, length in zip(everyone, lengths, strict=True)]
 
 
@@ -91,8 +93,17 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
         return [payload] * size
     own = _padded(payload, max(1, *lengths), control_device(group, device))
     rows = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
-    dist.gather(own, rows, dst=dist.get_global_rank(group, 0), group=group)
+    _wait(dist.gather(own, rows, dst=dist.get_global_rank(group, 0), group=group, async_op=True), group, own.device)
     return [_content(row, length) for row, length in zip(rows or [], lengths, strict=rank == 0)]
+
+
+def _wait(work: Any, group: dist.ProcessGroup, where: torch.device) -> None:
+    """Wait for an exchange; on the host, log a long wait, and raise the cause if another rank has failed."""
+    if where.type == "cpu":
+        rank_group = RankGroup.of(group)
+        others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", others)
+    work.wait()
 
 
 def _padded(payload: bytes, length: int, where: torch.device) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import register_as_plain_tensor
-from fsdp_flat.flat.sharded_grad import ShardedGrad
+from fsdp_flat.flat.sharded_grad import ShardedGrad, first_of
 
 __all__ = [
     "FlatParameter",
@@ -82,7 +82,7 @@ class ShardedPlaceholder(torch.Tensor):
                     result = result.as_subclass(cls)
                     result._explain = args[0]._explain
                 return result
-        found = _first(ShardedPlaceholder, args, kwargs)
+        found = first_of(ShardedPlaceholder, args, kwargs)
         raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_HINTS}")
 
     def __deepcopy__(self, _memo: Any) -> ShardedPlaceholder:
@@ -118,7 +118,7 @@ class ShardedFlatParameter(nn.Parameter):
                 return _grad_of(args[0], func)
         kind = cls._kind_of(name, is_read, args, kwargs)
         if kind is _Kind.SHAPED:
-            text = _explain(_first(cls, args, kwargs), name)
+            text = _explain(first_of(cls, args, kwargs), name)
             raise UsageError(text + (_NO_FULLY_SHARD if name in _SPLITS else ""))
         others = tuple(other for other in types if not issubclass(other, ShardedFlatParameter))
         if others:
@@ -275,7 +275,7 @@ def _explain_grad(param: torch.Tensor) -> str:
 
 def _run(func: Any, name: str, kind: _Kind, args: Any, kwargs: Any) -> Any:
     """Run an operation, and raise if its result does not have the local shard's shape."""
-    param = _first(ShardedParameter, args, kwargs)
+    param = first_of(ShardedParameter, args, kwargs)
     try:
         result = func(*args, **kwargs)
     except RuntimeError as error:
@@ -303,14 +303,6 @@ def _explain(param: nn.Parameter | None, used_by: str) -> str:
     with unguarded():
         held = f"this rank holds {param.numel()} of its elements"
     return f"Parameter {owner.describe()} was used by {used_by} while it is sharded: {held}. {_HINTS}"
-
-
-def _first(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
-    if args and isinstance(args[0], kind):
-        return args[0]
-    given = [*args, *(kwargs or {}).values()]
-    flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return next((item for item in flat if isinstance(item, kind)), None)
 
 
 unguarded = torch._C.DisableTorchFunctionSubclass

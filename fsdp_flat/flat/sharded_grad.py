@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +18,8 @@ __all__ = [
     "UnreducedGrad",
     "UnreducedLocalGrad",
     "accumulate_grad",
-    "hooked_grad",
+    "apply_hooks",
+    "first_of",
     "run_grad_hooks",
     "set_grad",
 ]
@@ -164,11 +165,11 @@ class UnreducedGrad(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        describe = _first_unreduced(args, kwargs)._describe
+        describe = first_of(cls, args, kwargs)._describe
         if name.endswith("_") and not name.startswith("__"):
             target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             if not isinstance(target, cls):
-                _first_unreduced(args, kwargs).refuse(name)
+                first_of(cls, args, kwargs).refuse(name)
         with _unguarded():
             result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
         if isinstance(result, torch.Tensor):
@@ -205,10 +206,13 @@ def _marked_unreduced(result: torch.Tensor, describe: Callable[[], str]) -> torc
     return result if is_plain else UnreducedGrad.of(result, describe)
 
 
-def _first_unreduced(args: Any, kwargs: Any) -> UnreducedGrad:
+def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Return the first argument of a class among the arguments of an operation, and in lists; None if there is none."""
+    if args and isinstance(args[0], kind):
+        return args[0]
     given = [*args, *(kwargs or {}).values()]
     flat = [item for arg in given for item in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    return next(item for item in flat if isinstance(item, UnreducedGrad))
+    return next((item for item in flat if isinstance(item, kind)), None)
 
 
 def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
@@ -271,10 +275,8 @@ class UnreducedLocalGrad:
             set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
 
 
-def hooked_grad(flat_param: nn.Parameter, grad: torch.Tensor) -> torch.Tensor:
-    """Pass this rank's reduced gradient through the flat parameter's hooks: it is not in the autograd graph."""
-    with _unguarded():
-        hooks = flat_param._backward_hooks or {}
+def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
+    """Pass a gradient through gradient hooks of a parameter that is not in the autograd graph."""
     for hook in hooks.values():
         result = hook(grad)
         grad = grad if result is None else result

@@ -10,7 +10,7 @@ import torch
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
 from fsdp_flat.flat.guards import unguarded
-from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, hooked_grad, run_grad_hooks
+from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, apply_hooks, run_grad_hooks
 from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import ManagedParam
@@ -289,9 +289,8 @@ class HandleGradients:
         grad = grad.detach()
         with unguarded():
             hooks = self._views.params[index].param._backward_hooks or self._hooks[index]
-        for hook in hooks.values() if hooks else ():
-            result = hook(grad)
-            grad = grad if result is None else result
+        if hooks:
+            grad = apply_hooks(hooks, grad)
         if self._adapters:
             grad = self._adapters.get(index, PLAIN).to_local(grad)
         self._buffer.add_grad(index, grad)
@@ -430,7 +429,9 @@ class HandleGradients:
                 continue
             grad = each.part_of(shard_grad)
             if each.param is self._views.flat_param:
-                grad = hooked_grad(each.param, grad)
+                with unguarded():
+                    hooks = each.param._backward_hooks
+                grad = apply_hooks(hooks or {}, grad)
             with unguarded():
                 if accumulate_grad(each.param, grad):
                     hooked.append(each.param)

@@ -107,7 +107,7 @@ class BackwardExchange:
                 has none.
             unreduced: handles that hold unreduced gradients.
             compare: this rank requests a comparison of tensors that no unit manages.
-            average: this rank's request for gradients that no unit manages; see ``GradientAverage.state``.
+            average: this rank's ``UnmanagedTensors.request_for_average``.
         """
         for groups, handles in self._handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]

@@ -16,7 +16,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.backward import Iteration
 from fsdp_flat.runtime.materialize import unwritten_error
 from fsdp_flat.runtime.unit import Unit
-from fsdp_flat.runtime.unmanaged import DriftCheck
+from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 __all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
 
@@ -109,18 +109,21 @@ class RankChecks:
     Args:
         units: every unit of the tree, the outermost first.
         handles: their handles by groups, in the same order on every rank.
-        drift: compares tensors that no unit manages.
+        unmanaged: compares tensors that no unit manages.
 
     Attributes:
         in_forward: True while :meth:`before_forward` may still compare.
     """
 
     def __init__(
-        self, units: Sequence[Unit], handles: Mapping[ShardingGroups, Sequence[FlatParamHandle]], drift: DriftCheck
+        self,
+        units: Sequence[Unit],
+        handles: Mapping[ShardingGroups, Sequence[FlatParamHandle]],
+        unmanaged: UnmanagedTensors,
     ) -> None:
         self._units = units
         self._handles = handles
-        self._drift = drift
+        self._unmanaged = unmanaged
         # Groups over which no forward has compared yet.
         self._ahead = {unit.options.groups for unit in units if unit.needs_all_gather}
         self._compared_in_backward = False
@@ -171,7 +174,7 @@ class RankChecks:
                 self._num_forwards += 1
                 if self._num_forwards in _FORWARDS_COMPARED:
                     shard_group = replace(groups, replicate=ALONE)
-                    self._drift.compare([shard_group], buffers=self._num_forwards == _FORWARDS_COMPARED[1])
+                    self._unmanaged.compare([shard_group], buffers=self._num_forwards == _FORWARDS_COMPARED[1])
         self.in_forward = bool(self._ahead) or self._num_forwards < _FORWARDS_COMPARED[-1]
 
     def before_backward(self) -> None:

@@ -28,7 +28,7 @@ from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
 from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
-from fsdp_flat.runtime.unmanaged import DriftCheck, GradientAverage, UnmanagedParams
+from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
@@ -92,11 +92,9 @@ class Schedule(CommContext):
         # Units whose parameters are unsharded on every rank at all times.
         self._unsharded = [unit for unit in self.units if unit.handles and not unit.needs_all_gather]
         self._exchange = BackwardExchange(self.units, self.collectives)
-        self._unmanaged = UnmanagedParams(root_module, self.units)
-        self._drift = DriftCheck(self._unmanaged, self.units)
-        self.rank_checks = RankChecks(self.units, self._exchange.handles, self._drift)
         any_rank = partial(self._exchange.any_rank, over=self.root.options.groups)
-        self._average = GradientAverage(self._unmanaged, self.units, any_rank)
+        self._unmanaged = UnmanagedTensors(root_module, self.units, any_rank)
+        self.rank_checks = RankChecks(self.units, self._exchange.handles, self._unmanaged)
         self._cast_buffers()
         log_units(self.units)
 
@@ -429,20 +427,25 @@ class Schedule(CommContext):
 
     def _exchange_and_set_grads(self) -> None:
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
-        if not (any(unit.is_trainable for unit in self.units) or self._unmanaged.by_name()):
+        if not (any(unit.is_trainable for unit in self.units) or self._unmanaged.params()):
             return
         outcome = self._set_sharded_grads()
         if outcome.average:
-            self._average.average(compare=outcome.average > 1)
+            self._unmanaged.average(compare=outcome.average > 1)
         # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
         if outcome.to_compare:
-            self._drift.compare(outcome.to_compare)
+            self._unmanaged.compare(outcome.to_compare)
 
     def _set_sharded_grads(self) -> Outcome:
         handles = [handle for unit in self.units for handle in unit.handles]
         unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
-        self._exchange.begin(used, unreduced, compare=self._drift.request(), average=self._average.state)
+        self._exchange.begin(
+            used,
+            unreduced,
+            compare=self._unmanaged.requests_comparison(),
+            average=self._unmanaged.request_for_average,
+        )
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
         if outcome.differing is not None:

@@ -36,7 +36,7 @@ from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["DriftCheck", "GradientAverage", "UnmanagedParams", "average_buffers"]
+__all__ = ["UnmanagedTensors", "average_buffers"]
 
 # Backwards between two walks for parameters that have appeared since the last one.
 _BACKWARDS_PER_WALK = 64
@@ -82,27 +82,41 @@ def _persistent_buffers(root: nn.Module) -> dict[str, torch.Tensor]:
     return dict(found.values())
 
 
-class UnmanagedParams:
-    """Finds the trainable parameters below a root whose gradients nothing reduces.
+class UnmanagedTensors:
+    """Compares tensors that no unit manages, and averages their gradients over the outermost unit's groups.
 
     Args:
         root_module: the outermost wrapper.
         units: its units, the outermost first.
+        any_rank: returns for each flag whether it is true on any rank of the outermost unit's groups, without waiting
+            for the device.
     """
 
-    def __init__(self, root_module: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(
+        self, root_module: nn.Module, units: Sequence[Unit], any_rank: Callable[[Sequence[bool]], list[bool]]
+    ) -> None:
         self._root_module = weakref.ref(root_module)
         self._units = units
+        self._any_rank = any_rank
+        # Parameters found by the walk of this backward.
         self._keeps = False
         self._kept: dict[str, nn.Parameter] | None = None
+        self._num_backwards = 0
+        # Groups over which a comparison has been made.
+        self._compared: set[ShardingGroups] = set()
+        # Parameters compared before, and their fingerprints then.
+        self._seen: dict[str, tuple[weakref.ref[nn.Parameter], int]] = {}
+        # Parameters whose values have not changed since, and the sum of their versions at the last comparison.
+        self._unchanged: list[weakref.ref[nn.Parameter]] = []
+        self._versions = 0
+        self._num_unchanged = 0
+        # Names that differed from the start, so on purpose, or that a warning has listed already.
+        self._passed_over: set[str] = set()
+        # Description of the parameters to average, as ranks last compared it.
+        self._agreed: list[str] | None = None
 
-    @property
-    def root_module(self) -> nn.Module | None:
-        """The outermost wrapper; None if it has been freed."""
-        return self._root_module()
-
-    def by_name(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters by name."""
+    def params(self) -> Mapping[str, nn.Parameter]:
+        """Return by name the trainable parameters whose gradients nothing reduces."""
         if self._kept is not None:
             return self._kept
         root_module = self._root_module()
@@ -119,36 +133,14 @@ class UnmanagedParams:
         finally:
             self._keeps, self._kept = False, None
 
+    # -- comparison ----------------------------------------------------------------------------------------------
 
-class DriftCheck:
-    """Compares values that no unit manages between ranks, and warns of those that differ.
-
-    Args:
-        unmanaged: finds the parameters.
-        units: the units of the tree, the outermost first.
-    """
-
-    def __init__(self, unmanaged: UnmanagedParams, units: Sequence[Unit]) -> None:
-        self._unmanaged = unmanaged
-        self._units = units
-        self._num_backwards = 0
-        # Groups over which a comparison has been made.
-        self._compared: set[ShardingGroups] = set()
-        # Parameters compared before, and their fingerprints then.
-        self._seen: dict[str, tuple[weakref.ref[nn.Parameter], int]] = {}
-        # Parameters whose values have not changed since, and the sum of their versions at the last comparison.
-        self._unchanged: list[weakref.ref[nn.Parameter]] = []
-        self._versions = 0
-        self._num_unchanged = 0
-        # Names that differed from the start, so on purpose, or that a warning has listed already.
-        self._passed_over: set[str] = set()
-
-    def request(self) -> bool:
+    def requests_comparison(self) -> bool:
         """Return whether this rank requests a comparison at the end of a backward; call this once per backward."""
         self._num_backwards += 1
         if self._num_backwards == 1:
-            root_module = self._unmanaged.root_module
-            return root_module is not None and bool(self._unmanaged.by_name() or _persistent_buffers(root_module))
+            root_module = self._root_module()
+            return root_module is not None and bool(self.params() or _persistent_buffers(root_module))
         walks = self._num_backwards % _BACKWARDS_PER_WALK == 0
         if self._versions != self._current_versions():
             return walks or self._num_unchanged < _MAX_UNCHANGED
@@ -157,7 +149,7 @@ class DriftCheck:
     def _has_new(self) -> bool:
         if self._units[0].averages_ignored is False:
             return False
-        return any(not self._has_seen(name, param) for name, param in self._unmanaged.by_name().items())
+        return any(not self._has_seen(name, param) for name, param in self.params().items())
 
     def _has_seen(self, name: str, param: nn.Parameter) -> bool:
         return name in self._seen and self._seen[name][0]() is param
@@ -172,13 +164,13 @@ class DriftCheck:
             groups: groups over which to compare.
             buffers: compare buffers too; None for the first backward only.
         """
-        root_module = self._unmanaged.root_module
+        root_module = self._root_module()
         if root_module is None:
             return
         begins = self._num_backwards <= 1
         averages = self._units[0].averages_ignored
         ignored = {param for unit in self._units for param in unit.ignored.params}
-        params = {} if averages is False else self._unmanaged.by_name()
+        params = {} if averages is False else self.params()
         kinds = {name: _IGNORED if param in ignored else _ADDED for name, param in params.items()}
         tensors: dict[str, torch.Tensor] = dict(params)
         if begins if buffers is None else buffers:
@@ -209,6 +201,63 @@ class DriftCheck:
                 self._unchanged.append(weakref.ref(param))
         self._num_unchanged = self._num_unchanged + 1 if len(self._unchanged) == before else 0
         self._versions = self._current_versions()
+
+    # -- average -------------------------------------------------------------------------------------------------
+
+    @property
+    def _averages(self) -> bool:
+        return bool(self._units[0].averages_ignored)
+
+    def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
+        return [f"average_ignored_gradients() {'called' if self._averages else 'not called'}"] + [
+            f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()
+        ]
+
+    @property
+    def request_for_average(self) -> int:
+        """Request of this rank: 0 for none, 1 to average, 2 to compare the parameters and then average."""
+        if not self._averages:
+            return 0
+        return 1 if self._lines(self.params()) == self._agreed else 2
+
+    def average(self, *, compare: bool) -> None:
+        """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
+
+        A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
+        backward has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of
+        the outermost unit's groups must call this.
+
+        Args:
+            compare: first compare the parameters to average; the same on every rank.
+
+        Raises:
+            UsageError: gradients of units are not averaged, but divided by a factor or combined by a hook.
+            RankMismatchError: ranks average different parameters.
+        """
+        options, policy = self._units[0].options, self._units[0].policy
+        rank_groups = connected(options.groups.rank_groups)
+        params = self.params() if self._averages else {}
+        lines = self._lines(params)
+        if compare:
+            agree(lines, None, rank_groups, options.device, _GRADIENTS)
+            self._agreed = lines
+        if policy.divide_factor is not None or policy.hook is not None:
+            raise UsageError(
+                "average_ignored_gradients() gives means over ranks, but a communication hook or "
+                "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
+                "by hand too, and call model.average_ignored_gradients(False)."
+            )
+        if not params or not rank_groups:
+            return
+        used = self._any_rank([param.grad is not None for param in params.values()])
+        some = list(compress(params.values(), used))
+        with torch.no_grad():
+            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in some]
+            for param, mean in zip(some, _means(grads, options.groups, "gradients"), strict=True):
+                if param.grad is None or param.grad.is_sparse:
+                    param.grad = mean.to(param.dtype, copy=True)
+                else:
+                    param.grad.copy_(mean)
 
 
 def _print(tensor: torch.Tensor) -> int:
@@ -250,84 +299,7 @@ def _warn(kinds: Mapping[str, str]) -> None:
         )
 
 
-class GradientAverage:
-    """Averages gradients that no unit manages, over all ranks of the outermost unit's groups.
-
-    Args:
-        unmanaged: finds the parameters.
-        units: the units of the tree, the outermost first.
-        any_rank: returns for each flag whether it is true on any rank of the outermost unit's groups, without waiting
-            for the device.
-    """
-
-    def __init__(
-        self, unmanaged: UnmanagedParams, units: Sequence[Unit], any_rank: Callable[[Sequence[bool]], list[bool]]
-    ) -> None:
-        self._unmanaged = unmanaged
-        self._units = units
-        self._any_rank = any_rank
-        self._agreed: list[str] | None = None
-
-    @property
-    def _is_wanted(self) -> bool:
-        return bool(self._units[0].averages_ignored)
-
-    def _params(self) -> Mapping[str, nn.Parameter]:
-        return self._unmanaged.by_name() if self._is_wanted else {}
-
-    def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        return [f"average_ignored_gradients() {'called' if self._is_wanted else 'not called'}"] + [
-            f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()
-        ]
-
-    @property
-    def state(self) -> int:
-        """Request of this rank: 0 for none, 1 to average, 2 to compare the parameters and then average."""
-        if not self._is_wanted:
-            return 0
-        return 1 if self._lines(self._params()) == self._agreed else 2
-
-    def average(self, *, compare: bool) -> None:
-        """Replace each gradient by its mean over ranks; a rank without a gradient counts as zeros.
-
-        A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
-        backward has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of
-        the outermost unit's groups must call this.
-
-        Args:
-            compare: first compare the parameters to average; the same on every rank.
-
-        Raises:
-            UsageError: gradients of units are not averaged, but divided by a factor or combined by a hook.
-            RankMismatchError: ranks average different parameters.
-        """
-        options, policy = self._units[0].options, self._units[0].policy
-        rank_groups = connected(options.groups.rank_groups)
-        params = self._params()
-        lines = self._lines(params)
-        if compare:
-            agree(lines, None, rank_groups, options.device, _GRADIENTS)
-            self._agreed = lines
-        if policy.divide_factor is not None or policy.hook is not None:
-            raise UsageError(
-                "average_ignored_gradients() gives means over ranks, but a communication hook or "
-                "set_gradient_divide_factor has the gradients of units combined in another way. Reduce the others "
-                "by hand too, and call model.average_ignored_gradients(False)."
-            )
-        if not params or not rank_groups:
-            return
-        used = self._any_rank([param.grad is not None for param in params.values()])
-        some = list(compress(params.values(), used))
-        with torch.no_grad():
-            grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in some]
-            for param, mean in zip(some, _averages(grads, options.groups, "gradients"), strict=True):
-                if param.grad is None or param.grad.is_sparse:
-                    param.grad = mean.to(param.dtype, copy=True)
-                else:
-                    param.grad.copy_(mean)
-
-
-def _averages(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
+def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
     """Return the mean over ranks of each tensor, dense; of an integer one the maximum.
 
     There is one all-reduce for each dtype, device and group.
@@ -373,5 +345,5 @@ def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
         lines = [f"buffer {name!r} {tuple(buffer.shape)} of {buffer.dtype}" for name, buffer in buffers.items()]
         device = next((buffer.device for buffer in buffers.values()), torch.device("cpu"))
         agree(lines, None, groups.rank_groups, device, _BUFFERS)
-        for buffer, mean in zip(buffers.values(), _averages([*buffers.values()], groups, "buffers"), strict=True):
+        for buffer, mean in zip(buffers.values(), _means([*buffers.values()], groups, "buffers"), strict=True):
             buffer.copy_(mean.to_sparse(buffer.sparse_dim()) if buffer.is_sparse else mean)

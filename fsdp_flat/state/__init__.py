@@ -5,7 +5,7 @@ from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, TypedStat
 from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
-from fsdp_flat.state.model_state import LoadReport, failed_anywhere, gather_units, load_unit, save_unit
+from fsdp_flat.state.model_state import LoadReport, gather_units, load_unit, save_unit
 from fsdp_flat.state.optim_contents import OptimContents, contents_of, ordered_params, rekey
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, local_shard_of, rank_groups_of
 from fsdp_flat.state.param_states import Peers
@@ -31,7 +31,6 @@ __all__ = [
     "boxes_of",
     "codec_of",
     "contents_of",
-    "failed_anywhere",
     "gather_units",
     "load_optim_state",
     "load_unit",

@@ -152,7 +152,7 @@ def merged_states(
     Every rank must call this with the same places in the same order.
 
     Args:
-        states: places with this rank's part, or None if only other ranks have the state.
+        states: at least one place, each with this rank's part, or None if only other ranks have the state.
         dst_of: given the position of a state among all and the size of its shard group, returns the destination rank
             in that group; None for every rank.
         offload: return merged states on the CPU.
@@ -177,9 +177,8 @@ def merged_states(
                 found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
             except Exception as raised:
                 error = raised
-    if states:
-        units = list(dict.fromkeys(param.unit for (param, _), _ in states))
-        agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
+    units = list(dict.fromkeys(param.unit for (param, _), _ in states))
+    agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
     return found
 
 

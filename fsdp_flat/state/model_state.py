@@ -14,8 +14,8 @@ import torch
 from torch.overrides import is_tensor_like
 
 from fsdp_flat.api import StateDictConfig
-from fsdp_flat.comm import ErrorTexts, agree, barrier
-from fsdp_flat.errors import FsdpFlatError, LoadError, PeerFailureError, RankMismatchError, UnsupportedError
+from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
+from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, full_params
@@ -24,7 +24,7 @@ from fsdp_flat.state.codecs import FULL, decoder_of
 from fsdp_flat.state.param_index import IndexedParam, local_shard_of, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
-__all__ = ["LOADING", "LoadReport", "failed_anywhere", "gather_units", "load_unit", "save_unit"]
+__all__ = ["LOADING", "LoadReport", "gather_units", "load_unit", "save_unit"]
 
 _FLAT_NAME = re.compile(rf"{FLAT_PARAM}(_\d+)?")
 
@@ -236,36 +236,19 @@ class LoadReport:
         Args:
             refused: the caller has found an error, which it reports itself.
         """
-        error: FsdpFlatError | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
+        error: Exception | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
         if refused and error is None:
             error = LoadError("keys are missing or unexpected")
-        elsewhere = failed_anywhere(self.exchanging_units, error, self.plan.lines)
-        self.errors.extend(elsewhere)
-        if error is None and not elsewhere:
+        if units := self.exchanging_units:
+            rank_groups = rank_groups_of(units)
+            for rank_group in rank_groups:
+                barrier("load_state_dict", rank_group)
+            found = find_disagreement(self.plan.lines, error, rank_groups, units[0].options.device, LOADING)
+            if found is not error:
+                self.errors.append(str(found))
+                error = found
+        if error is None:
             self.plan.commit()
-
-
-def failed_anywhere(exchanging_units: list[Unit], error: FsdpFlatError | None, lines: Sequence[str] = ()) -> list[str]:
-    """Exchange errors with the other ranks; return theirs in one line, or an empty list.
-
-    Every rank of the units' groups must call this.
-
-    Args:
-        exchanging_units: units whose ranks all call this; without any, nothing is communicated.
-        error: the error of this rank.
-        lines: lines that must be equal on every rank.
-    """
-    if exchanging_units:
-        rank_groups = rank_groups_of(exchanging_units)
-        for rank_group in rank_groups:
-            barrier("load_state_dict", rank_group)
-        try:
-            agree(lines, error, rank_groups, exchanging_units[0].options.device, LOADING)
-        except (PeerFailureError, RankMismatchError) as found:
-            return [str(found)]
-        except LoadError:
-            pass
-    return []
 
 
 def load_unit(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:

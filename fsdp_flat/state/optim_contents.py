@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import OptimStateKeyType
-from fsdp_flat.comm import RankGroup, digest_of, exchange_bytes, exchange_ints
+from fsdp_flat.comm import exchange_if_different
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.param_index import ParamIndex
@@ -22,7 +22,6 @@ __all__ = [
     "check_groups",
     "complete_groups",
     "contents_of",
-    "exchange_json",
     "merged_params",
     "named_groups",
     "ordered_params",
@@ -103,27 +102,6 @@ def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.P
     raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
 
 
-def exchange_json(
-    text: str, rank_group: RankGroup, device: torch.device, *, payload: str | None = None
-) -> list[Any] | None:
-    """Return what every rank of the group sent, by rank, or None if the texts of all ranks are equal.
-
-    Every rank of the group must call this; as long as texts are equal, one integer is exchanged.
-
-    Args:
-        text: the JSON text to compare.
-        rank_group: the ranks.
-        device: the compute device.
-        payload: the JSON text to send if texts differ; by default ``text``.
-    """
-    assert rank_group.group is not None
-    digest = digest_of(text.encode())
-    if all(other == digest for (other,) in exchange_ints([digest], rank_group.group, device)):
-        return None
-    sent = (text if payload is None else payload).encode()
-    return [json.loads(each) for each in exchange_bytes(sent, rank_group.group, device)]
-
-
 def named_groups(index: ParamIndex, contents: OptimContents) -> list[dict[str, Any]] | None:
     """Return copies of an optimizer's groups, with the names of their parameters; None if it has none.
 
@@ -165,9 +143,10 @@ def complete_groups(
     held = [group["params"] for group in groups or ()]
     order = [] if all(are_original) else [fqn for param in contents.params for fqn in index.fqns_of(param)]
     for rank_group in () if alone else index.rank_groups:
-        everyone = exchange_json(json.dumps([order, held]), rank_group, index.device)
-        if everyone is None:
+        payloads = exchange_if_different(json.dumps([order, held]).encode(), rank_group, index.device)
+        if payloads is None:
             continue
+        everyone = [json.loads(payload) for payload in payloads]
         order = everyone[0][0]
         if any(are_original):
             held = merged_params(index, held, [theirs for _, theirs in everyone])

@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import digest_of, dtype_from_name
+from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.handlers import refuse_split
-from fsdp_flat.state.optim_contents import OptimContents, exchange_json
+from fsdp_flat.state.optim_contents import OptimContents
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
@@ -182,14 +182,15 @@ def agree_on_states(index: ParamIndex, states: Sequence[ParamState], error: Exce
     groups = {unit: rank_groups_of([unit]) for unit in index.units}
     for rank_group in index.rank_groups:
         own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        text = "null" if error else json.dumps([_describe(state) for state in own])
-        numels = [state.own_numel for state in own]
-        everyone = exchange_json(text, rank_group, index.device, payload=f"[{text}, {json.dumps(numels)}]")
-        if everyone is None or any(described is None for described, _ in everyone):
+        payload = b"" if error else json.dumps([_describe(state) for state in own]).encode()
+        payloads = exchange_if_different(payload, rank_group, index.device)
+        if payloads is None or not all(payloads):
             continue
+        everyone = [json.loads(each) for each in payloads]
         try:
             assert rank_group.group is not None
-            _complete_all(own, dist.get_process_group_ranks(rank_group.group), everyone)
+            numels = exchange_ints([state.own_numel for state in own], rank_group.group, index.device)
+            _complete_all(own, dist.get_process_group_ranks(rank_group.group), everyone, numels)
         except FsdpFlatError as found:
             error = found
     _sort(states)
@@ -247,7 +248,7 @@ def compare_states(
     if needs_all or not alike:
         own = [[_describe(state) for state in states], [state.own_numel for state in states], held]
         found = [json.loads(text) for text in peers.texts(json.dumps(own))]
-        _complete_all(states, peers.ranks, [each[:2] for each in found])
+        _complete_all(states, peers.ranks, [each[0] for each in found], [each[1] for each in found])
         everyone = [each[2] for each in found]
     _sort(states)
     return everyone
@@ -260,11 +261,13 @@ def _digest(state: ParamState) -> int:
     return digest_of(text.encode()) if state.own_numel else 0
 
 
-def _complete_all(states: Sequence[ParamState], ranks: Sequence[int], everyone: Sequence[Any]) -> None:
-    """Complete the states from the descriptions of all ranks, each a pair of descriptions and numbers of elements."""
-    _check_lacking(ranks, states, everyone)
+def _complete_all(
+    states: Sequence[ParamState], ranks: Sequence[int], everyone: Sequence[Any], numels: Sequence[Sequence[int]]
+) -> None:
+    """Complete the states from the descriptions of all ranks, which have ``numels`` elements of each parameter."""
+    _check_lacking(ranks, states, everyone, numels)
     for at, state in enumerate(states):
-        for described, _ in everyone:
+        for described in everyone:
             _complete(state, *described[at])
 
 
@@ -321,7 +324,9 @@ def _complete(
             state.plain[name] = _from_json(*encoded)
 
 
-def _check_lacking(ranks: Sequence[int], states: Sequence[ParamState], everyone: Sequence[Any]) -> None:
+def _check_lacking(
+    ranks: Sequence[int], states: Sequence[ParamState], everyone: Sequence[Any], numels: Sequence[Sequence[int]]
+) -> None:
     """Raise if a rank lacks a state of elements that it holds.
 
     Raises:
@@ -329,10 +334,10 @@ def _check_lacking(ranks: Sequence[int], states: Sequence[ParamState], everyone:
     """
     lacking: dict[tuple[int, str], list[str]] = {}
     for at, state in enumerate(states):
-        kept = [set(_kept_names(*described[at])) for described, _ in everyone]
+        kept = [set(_kept_names(*described[at])) for described in everyone]
         anywhere = set().union(*kept)
-        for rank, here, (_, numels) in zip(ranks, kept, everyone, strict=True):
-            if anywhere - here and numels[at]:
+        for rank, here, row in zip(ranks, kept, numels, strict=True):
+            if anywhere - here and row[at]:
                 lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
     if lacking:
         told = "; ".join(

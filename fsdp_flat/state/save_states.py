@@ -73,11 +73,13 @@ def save_optim_state(
     with torch.no_grad():
         values = encoded if peers is not None else _encoded(states, codec, config, on_owner=False)
         handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
-        merged = merged_states(
-            handled,
-            lambda position, size: 0 if to_zero else position % size if peers is not None else None,
-            offload=config.offload_to_cpu,
-        )
+        merged: dict[tuple[IndexedParam, str], torch.Tensor] = {}
+        if handled:
+            merged = merged_states(
+                handled,
+                lambda position, size: 0 if to_zero else position % size if peers is not None else None,
+                offload=config.offload_to_cpu,
+            )
     if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
         return {}
     by_name = _by_name(index, contents, states, values, merged, offload=config.offload_to_cpu)

@@ -432,6 +432,33 @@ def test_a_load_that_an_exception_ends_keeps_nothing_and_leaves_the_dict_as_it_w
     assert [ref() for ref in held] == [None] * len(held)
 
 
+@pytest.mark.parametrize("root", ["plain", "wrapped"])
+@on_ranks(2)
+def test_after_an_exception_inside_of_a_wrapper_the_next_load_is_as_any(root: str) -> None:
+    def make(seed: int) -> Any:
+        torch.manual_seed(seed)
+        body = FSDP(nn.Sequential(nn.BatchNorm1d(3), FSDP(nn.Linear(3, 3)), nn.Linear(3, 3)))
+        return nn.ModuleDict({"body": body}) if root == "plain" else body
+
+    def fail(_module: nn.Module, _keys: Any) -> None:
+        raise ValueError("a hook")
+
+    model = make(0)
+    before, state = saved(model, FULL), saved(make(1), FULL)
+    body = model["body"] if root == "plain" else model
+    handle = body.module[2].register_load_state_dict_post_hook(fail)
+    with pytest.raises(ValueError, match="a hook"):
+        model.load_state_dict(state)
+    # Called on a plain parent, torch has written the buffers by then.
+    unchanged = [name for name in before if root == "wrapped" or name.endswith(("weight", "bias"))]
+    after = saved(model, FULL)
+    assert_equal([after[name] for name in unchanged], [before[name] for name in unchanged])
+    handle.remove()
+    model.load_state_dict(state)
+    assert_equal(saved(model, FULL), state)
+    assert all("_load" not in module.__dict__ for module in model.modules())
+
+
 def wholes(parent: Any) -> list[Any]:
     return [whole_state(parent[name]) for name in ("first", "second")]
 

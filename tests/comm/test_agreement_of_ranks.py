@@ -1,0 +1,105 @@
+"""Ranks agree, or fail together with the text of the first rank that failed or differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    exchange_if_different,
+    failures,
+    find_disagreement,
+    report_failure,
+    true_on_any_rank,
+)
+from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
+from tests.support import on_ranks
+
+CPU = torch.device("cpu")
+TEXTS = ErrorTexts("counting", "Ranks count differently.", "Count alike.")
+
+
+def world() -> RankGroup:
+    return RankGroup.of(dist.group.WORLD)
+
+
+def mesh_groups(rank: int) -> list[RankGroup]:
+    """The rows and the columns of a mesh of two by two ranks."""
+    rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+    return [RankGroup.of(rows[rank // 2]), RankGroup.of(columns[rank % 2])]
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failures, "WARN_AFTER_S", seconds)
+        yield
+
+
+@on_ranks(2, 4)
+def test_equal_payloads_are_not_sent_and_different_ones_come_in_rank_order(rank: int, num_ranks: int) -> None:
+    assert exchange_if_different(b"the same", world(), CPU) is None
+    payload = b"x" * rank
+    assert exchange_if_different(payload, world(), CPU) == [b"x" * each for each in range(num_ranks)]
+    assert exchange_if_different(b"alone", RankGroup(None, 0, 1), CPU) is None
+
+
+@on_ranks(4)
+def test_a_flag_of_any_rank_of_a_mesh_is_true_on_all(rank: int) -> None:
+    groups = mesh_groups(rank)
+    for odd in range(4):
+        assert true_on_any_rank([rank == odd, False, True], groups, CPU) == [True, False, True]
+    assert true_on_any_rank([], groups, CPU) == []
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("odd", [0, 3])
+def test_a_difference_on_one_rank_of_a_mesh_is_an_error_of_all_with_one_text(odd: int, rank: int) -> None:
+    lines = ["one", "two", *(["three"] if rank == odd else [])]
+    with pytest.raises(RankMismatchError) as caught:
+        agree(lines, None, mesh_groups(rank), CPU, TEXTS)
+    text = str(caught.value)
+    assert text.startswith("Ranks count differently. First difference: rank 0 of the group has")
+    assert "nothing more" in text
+    assert "three" in text
+    assert text.endswith("Count alike.")
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("odd", [0, 3])
+def test_an_error_on_one_rank_of_a_mesh_is_its_own_there_and_told_to_the_others(odd: int, rank: int) -> None:
+    error = OptionError("no such number") if rank == odd else None
+    with pytest.raises(OptionError if rank == odd else PeerFailureError) as caught:
+        agree(["one"], error, mesh_groups(rank), CPU, TEXTS)
+    if rank == odd:
+        assert caught.value is error
+    else:
+        assert "failed while counting, so this rank stops too: OptionError: no such number" in str(caught.value)
+
+
+@on_ranks(2)
+def test_errors_of_all_ranks_stay_their_own_and_agreeing_ranks_have_none(rank: int) -> None:
+    error = OptionError(f"error {rank}")
+    assert find_disagreement([], error, [world()], CPU, TEXTS) is error
+    assert find_disagreement(["one"], None, [world()], CPU, TEXTS) is None
+
+
+@on_ranks(2, timeout=50)
+def test_a_rank_that_has_failed_elsewhere_ends_the_wait_of_the_others_with_its_text(rank: int) -> None:
+    rank_group = RankGroup.of(dist.new_group(timeout=timedelta(seconds=40)))
+    dist.barrier()
+    if rank == 1:
+        report_failure(rank_group, "raised ValueError: an odd batch")
+    else:
+        with patience(0.5), pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
+            agree(["one"], None, [rank_group], CPU, TEXTS)
+    dist.barrier()
