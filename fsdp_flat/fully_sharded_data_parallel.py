@@ -1,8 +1,8 @@
-"""Defines the wrapper class."""
+"""Defines the wrapper class. Each method calls a function of a package below, which does the work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -10,63 +10,33 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
-from fsdp_flat.construction import Arguments, Inherited, options_from, prepare
-from fsdp_flat.conversion import ConversionMethods
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.extras.clipping import clip_grads
-from fsdp_flat.flat import FlatParameter, unguarded
-from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
-from fsdp_flat.loading import end_load
-from fsdp_flat.optim_methods import OptimStateMethods
-from fsdp_flat.runtime import (
-    LOW_PRECISION_HOOKS,
-    Phase,
-    Schedule,
-    average_buffers,
-    build_unit,
-    forward,
-    hide_compiled_name,
-    resolve_ignored,
-    schedule_of,
-    summon_full_params,
-    units_of,
-)
-from fsdp_flat.semi_private import (
+from fsdp_flat import api, runtime, state
+from fsdp_flat.api import *  # noqa: F403
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_flat.compat.semi_private import (
     HYBRID_SHARDING_STRATEGIES,
     FlatParamHandle,
-    Given,
     HandleTrainingState,
     TrainingState,
     describe_flat_params,
+    forget_tensors,
 )
-from fsdp_flat.semi_private_methods import (
+from fsdp_flat.compat.undocumented import (
+    UndocumentedMembers,
     _get_fqn_to_param,
     _get_grad_norm,
     _get_param_to_fqn,
     _optim_state_dict_type_to_config,
     _state_dict_type_to_config,
 )
-from fsdp_flat.state import DEFAULT_SETTINGS
-from fsdp_flat.state_methods import StateDictMethods
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.extras.clipping import clip_grads
+from fsdp_flat.extras.names import named_as_plain
+from fsdp_flat.flat import FlatParameter, unguarded
+from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
+from fsdp_flat.loading import ModelLoad, all_or_nothing, end_load, report_of
+from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
-from fsdp_flat.wrap.checks import warn_no_forward
 
 # Besides the class, the names that FSDP1 users import from the module of this name.
 __all__ = [
@@ -75,27 +45,12 @@ __all__ = [
     "FSDP_WRAPPED_MODULE",
     "HYBRID_SHARDING_STRATEGIES",
     "LOW_PRECISION_HOOKS",
-    "BackwardPrefetch",
-    "CPUOffload",
     "CustomPolicy",
     "FlatParamHandle",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "HandleTrainingState",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "ModuleWrapPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "TrainingState",
     "_get_fqn_to_param",
     "_get_grad_norm",
@@ -103,9 +58,10 @@ __all__ = [
     "_optim_state_dict_type_to_config",
     "_state_dict_type_to_config",
 ]
+__all__ += api.__all__
 
 
-class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMethods):
+class FullyShardedDataParallel(UndocumentedMembers):
     """Shards a module's parameters, gradients and optimizer state over ranks.
 
     The parameters of ``module`` that no nested wrapper manages are flattened and sharded over the ranks of the
@@ -141,6 +97,9 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         OptionTypeError: (a TypeError) an argument of the wrong type.
         UsageError: (a RuntimeError) no process group, or tensors on several devices.
     """
+
+    # The load in which the wrapper takes part.
+    _load: ModelLoad | None = None
 
     def __init__(
         self,
@@ -179,51 +138,26 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             ignored_states=ignored_states,
             device_mesh=device_mesh,
         )
-        self._construct(module, arguments, None)
-
-    def _construct(self, module: nn.Module, arguments: Arguments, inherited: Inherited | None) -> None:
-        if not isinstance(module, nn.Module):
-            raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
-        options = options_from(arguments)
-        name = type(module).__name__ if inherited is None else inherited.name
-        if inherited is None:
-            ignored, inherited = prepare(module, name, options, arguments, FullyShardedDataParallel._child)
-        else:
-            ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
-        warn_no_forward(module, name)
-        unit = build_unit(
-            module,
-            name,
-            options,
-            ignored,
-            owners=inherited.owners,
-            broadcast=inherited.broadcast,
-            on_meta=inherited.on_meta,
-            # Among the ranks of another group the id may identify another unit.
-            unit_id=inherited.unit_id if options.groups.primary.group is inherited.group else 0,
-        )
-        self._unit = unit
-        self._settings = DEFAULT_SETTINGS
-        self._given = Given(arguments.mixed_precision or MixedPrecision(), arguments.cpu_offload or CPUOffload())
-        describe_flat_params(unit)
-        setattr(self, FSDP_WRAPPED_MODULE, module)
-        self.register_load_state_dict_post_hook(end_load)
+        self._hold(runtime.construct(module, arguments, FullyShardedDataParallel._around))
 
     @staticmethod
-    def _child(module: nn.Module, arguments: Arguments, inherited: Inherited) -> nn.Module:
+    def _around(unit: Unit) -> FullyShardedDataParallel:
         # As in FSDP1, children of a subclass are of the base class.
         wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
         nn.Module.__init__(wrapper)
-        wrapper._construct(module, arguments, inherited)
+        wrapper._hold(unit)
         return wrapper
 
-    # -- access to the wrapped module ---------------------------------------------------------------------------
+    def _hold(self, unit: Unit) -> None:
+        self.__dict__["_unit"] = unit
+        describe_flat_params(unit)
+        setattr(self, FSDP_WRAPPED_MODULE, unit.module)
+        self.register_load_state_dict_post_hook(end_load)
 
     @property
     def module(self) -> nn.Module:
         """The wrapped module, without an activation-checkpoint wrapper around it."""
-        wrapped = self._modules[FSDP_WRAPPED_MODULE]
-        assert wrapped is not None
+        wrapped = _wrapped_module(self)
         inner = wrapped._modules.get(CHECKPOINT_WRAPPED_MODULE)
         return wrapped if inner is None else inner
 
@@ -231,7 +165,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         """Set an attribute as any module does; a compiled wrapped module keeps plain names in state dicts."""
         super().__setattr__(name, value)
         if name == FSDP_WRAPPED_MODULE and isinstance(value, nn.Module):
-            hide_compiled_name(value)
+            runtime.hide_compiled_name(value)
 
     def __getattr__(self, name: str) -> Any:
         """Forward unknown attributes to the wrapped module."""
@@ -253,7 +187,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
 
     # -- running -------------------------------------------------------------------------------------------------
 
-    forward = forward
+    forward = runtime.forward
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward, and unreduced ones inside ``no_sync``.
@@ -262,18 +196,10 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             set_to_none: ``.grad`` becomes None; else it is filled with zeros.
         """
         super().zero_grad(set_to_none)
-        for unit in units_of(self):
-            for handle in unit.handles:
-                handle.grads.drop()
-                for param in handle.views.visible_params():
-                    if param.grad is not None:
-                        if set_to_none:
-                            param.grad = None
-                        else:
-                            param.grad.detach().zero_()
+        runtime.clear_gradients(runtime.units_of(self), set_to_none=set_to_none)
 
     def _schedule(self) -> Schedule:
-        return schedule_of(self, self._unit)
+        return runtime.schedule_of(self, self._unit)
 
     def check_is_root(self) -> bool:
         """Return whether this is the outermost wrapper; set up the state that the tree shares if that is missing."""
@@ -319,18 +245,8 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             UsageError: not the root.
             PhaseError: inside ``no_sync`` in its ``"local"`` mode.
         """
-        if mode not in ("local", "sharded"):
-            raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
-        units = self._require_root("no_sync").units
-        if not all(unit.sync_gradients for unit in units):
-            raise PhaseError("no_sync was entered inside no_sync; one level is enough.")
-        for unit in units:
-            unit.sync_gradients = mode == "sharded"
-        try:
+        with runtime.without_reduction(self._require_root("no_sync").units, mode):
             yield
-        finally:
-            for unit in units:
-                unit.sync_gradients = True
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int = 2.0) -> torch.Tensor:
@@ -378,7 +294,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             UsageError: not the root.
             RankMismatchError: (a ValueError) ranks have different buffers.
         """
-        average_buffers(self, self._require_root("average_buffers").units)
+        runtime.average_buffers(self, self._require_root("average_buffers").units)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replace the reduction of gradients by a function of the caller; only on the root, once.
@@ -396,17 +312,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         """
         if self._unit.is_nested or self._schedule().root is not self._unit:
             raise PhaseError(f"register_comm_hook must be called on the root; {self._unit.name!r} is nested.")
-        policies = [unit.policy for unit in units_of(self)]
-        if any(policy.hook is not None or policy.dtype is not None for policy in policies):
-            raise PhaseError("A communication hook is registered already; there can be one.")
-        if not callable(hook):
-            raise OptionError(f"A communication hook must be callable; got {hook!r}.")
-        dtype = LOW_PRECISION_HOOKS.get(hook)
-        for policy in policies:
-            if dtype is not None:
-                policy.dtype = dtype
-            else:
-                policy.hook, policy.hook_state = hook, state
+        runtime.set_comm_hook(runtime.units_of(self), hook, state)
 
     def set_gradient_divide_factor(self, factor: float | torch.Tensor | None) -> None:
         """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, here and in units below.
@@ -422,57 +328,9 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             OptionTypeError: neither a number nor a scalar tensor.
             OptionError: zero.
         """
-        policies = [unit.policy for unit in units_of(self)]
-        if factor is not None:
-            if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
-                raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
-            if not isinstance(factor, torch.Tensor) and factor == 0:
-                raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
-            if any(policy.hook is not None for policy in policies):
-                raise UsageError(
-                    "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the "
-                    "hook, or do without it."
-                )
-        for policy in policies:
-            policy.divide_factor = factor
+        runtime.set_divide_factor(runtime.units_of(self), factor)
 
-    # -- full parameters -----------------------------------------------------------------------------------------
-
-    @staticmethod
-    @contextmanager
-    def summon_full_params(
-        module: nn.Module,
-        recurse: bool = True,
-        writeback: bool = True,
-        rank0_only: bool = False,
-        offload_to_cpu: bool = False,
-        with_grads: bool = False,
-    ) -> Generator[None, None, None]:
-        """Unshard the full parameters of every unit at and below ``module`` inside the block.
-
-        Every rank must enter it. Do not run forward or backward inside.
-
-        Args:
-            module: a wrapper or any module that holds wrappers.
-            recurse: include nested wrappers.
-            writeback: keep changes; each rank keeps those to its own shard.
-            rank0_only: only rank 0 of each shard group gets full parameters.
-            offload_to_cpu: full parameters are on the CPU.
-            with_grads: full gradients too.
-
-        Raises:
-            UnsupportedError: ``writeback`` with ``rank0_only``, ``with_grads`` with ``offload_to_cpu``.
-            PhaseError: inside forward, backward or another summon of the same unit.
-        """
-        with summon_full_params(
-            module,
-            recurse=recurse,
-            writeback=writeback,
-            rank0_only=rank0_only,
-            offload_to_cpu=offload_to_cpu,
-            with_grads=with_grads,
-        ):
-            yield
+    summon_full_params = staticmethod(runtime.summon_full_params)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Apply ``fn`` to every submodule, with full parameters; changes are kept.
@@ -492,7 +350,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             self._unit.context.recover()
         if self._unit.phase is not Phase.IDLE:
             raise OptionError(f"apply was called while unit {self._unit.name!r} is {self._unit.phase.value}.")
-        with summon_full_params(self, recurse=False, writeback=True):
+        with runtime.summon_full_params(self, recurse=False, writeback=True):
             return super().apply(fn)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -501,7 +359,7 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
         Outside of forward and backward these are the parameters that an optimizer must hold, also while a unit is
         still unsharded after a forward that no backward followed.
         """
-        kept = {shown: param for unit in units_of(self) for shown, param in unit.optimizer_params().items()}
+        kept = {shown: param for unit in runtime.units_of(self) for shown, param in unit.optimizer_params().items()}
         items = super().named_parameters(*args, **kwargs)
         yield from self._named((name, kept.get(param, param)) for name, param in items)
 
@@ -517,23 +375,118 @@ class FullyShardedDataParallel(ConversionMethods, StateDictMethods, OptimStateMe
             prefix: prefix of the names.
             remove_duplicate: yield each module once, under its first name.
         """
-        if self._unit.phase is not Phase.SUMMONED:
-            yield from super().named_modules(memo, prefix, remove_duplicate)
-            return
-        memo = set() if memo is None else memo
-        if self not in memo:
-            if remove_duplicate:
-                memo.add(self)
-            yield prefix, self
-            wrapped = self._modules[FSDP_WRAPPED_MODULE]
-            assert wrapped is not None
-            yield from wrapped.named_modules(memo, prefix, remove_duplicate)
+        if self._unit.phase is Phase.SUMMONED:
+            return named_as_plain(self, _wrapped_module(self), memo, prefix, remove_duplicate)
+        return super().named_modules(memo, prefix, remove_duplicate)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield as :meth:`nn.Module.named_buffers`; names have no wrapper components inside ``summon_full_params``."""
         yield from self._named(super().named_buffers(*args, **kwargs))
 
-    def _named(self, items: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-        if self._unit.phase is Phase.SUMMONED:
-            items = ((name.replace(FSDP_PREFIX, "").replace("_orig_mod.", ""), item) for name, item in items)
-        yield from items
+    def _named(self, items: Iterable[tuple[str, Any]]) -> Iterable[tuple[str, Any]]:
+        if self._unit.phase is not Phase.SUMMONED:
+            return items
+        return ((name.replace(FSDP_PREFIX, "").replace("_orig_mod.", ""), item) for name, item in items)
+
+    # -- state dicts ---------------------------------------------------------------------------------------------
+
+    set_state_dict_type = staticmethod(state.set_state_dict_type)
+    get_state_dict_type = staticmethod(state.get_state_dict_type)
+    state_dict_type = staticmethod(state.state_dict_type)
+    optim_state_dict = staticmethod(state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(state.optim_state_dict_to_load)
+    rekey_optim_state_dict = staticmethod(state.rekey_optim_state_dict)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the state dict in the type that is set, under the names of the unwrapped model.
+
+        Every rank must call this, except if nothing is all-gathered: with the LOCAL type, NO_SHARD, or inside
+        ``summon_full_params``.
+
+        Args:
+            args: ``destination``, ``prefix`` and ``keep_vars`` by position, which torch deprecates.
+            kwargs: the same by keyword, as in :meth:`nn.Module.state_dict`.
+
+        Returns:
+            Names and tensors; with ``rank0_only`` of the FULL type, other ranks get unmanaged tensors only.
+
+        Raises:
+            PhaseError: (an AssertionError) called inside a step or with parameters summoned for another type.
+            UsageError: (a RuntimeError) other ranks of the group did not call it.
+        """
+        return state.save_model(self, _wrapped_module(self), *args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load as :meth:`nn.Module.load_state_dict`, under the names of the unwrapped model.
+
+        Everything is checked before anything is written: after an error the model is as it was before. Modules get the
+        version that they were saved with, whether by a wrapped model or a plain one.
+
+        FULL and LOCAL state dicts need no communication, nor do SHARDED ones whose values are all full tensors: a rank
+        may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this.
+
+        Args:
+            state_dict: in the type that is set; SHARDED accepts full tensors as well.
+            strict: missing or unexpected names are an error.
+            assign: as in torch, for tensors that are not sharded.
+
+        Returns:
+            The missing and the unexpected names, as torch's.
+
+        Raises:
+            RuntimeError: names or shapes that do not fit, on this rank, or with chunks on any rank.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
+        with all_or_nothing(self, strict=strict, assign=assign):
+            return super().load_state_dict(state.with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        local_metadata, _, missing_keys, _, error_msgs = args
+        report = report_of(self, local_metadata, missing_keys, error_msgs)
+        settings = self._unit.state_dict_settings
+        codec = state.codec_of(settings.state_dict_type, settings.state_dict_config)
+        state.load_unit(self._unit, codec, state_dict, prefix, report)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    # -- conversions and copies ----------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FullyShardedDataParallel:
+        """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``share_memory``)."""
+        apply_to_others = super()._apply
+        if runtime.convert_unit(self._unit, fn, lambda: apply_to_others(fn, recurse)):
+            forget_tensors(self._unit)
+        return self
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> FullyShardedDataParallel:
+        """Return an independent wrapped model on copies of the shards (``copy.deepcopy(model)``).
+
+        Nothing is communicated, but every rank must copy if the copy is to run. Process groups are shared; gradients,
+        and hooks on parameters, are not copied, as for a plain model. Copy a model and its optimizer in one call,
+        ``copy.deepcopy((model, optimizer))``, to get an optimizer of the copy.
+
+        Raises:
+            PhaseError: inside forward, backward or ``summon_full_params``.
+            UsageError: this wrapper's modules share a parameter with an outer one.
+        """
+        twin = runtime.copy_wrapper(self, memo)
+        assert isinstance(twin, FullyShardedDataParallel)
+        describe_flat_params(twin._unit)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled (``torch.save(model)``, ``copy.copy``): this process holds one rank's shard only.
+
+        Raises:
+            OptionTypeError: (a TypeError) always.
+        """
+        raise OptionTypeError(
+            "A wrapped model cannot be pickled, since each rank holds a part of it. Save model.state_dict(), take a "
+            "copy with copy.deepcopy(model), or get the plain module back with fsdp_flat.unwrap(model)."
+        )
+
+
+def _wrapped_module(wrapper: nn.Module) -> nn.Module:
+    wrapped = wrapper._modules[FSDP_WRAPPED_MODULE]
+    assert wrapped is not None
+    return wrapped

@@ -18,7 +18,6 @@ from fsdp_flat.comm.rank_groups import (
     connected,
     global_ranks,
     host_group,
-    is_fake,
     resolve_groups,
 )
 from fsdp_flat.comm.small_messages import (
@@ -28,6 +27,7 @@ from fsdp_flat.comm.small_messages import (
     exchange_bytes,
     exchange_ints,
     fingerprint,
+    fingerprints,
     gather_bytes,
 )
 from fsdp_flat.comm.store_barrier import barrier
@@ -66,10 +66,10 @@ __all__ = [
     "exchange_ints",
     "find_disagreement",
     "fingerprint",
+    "fingerprints",
     "gather_bytes",
     "global_ranks",
     "host_group",
-    "is_fake",
     "profiled",
     "report_failure",
     "resolve_groups",

@@ -8,7 +8,6 @@ fp32. (Blockwise quantization of all-gathered weights and of an all-to-all of gr
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -175,25 +174,6 @@ class _Blocks:
         return values.view(num_rows, -1)[:, :numel]
 
 
-class _ThenWork:
-    """Wraps work with a function that post-processes its output in the first ``wait``."""
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work = work
-        self._finish: Callable[[], None] | None = finish
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would not wait for the network."""
-        return self._finish is None or bool(self._work.is_completed())
-
-    def wait(self) -> None:
-        """Wait for the work and call the function, once."""
-        if self._finish is not None:
-            self._work.wait()
-            self._finish()
-            self._finish = None
-
-
 class _Quantized:
     """Holds the block format that both collectives share."""
 
@@ -213,18 +193,19 @@ class QuantizedAllGather(_Quantized):
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> _ThenWork | None:
+    ) -> Pending | None:
         """Implement :class:`AllGather`."""
         size, numel = dist.get_world_size(group), input_tensor.numel()
         own = self._blocks.pack(input_tensor.view(1, -1))
         everyone = own.new_empty(size, own.shape[1])
         work = _torch.all_gather_single(everyone.view(-1), own.view(-1), group=group, async_op=True)
 
-        def finish() -> None:
+        def finish() -> torch.Tensor:
             with torch.no_grad():
                 output_tensor.view(size, numel).copy_(self._blocks.unpack(everyone, numel))
+            return output_tensor
 
-        return _started(_ThenWork(work, finish), async_op)
+        return _started(Pending([work], output_tensor, finish), async_op)
 
 
 class QuantizedReduceScatter(_Quantized):
@@ -244,7 +225,7 @@ class QuantizedReduceScatter(_Quantized):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> _ThenWork | None:
+    ) -> Pending | None:
         """Implement :class:`ReduceScatter`.
 
         Raises:
@@ -257,14 +238,14 @@ class QuantizedReduceScatter(_Quantized):
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
 
-        def finish() -> None:
+        def finish() -> torch.Tensor:
             with torch.no_grad():
-                output_tensor.copy_(self._blocks.unpack(received, numel).sum(0))
+                return output_tensor.copy_(self._blocks.unpack(received, numel).sum(0))
 
-        return _started(_ThenWork(work, finish), async_op)
+        return _started(Pending([work], output_tensor, finish), async_op)
 
 
-def _started(work: _ThenWork, async_op: bool) -> _ThenWork | None:
+def _started(work: Pending, async_op: bool) -> Pending | None:
     if async_op:
         return work
     work.wait()

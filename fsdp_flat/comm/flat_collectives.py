@@ -59,8 +59,7 @@ class Pending:
         self.result = result
         self.scratch = scratch
 
-    @property
-    def is_done(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether ``wait`` would return at once."""
         return self._works is None or all(work is None or work.is_completed() for work in self._works)
 

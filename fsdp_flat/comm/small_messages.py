@@ -6,6 +6,7 @@ Each exchange is a collective: every rank of the group must call it at the same 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ __all__ = [
     "exchange_bytes",
     "exchange_ints",
     "fingerprint",
+    "fingerprints",
     "gather_bytes",
 ]
 
 # Words of 8 bytes in a row of which a fingerprint sums the columns.
 _COLUMNS = 512
+# Bytes up to which tensors are copied to the host together and hashed there.
+_SMALL_NBYTES = 16384
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
@@ -52,6 +56,26 @@ def fingerprint(tensor: torch.Tensor) -> int:
     sums = data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
     bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in (sums, data[whole:])]
     return digest_of(b"".join(bits))
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit hash of every element's bits for each tensor, with one copy to the host for all small ones."""
+    found = [0] * len(tensors)
+    small: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.nbytes <= _SMALL_NBYTES:
+            data = tensor.reshape(-1).contiguous().view(torch.uint8)
+            small.setdefault(tensor.device, []).append((index, data))
+        else:
+            found[index] = fingerprint(tensor)
+    for entries in small.values():
+        host = torch.cat([data for _, data in entries]).cpu().numpy().tobytes()
+        stop = 0
+        for index, part in entries:
+            start, stop = stop, stop + part.numel()
+            found[index] = digest_of(host[start:stop])
+    return found
 
 
 def dtype_from_name(name: str) -> torch.dtype:

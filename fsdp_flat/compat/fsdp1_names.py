@@ -1,135 +1,90 @@
-"""Maps each object of torch's FSDP1 to its counterpart in fsdp_flat. Importing this imports torch.distributed.fsdp."""
+"""Maps names of torch's FSDP1 to the modules of fsdp_flat that provide them, as strings.
+
+``install()``, the migration tool and the tests read this table. Nothing of torch's FSDP1 is imported.
+"""
 
 from __future__ import annotations
 
-import functools
 import importlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import Enum
-from types import ModuleType
-from typing import Any
+from collections.abc import Mapping
+from functools import cache
+from types import MappingProxyType
 
-import torch.distributed.fsdp
-from torch import nn
+__all__ = ["HOMES", "MIRRORED_MODULES", "OURS", "PEER", "PRIVATE_MODULES", "SUBSTITUTES", "home_of"]
 
-from fsdp_flat import errors
-from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.wrap import _Policy
+PEER = "torch.distributed.fsdp"
+OURS = "fsdp_flat"
+SUBSTITUTES = f"{OURS}.compat.substitutes"
+"""Module of the names that are there after ``install()`` only: code keeps importing them from torch."""
 
-__all__ = ["PEER", "Fsdp1Name", "entries", "guarded_init"]
+MIRRORED_MODULES = ("", "api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")
+"""Modules with the same name and the same public names on both sides."""
 
-PEER = torch.distributed.fsdp.__name__
+PRIVATE_MODULES = (
+    "_common_utils",
+    "_flat_param",
+    "_init_utils",
+    "_runtime_utils",
+    "_traversal_utils",
+    "_unshard_param_utils",
+    "_wrap_utils",
+)
+"""Modules of torch with names that clients import."""
 
-# By suffix of torch's module, our module with the counterparts of its names. Only names in both are replaced, so that
-# names that torch's module merely imports (and FSDP2, which is in the package itself) stay unchanged.
-_COUNTERPARTS = {
-    "": "fsdp_flat",
-    ".api": "fsdp_flat.api",
-    ".fully_sharded_data_parallel": "fsdp_flat.fully_sharded_data_parallel",
-    ".sharded_grad_scaler": "fsdp_flat.sharded_grad_scaler",
-    ".wrap": "fsdp_flat.wrap",
-    "._wrap_utils": "fsdp_flat.wrap",
-    "._flat_param": "fsdp_flat.fully_sharded_data_parallel",
-    "._init_utils": "fsdp_flat.semi_private",
-}
-# Modules whose functions take wrappers of torch or ours: a call is dispatched by its first argument.
-_SHARED = ("._common_utils", "._traversal_utils", "._runtime_utils", "._unshard_param_utils")
+_WRAPPER = f"{OURS}.fully_sharded_data_parallel"
+
+HOMES: Mapping[str, str] = MappingProxyType(
+    {
+        "FlatParameter": OURS,
+        "clean_tensor_name": OURS,
+        "FSDP_PREFIX": _WRAPPER,
+        "FSDP_WRAPPED_MODULE": _WRAPPER,
+        "HYBRID_SHARDING_STRATEGIES": _WRAPPER,
+        "HandleTrainingState": _WRAPPER,
+        "TrainingState": _WRAPPER,
+        "NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.compat.semi_private",
+        "_ConfigAutoWrap": f"{OURS}.wrap",
+        "_Policy": f"{OURS}.wrap",
+        "_construct_wrap_fn": f"{OURS}.wrap",
+        "_module_wrap_policy": f"{OURS}.wrap",
+        "_or_policy": f"{OURS}.wrap",
+        "_post_order_apply": f"{OURS}.wrap",
+        "_recursive_wrap": f"{OURS}.wrap",
+        "_wrap": f"{OURS}.wrap",
+        "_wrap_module_cls_individually": f"{OURS}.wrap",
+        "FlatParamHandle": SUBSTITUTES,
+        "_get_fsdp_handles": SUBSTITUTES,
+        "_get_fsdp_root_states": SUBSTITUTES,
+        "_get_fsdp_states": SUBSTITUTES,
+        "_get_fsdp_states_with_modules": SUBSTITUTES,
+        "_get_module_fsdp_state": SUBSTITUTES,
+        "_get_module_fsdp_state_if_fully_sharded_module": SUBSTITUTES,
+        "_has_fsdp_params": SUBSTITUTES,
+        "_is_fsdp_root": SUBSTITUTES,
+        "_lazy_init": SUBSTITUTES,
+        "_module_handle": SUBSTITUTES,
+        "_reshard": SUBSTITUTES,
+        "_unshard_params": SUBSTITUTES,
+        "_unshard_params_for_summon": SUBSTITUTES,
+    }
+)
+"""Our module for each name that torch's private modules hold, or that is private itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fsdp1Name:
-    """Describes one name of torch's FSDP1 and its replacement.
+def home_of(module: str, name: str) -> str | None:
+    """Return our module that provides a name of torch's FSDP1; None if there is none.
 
-    Attributes:
-        module: the module of torch that clients import it from.
-        name: its name in that module.
-        theirs: torch's object.
-        ours: the object that replaces it.
+    Args:
+        module: the part of its module's name after ``torch.distributed.fsdp.``, or the empty string.
+        name: the name in that module.
     """
-
-    module: ModuleType
-    name: str
-    theirs: Any
-    ours: Any
-
-
-@functools.cache
-def entries() -> tuple[Fsdp1Name, ...]:
-    """Build the table of all names, once, before anything is replaced."""
-    # Activation checkpointing tests policies by class; a policy of torch's class must pass too.
-    _Policy.register(importlib.import_module(f"{PEER}.wrap")._Policy)
-    return tuple(_public_entries()) + tuple(_shared_entries())
+    if module in MIRRORED_MODULES:
+        mirrored = f"{OURS}.{module}" if module else OURS
+        if name in _public_names(mirrored):
+            return mirrored
+    return HOMES.get(name) if module in (*MIRRORED_MODULES, *PRIVATE_MODULES) else None
 
 
-def _public_entries() -> Iterator[Fsdp1Name]:
-    for suffix, counterpart in _COUNTERPARTS.items():
-        module, mine = importlib.import_module(PEER + suffix), importlib.import_module(counterpart)
-        for name, theirs in vars(module).items():
-            ours = vars(mine).get(name)
-            if ours is not None and _is_of_peer(name, theirs):
-                yield Fsdp1Name(module, name, theirs, ours)
-
-
-def _is_of_peer(name: str, value: Any) -> bool:
-    """Return whether FSDP1 defines the object; ``*_STRATEGIES`` are plain lists and tuples, so go by name."""
-    return str(getattr(value, "__module__", "")).startswith(PEER) or name.endswith("_STRATEGIES")
-
-
-def _shared_entries() -> Iterator[Fsdp1Name]:
-    private = importlib.import_module("fsdp_flat.compat.private_names")
-    plain = importlib.import_module("fsdp_flat.fully_sharded_data_parallel")
-    names = importlib.import_module("fsdp_flat.extras.names")
-    either: dict[Any, Callable[..., Any]] = {}
-    for suffix in _SHARED:
-        module = importlib.import_module(PEER + suffix)
-        for name, theirs in vars(module).items():
-            if name in private.__all__:
-                ours = either.setdefault(theirs, _either(vars(private)[name], theirs))
-            elif name in ("TrainingState", "HandleTrainingState", "FlatParamHandle"):
-                ours = vars(plain)[name]
-            elif name == "clean_tensor_name":
-                ours = names.clean_tensor_name
-            else:
-                continue
-            yield Fsdp1Name(module, name, theirs, ours)
-
-
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls ours if its first argument contains one of our wrappers, else torch's."""
-
-    @functools.wraps(theirs)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        first = args[0] if args else next(iter(kwargs.values()), None)
-        is_ours = isinstance(first, nn.Module) and any(
-            isinstance(module, FullyShardedDataParallel) for module in first.modules()
-        )
-        return (ours if is_ours else theirs)(*args, **kwargs)
-
-    return call
-
-
-def replacements(table: tuple[Fsdp1Name, ...]) -> dict[int, Any]:
-    """Return ``{id(torch's object): ours}``, including the members of enums."""
-    found: dict[int, Any] = {}
-    for entry in table:
-        found[id(entry.theirs)] = entry.ours
-        if isinstance(entry.theirs, type) and issubclass(entry.theirs, Enum):
-            for member in entry.theirs:
-                found[id(member)] = entry.ours[member.name]
-    return found
-
-
-def guarded_init(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Replace torch's constructor while fsdp_flat is installed, to prevent mixing the two by accident.
-
-    Raises:
-        UsageError: always.
-    """
-    kind = type(self)
-    what = f"{kind.__module__}.{kind.__qualname__}"
-    raise errors.UsageError(
-        f"{what} is torch's FSDP1, reached while fsdp_flat is installed through a binding that install() cannot "
-        "replace (a subclass, a default argument, a container). Call fsdp_flat.install() before importing the code "
-        "that made it."
-    )
+@cache
+def _public_names(module: str) -> frozenset[str]:
+    return frozenset(importlib.import_module(module).__all__)

@@ -94,7 +94,8 @@ def install() -> Installation:
     Returns:
         All names replaced, by this call and earlier ones; printable.
     """
-    from fsdp_flat.compat.fsdp1_names import PEER, entries, guarded_init, replacements
+    from fsdp_flat.compat.fsdp1_names import PEER
+    from fsdp_flat.compat.substitutes import entries, guarded_init, replacements
 
     table = entries()
     to_ours = replacements(table)
@@ -130,7 +131,7 @@ def uninstall() -> None:
     """
     if _state.init is None:
         return
-    from fsdp_flat.compat.fsdp1_names import entries
+    from fsdp_flat.compat.substitutes import entries
 
     for binding in _state.bindings:
         if binding.namespace.get(binding.name) is binding.ours:

@@ -11,7 +11,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import FlatParameter, unsharded_shape
 from fsdp_flat.layout import clean_fqn
 
-__all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name", "whole_shape"]
+__all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name", "named_as_plain", "whole_shape"]
 
 
 def clean_tensor_name(tensor_name: str) -> str:
@@ -68,6 +68,18 @@ def clean_named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
         found[clean_fqn(name)] = module
     yield from found.items()
+
+
+def named_as_plain(
+    wrapper: nn.Module, wrapped: nn.Module, memo: set[nn.Module] | None, prefix: str, remove_duplicate: bool
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield as ``wrapper.named_modules``, but the wrapper and the module inside of it under the same name."""
+    memo = set() if memo is None else memo
+    if wrapper not in memo:
+        if remove_duplicate:
+            memo.add(wrapper)
+        yield prefix, wrapper
+        yield from wrapped.named_modules(memo, prefix, remove_duplicate)
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size:

@@ -74,7 +74,7 @@ def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
     supported_types = getattr(torch_optimizer, "_foreach_supported_types", None)
     if supported_types is None:
         return False
-    for kinds in {id(each): each for each in (supported_types, _foreach_utils._foreach_supported_types)}.values():
+    for kinds in (supported_types, getattr(_foreach_utils, "_foreach_supported_types", supported_types)):
         if kind not in kinds:
             kinds.append(kind)
     return True

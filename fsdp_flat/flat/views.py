@@ -272,25 +272,25 @@ class Views:
         """Return the parameters of this handle that an optimizer holds."""
         return [each.param for each in self.visible]
 
-    @_unguarded
     def grads(self) -> list[torch.Tensor | None]:
         """Return this rank's gradient of each visible parameter."""
-        return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
+        with unguarded():
+            return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
 
-    @_unguarded
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""
-        flags = [each.param.requires_grad for each in self.visible]
-        return flags if len(flags) == len(self.params) else flags * len(self.params)
+        with unguarded():
+            flags = [each.param.requires_grad for each in self.visible]
+        return flags if len(flags) > 1 else flags * len(self.params)
 
     def bump_version(self) -> None:
         """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
         self._num_rewrites += 1
 
-    @_unguarded
     def version(self) -> int:
         """Return a number that changes when sharded values change."""
-        return self.flat_param._version + self._num_rewrites + sum([each.param._version for each in self.visible])
+        with unguarded():
+            return self.flat_param._version + self._num_rewrites + sum([each.param._version for each in self.visible])
 
     # -- error texts ---------------------------------------------------------------------------------------------
 

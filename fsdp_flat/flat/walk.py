@@ -60,7 +60,8 @@ class ManagedParam:
         replaced = self.replaced() if self.replaced is not None else None
         self.param._fsdp_flattened = owner  # type: ignore[attr-defined]
         if replaced is not None:
-            replaced._fsdp_flattened = replace(owner, is_replaced=True)  # type: ignore[attr-defined]
+            gone = FlattenedBy(owner.fqn, owner.unit_name, owner.shape, is_replaced=True)
+            replaced._fsdp_flattened = gone  # type: ignore[attr-defined]
 
     @property
     def shape(self) -> torch.Size:
@@ -96,9 +97,10 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:
     """Iterate over all registrations of parameters below ``root``, duplicates included, in registration order."""
     for prefix, module in root.named_modules(remove_duplicate=False):
+        path = clean_fqn(prefix) if module._parameters else ""
         for name, param in module._parameters.items():
             if param is not None:
-                yield Site(module, name, clean_fqn(join_fqn(prefix, name))), param
+                yield Site(module, name, join_fqn(path, name)), param
 
 
 def collect_params(

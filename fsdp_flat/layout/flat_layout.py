@@ -244,13 +244,12 @@ class FlatLayout:
             OptionError: if there is no such parameter or rank.
         """
         shard = self.shard(rank)
-        param_info = self._slot(index)
-        in_buffer = param_info.interval
-        return LocalShard(
-            index,
-            in_buffer.intersect(shard).shift(-in_buffer.start),
-            shard.intersect(in_buffer).shift(-shard.start),
-        )
+        in_buffer = self._slot(index).interval
+        # The intersections of the two, without the values in between: every unit asks for all its local shards.
+        start = min(max(in_buffer.start, shard.start), in_buffer.stop)
+        numel = max(0, min(in_buffer.stop, shard.stop) - start)
+        in_param, in_shard = start - in_buffer.start, min(max(shard.start, in_buffer.start), shard.stop) - shard.start
+        return LocalShard(index, Interval(in_param, in_param + numel), Interval(in_shard, in_shard + numel))
 
     def partition(self, index: int) -> EvenPartition:
         """Return the partition of the flattened parameter ``index`` over the ranks.

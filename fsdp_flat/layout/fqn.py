@@ -42,6 +42,8 @@ def clean_fqn(name: str) -> str:
     >>> clean_fqn("_orig_mod.block._fsdp_wrapped_module.fc._checkpoint_wrapped_module.weight")
     'block.fc.weight'
     """
+    if "_wrapped_module" not in name and COMPILED_MODULE not in name:
+        return name  # most names; wrapping asks for thousands
     return ".".join(part for part in name.split(".") if part not in _WRAPPER_COMPONENTS)
 
 
@@ -60,4 +62,4 @@ def join_fqn(*parts: str) -> str:
     >>> join_fqn("", "block", "fc", "weight")
     'block.fc.weight'
     """
-    return ".".join(part for part in parts if part)
+    return ".".join(filter(None, parts))

@@ -33,7 +33,6 @@ from fsdp_flat.runtime.materialize import (
     is_marked,
     materialize,
     move_to_device,
-    own_modules,
 )
 from fsdp_flat.runtime.options import Ignored, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
@@ -78,9 +77,7 @@ def build_unit(
         TiedParameterError: another unit already manages a parameter.
     """
     modules = [
-        (path, child)
-        for path, child in own_modules(module, lambda m: unit_of(m) is not None)
-        if child not in ignored.modules and unit_of(child) is None
+        (path, child) for path, child in _own_modules(module) if child not in ignored.modules and unit_of(child) is None
     ]
     params = _initialised_params(
         modules, module, name, options, ignored, owners=owners, broadcast=broadcast, on_meta=on_meta
@@ -106,8 +103,7 @@ def build_unit(
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
     for _, child in modules:
         # torch.compile and transformers read these two attributes of every managed submodule.
-        child._is_fsdp_managed_module = True  # type: ignore[assignment]
-        child._fsdp_use_orig_params = options.use_orig_params  # type: ignore[assignment]
+        child.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=options.use_orig_params)
         hide_compiled_name(child)
     return unit
 
@@ -168,6 +164,17 @@ def handles_of(
     ]
 
 
+def _own_modules(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of ``root``'s subtree outside nested units, breadth first, with their names."""
+    queue: list[tuple[str, nn.Module]] = [("", root)]
+    found: dict[nn.Module, str] = {}
+    for name, module in queue:
+        if module not in found and (module is root or unit_of(module) is None):
+            found[module] = clean_fqn(name)
+            queue += [(join_fqn(name, child), below) for child, below in module.named_children()]
+    return [(name, module) for module, name in found.items()]
+
+
 def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str, torch.Tensor]]:
     """Yield FQN, module, name and buffer of each buffer."""
     for path, module in modules:
@@ -178,10 +185,9 @@ def _buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn
 
 def own_buffers(root: nn.Module, ignored: Ignored) -> list[tuple[str, torch.Tensor]]:
     """Return names and buffers of ``root``'s subtree outside of nested units and ignored modules."""
-    modules = own_modules(root, lambda m: unit_of(m) is not None)
     return [
         (clean_fqn(fqn), buffer)
-        for fqn, module, _, buffer in _buffers(modules)
+        for fqn, module, _, buffer in _buffers(_own_modules(root))
         if module not in ignored.modules
         and buffer.layout is torch.strided
         and type(buffer.data) in (torch.Tensor, DTensor)
@@ -269,7 +275,7 @@ def _spec(
 
 
 def _managed_params(module: nn.Module, name: str, ignored: Ignored, owners: Owners) -> list[ManagedParam]:
-    nested = [unit for child in module.children() for unit in units_of(child)]
+    nested = units_of(module)
     below = {
         (id(site.module), site.name)
         for unit in nested
@@ -372,10 +378,11 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            check_adapter(adapter_of(param, clean_fqn(name)), clean_fqn(name), groups)
+            fqn = clean_fqn(name)
+            check_adapter(adapter_of(param, fqn), fqn, groups)
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
             shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
-            lines.append(f"parameter {clean_fqn(name)!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
+            lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 
 

@@ -1,28 +1,82 @@
-"""Copies units for ``copy.deepcopy``: the same layout on copied modules, with a separate shard.
+"""Converts units (``.to``, ``.float``), and copies them for ``copy.deepcopy``.
 
-Nothing is communicated. During the copy the modules hold None in place of the unit's parameters, so neither unsharded
-nor sharded values are copied with them; the copy's parameters are built from the copied shard.
+A copy has the same layout on copied modules, with a separate shard. Nothing is communicated. During the copy the
+modules hold None in place of the unit's parameters, so neither unsharded nor sharded values are copied with them; the
+copy's parameters are built from the copied shard.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, copy_flat_parameter
+from fsdp_flat.runtime.forward import register_forward_method
 from fsdp_flat.runtime.options import Ignored
+from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import check_idle
-from fsdp_flat.runtime.unit import Unit, units_of
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
 
-__all__ = ["copy_unit"]
+__all__ = ["convert_unit", "copy_wrapper"]
 
 _COPYING = "fsdp_flat is copying an outer unit"
+
+
+def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert_others: Callable[[], object]) -> bool:
+    """Apply ``fn`` to the unit's shards instead of its visible parameters.
+
+    Args:
+        unit: the unit.
+        fn: the conversion, as :meth:`nn.Module._apply` takes it.
+        convert_others: converts the tensors that no unit manages; called while modules hold no sharded parameters.
+
+    Returns:
+        Whether shards were converted. In the middle of a step nothing is, if ``fn`` would change nothing.
+
+    Raises:
+        PhaseError: in the middle of a step, and ``fn`` would change a shard.
+    """
+    if isinstance(unit.context, Schedule):
+        unit.context.recover()  # a backward that raised is over
+    if unit.phase is not Phase.IDLE:
+        if any(handle.is_changed_by(fn) for handle in unit.handles):
+            check_idle(unit, "A conversion (.to, .float, .cuda, ...)")
+        return False
+    unit.reshard()
+    for handle in unit.handles:
+        handle.views.remove()
+    try:
+        convert_others()
+    finally:
+        for handle in unit.handles:
+            handle.views.use_sharded_views()
+    for handle in unit.handles:
+        handle.convert(fn)
+    return True
+
+
+def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
+    """Copy a wrapper, its unit and the module inside; ``memo`` and errors are those of :func:`copy_unit`."""
+    unit = unit_of(wrapper)
+    assert unit is not None
+    twin = type(wrapper).__new__(type(wrapper))
+    memo[id(wrapper)] = twin
+    copied = copy_unit(unit, memo)
+    remade = {"_unit", "_handle_names", *unit.forward_methods}
+    for name, value in wrapper.__dict__.items():
+        if name not in remade:
+            twin.__dict__[name] = copy.deepcopy(value, memo)
+    twin.__dict__["_unit"] = copied
+    for method in unit.forward_methods:
+        register_forward_method(twin, method)
+    return twin
 
 
 def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
@@ -67,6 +121,7 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     twin.optim_state_handlers.update(unit.optim_state_handlers)
     twin.policy = copy.copy(unit.policy)
     twin.averages_ignored = unit.averages_ignored
+    twin.state_dict_settings = copy.deepcopy(unit.state_dict_settings)
     twin.is_nested = unit.is_nested and not outermost
     for handle in handles:
         handle.views.use_sharded_views()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,6 @@ import torch
 from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.backward import Iteration
 from fsdp_flat.runtime.materialize import unwritten_error
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
@@ -129,7 +127,7 @@ class RankChecks:
         self._compared_in_backward = False
         self._checked_values = False
         self._checked_gradients = False
-        self._last: weakref.ref[Iteration] | None = None
+        self._is_new_iteration = False
         self._num_forwards = 0
         self.in_forward = bool(self._ahead)
 
@@ -145,11 +143,12 @@ class RankChecks:
             UsageError: a parameter has no values on this rank.
             PeerFailureError: a parameter has no values on another rank.
         """
+        self._is_new_iteration = True
         if not self._checked_values:
             _check_values(self._units)
             self._checked_values = True
 
-    def before_forward(self, unit: Unit, iteration: Iteration) -> None:
+    def before_forward(self, unit: Unit) -> None:
         """Compare which parameters are trained, before the first forward with gradients over a unit's groups.
 
         Only ranks of the shard group are compared, over which the forward all-gathers. If all units are frozen, no
@@ -165,9 +164,8 @@ class RankChecks:
         if groups in self._ahead:
             check_requires_grad(self._handles[groups], [groups.shard], unit.options.device)
             self._ahead.remove(groups)
-        is_new = self._last is None or self._last() is not iteration
-        if is_new and self._num_forwards < _FORWARDS_COMPARED[-1]:
-            self._last = weakref.ref(iteration)
+        if self._is_new_iteration and self._num_forwards < _FORWARDS_COMPARED[-1]:
+            self._is_new_iteration = False
             if any(handle.is_trainable for handle in self._handles[groups]):
                 self._num_forwards = _FORWARDS_COMPARED[-1]
             else:

@@ -193,7 +193,7 @@ class _Forward:
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
             if record.iteration is not None and schedule.rank_checks.in_forward:
-                schedule.rank_checks.before_forward(unit, record.iteration)
+                schedule.rank_checks.before_forward(unit)
             unit.enter_forward()
             self._entered = True
             schedule.mark_in_use(unit)

@@ -11,7 +11,7 @@ from torch import nn
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.flat import FlattenedBy, named_sites
 from fsdp_flat.runtime.options import Ignored
-from fsdp_flat.runtime.unit import unit_of
+from fsdp_flat.runtime.unit import unit_of, units_of
 
 __all__ = ["resolve_ignored"]
 
@@ -61,7 +61,7 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
             )
     subtree = {child for module in modules for child in _outside_units(module)}
     _check_ties(root, subtree)
-    inherited = [unit.ignored for unit in _nested(root)]
+    inherited = [unit.ignored for unit in units_of(root)]
     return Ignored(
         frozenset(subtree.union(*[entry.modules for entry in inherited])),
         frozenset(
@@ -83,10 +83,6 @@ def _check_ties(root: nn.Module, ignored: set[nn.Module]) -> None:
                 "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
                 "wrapped too (ignored_states=[parameter]), or do not ignore the module."
             )
-
-
-def _nested(root: nn.Module) -> list[Any]:
-    return [unit for module in root.modules() if (unit := unit_of(module)) is not None]
 
 
 def _outside_units(module: nn.Module) -> Iterable[nn.Module]:

@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprint
+from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
 from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
-from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.options import SyncStates
 
 __all__ = [
@@ -29,24 +28,8 @@ __all__ = [
     "is_marked",
     "materialize",
     "move_to_device",
-    "own_modules",
     "unwritten_error",
 ]
-
-
-def own_modules(root: nn.Module, is_unit: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
-    """Return the modules of ``root``'s subtree outside nested units, breadth first, with their names."""
-    queue: list[tuple[str, nn.Module]] = [("", root)]
-    found: list[tuple[str, nn.Module]] = []
-    seen: set[nn.Module] = set()
-    while queue:
-        name, module = queue.pop(0)
-        if module in seen or (is_unit(module) and module is not root):
-            continue
-        seen.add(module)
-        found.append((clean_fqn(name), module))
-        queue.extend((f"{name}.{child}" if name else child, sub) for child, sub in module.named_children())
-    return found
 
 
 def _own_tensors(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[torch.Tensor]:
@@ -209,7 +192,8 @@ def agree_on_weights(
     """
     if sync == "broadcast":
         return True
-    lines = [f"{name!r} {fingerprint(adapter_if_dtensor(each).to_local(each.detach()))}" for name, each in named]
+    prints = fingerprints([adapter_if_dtensor(each).to_local(each.detach()) for _, each in named])
+    lines = [f"{name!r} {print_}" for (name, _), print_ in zip(named, prints, strict=True)]
     found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
     if found is not None and sync == "raise":
         raise RankMismatchError(f"{found}. {_ADVICE}")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
 from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.precision import Precision
@@ -56,6 +56,7 @@ class UnitOptions:
         precision: dtypes and casts.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
         param_init_fn: initialises a module that is on the meta device.
+        mixed_precision, cpu_offload: the constructor's arguments, which the wrapper shows.
     """
 
     strategy: Strategy
@@ -70,6 +71,8 @@ class UnitOptions:
     precision: Precision
     offload_params: bool
     param_init_fn: Callable[[nn.Module], None] | None
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    cpu_offload: CPUOffload = field(default_factory=CPUOffload)
 
 
 class StateHandler(Protocol):

@@ -155,7 +155,7 @@ class Reduction:
     @property
     def is_done(self) -> bool:
         """True if :meth:`finish` needs neither waiting nor communication. Ranks may see different values."""
-        return self._groups.replicate.size == 1 and self._pending.is_done
+        return self._groups.replicate.size == 1 and self._pending.is_completed()
 
     def _free(self) -> None:
         # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.

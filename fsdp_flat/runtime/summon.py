@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -86,14 +86,28 @@ def _shown(unit: Unit, whole: FullParams, *, already: bool) -> Iterator[None]:
 @contextmanager
 def summon_full_params(
     module: nn.Module,
-    *,
     recurse: bool = True,
     writeback: bool = True,
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
-) -> Iterator[None]:
-    """Unshard the parameters of the units at and below ``module``; see the wrapper's method for the arguments."""
+) -> Generator[None, None, None]:
+    """Unshard the full parameters of every unit at and below ``module`` inside the block.
+
+    Every rank must enter it. Do not run forward or backward inside.
+
+    Args:
+        module: a wrapper or any module that holds wrappers.
+        recurse: include nested wrappers.
+        writeback: keep changes; each rank keeps those to its own shard.
+        rank0_only: only rank 0 of each shard group gets full parameters.
+        offload_to_cpu: full parameters are on the CPU.
+        with_grads: full gradients too.
+
+    Raises:
+        UnsupportedError: ``writeback`` with ``rank0_only``, ``with_grads`` with ``offload_to_cpu``.
+        PhaseError: inside forward, backward or another summon of the same unit.
+    """
     if with_grads and offload_to_cpu:
         raise UnsupportedError("summon_full_params(with_grads=True) does not go with offload_to_cpu=True.")
     if writeback and rank0_only:
@@ -105,7 +119,7 @@ def summon_full_params(
         warnings.warn(
             "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a whole copy on its CPU. "
             "Pass rank0_only=True unless every rank needs it.",
-            stacklevel=4,
+            stacklevel=3,
         )
     units = []
     for child in modules_of(module) if recurse else (module,):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import (
     AllGather,
     CustomCollectives,
@@ -91,6 +92,7 @@ class Unit:
     Attributes:
         phase: the state of the step; written by this class and by ``summon_full_params``.
         sync_gradients: False inside ``no_sync``.
+        state_dict_settings: the state-dict type and its options, set by ``set_state_dict_type``.
         context: streams, memory and records shared with the other units of the tree.
         policy: settings for combining gradients over ranks.
         is_nested: an outer wrapper was built around this one.
@@ -128,6 +130,9 @@ class Unit:
         self.handles = handles
         self.phase = Phase.IDLE
         self.sync_gradients = True
+        self.state_dict_settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
         self.context = CommContext(options.device)
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()

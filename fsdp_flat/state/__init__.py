@@ -5,8 +5,23 @@ from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, TypedStat
 from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
+from fsdp_flat.state.model_dicts import (
+    get_state_dict_type,
+    save_model,
+    set_state_dict_type,
+    state_dict_type,
+    with_wrapper_versions,
+)
 from fsdp_flat.state.model_state import LoadReport, gather_units, load_unit, save_unit
 from fsdp_flat.state.optim_contents import OptimContents, contents_of, ordered_params, rekey
+from fsdp_flat.state.optim_dicts import (
+    OptimInput,
+    load_full_or_sharded,
+    optim_state_dict,
+    optim_state_dict_to_load,
+    rekey_optim_state_dict,
+    save_full_or_sharded,
+)
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, local_shard_of, rank_groups_of
 from fsdp_flat.state.param_states import Peers
 from fsdp_flat.state.save_states import save_optim_state
@@ -21,6 +36,7 @@ __all__ = [
     "LoadPlan",
     "LoadReport",
     "OptimContents",
+    "OptimInput",
     "OptimStateHandler",
     "ParamIndex",
     "Peers",
@@ -32,16 +48,26 @@ __all__ = [
     "codec_of",
     "contents_of",
     "gather_units",
+    "get_state_dict_type",
+    "load_full_or_sharded",
     "load_optim_state",
     "load_unit",
     "local_shard_of",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
     "ordered_params",
     "plan_full_transfer",
     "rank_groups_of",
     "register_optim_state_handler",
     "rekey",
+    "rekey_optim_state_dict",
+    "save_full_or_sharded",
+    "save_model",
     "save_optim_state",
     "save_unit",
+    "set_state_dict_type",
     "settings_for",
+    "state_dict_type",
     "template_states",
+    "with_wrapper_versions",
 ]

@@ -27,6 +27,7 @@ __all__ = [
     "dtensor",
     "dtype_of",
     "is_chunked",
+    "is_scalar",
     "local_chunk",
     "root_mesh",
     "shape_of",
@@ -147,6 +148,11 @@ def shape_of(value: Any) -> tuple[int, ...]:
     """Return the full shape of a tensor of any type; ``()`` for a value that is not a tensor."""
     # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a state is a scalar or not a tensor, so is the same for every shard of a parameter."""
+    return len(shape_of(value)) == 0
 
 
 def dtype_of(value: Any) -> torch.dtype:

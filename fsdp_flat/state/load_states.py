@@ -19,13 +19,12 @@ from torch import nn
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.state._torch import dtype_of, is_chunked, shape_of
+from fsdp_flat.state._torch import dtype_of, is_chunked, is_scalar, shape_of
 from fsdp_flat.state.codecs import BOXES, decoder_of
 from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
 from fsdp_flat.state.model_state import LOADING
 from fsdp_flat.state.optim_contents import check_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
-from fsdp_flat.state.param_states import is_scalar
 from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.state.shards import LoadPlan, StateShard
 

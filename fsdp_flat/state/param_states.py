@@ -20,13 +20,13 @@ from torch import nn
 
 from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
-from fsdp_flat.state._torch import shape_of
+from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.handlers import refuse_split
 from fsdp_flat.state.optim_contents import OptimContents
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
-__all__ = ["ParamState", "Peers", "agree_on_states", "compare_states", "is_scalar", "read_states"]
+__all__ = ["ParamState", "Peers", "agree_on_states", "compare_states", "read_states"]
 
 
 @dataclass(slots=True)
@@ -73,11 +73,6 @@ class ParamState:
             numel = self.param.local_shard.numel if self.owner is None else 0
             tensor = torch.zeros(numel, dtype=dtype, device=self.param.handle.flat_param.device)
         self.tensors[name] = StateShard.of_state(self.param, tensor, name, shape, self.owner)
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a state is a scalar or not a tensor, so is the same for every shard of a parameter."""
-    return len(shape_of(value)) == 0
 
 
 def read_states(index: ParamIndex, contents: OptimContents) -> list[ParamState]:

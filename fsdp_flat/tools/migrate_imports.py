@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
-from fsdp_flat.compat import private_names
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
-from fsdp_flat.tools.migrate_names import counterpart, is_fsdp2, is_inside, is_module, symbol_of
+from fsdp_flat.tools.migrate_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 
 __all__ = ["Finding", "Plan", "Reached", "Rewriter", "plan_imports"]
 
@@ -340,7 +339,7 @@ def _report_left(plan: Plan, line: int, name: str, *, is_sure: bool = True) -> N
         plan.add(line, "check", f"{name} may come from another import too; it is left as it is")
     elif counterpart(name) is not None and is_module(name):
         plan.add(line, "check", f"the module {name} is used as a value; it is left as it is")
-    elif name.rpartition(".")[2] in private_names.__all__:
+    elif is_installed_only(name):
         plan.add(line, "check", f"{name} stays torch's; it takes fsdp_flat's wrappers after fsdp_flat.install()")
     else:
         plan.add(line, "check", f"{name} has no counterpart in fsdp_flat; it is left as it is")

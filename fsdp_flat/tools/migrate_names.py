@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from functools import cache
+from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, SUBSTITUTES, home_of
 
 __all__ = [
     "ABSENT_ATTRIBUTES",
@@ -12,15 +11,10 @@ __all__ = [
     "counterpart",
     "is_fsdp2",
     "is_inside",
+    "is_installed_only",
     "is_module",
     "symbol_of",
 ]
-
-PEER = "torch.distributed.fsdp"
-OURS = "fsdp_flat"
-
-# Modules with the same name on both sides.
-_MODULES = frozenset({"", "api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"})
 
 FSDP2_NAMES = frozenset(
     {
@@ -37,34 +31,6 @@ FSDP2_NAMES = frozenset(
     }
 )
 """Names of FSDP2 in ``torch.distributed.fsdp``; they stay there."""
-
-_PRIVATE_WRAP = (
-    "_ConfigAutoWrap",
-    "_Policy",
-    "_construct_wrap_fn",
-    "_module_wrap_policy",
-    "_or_policy",
-    "_post_order_apply",
-    "_recursive_wrap",
-    "_wrap",
-    "_wrap_module_cls_individually",
-)
-
-# Names that only private modules of torch hold, or that are private themselves, and our module for each.
-_ELSEWHERE = {
-    f"{PEER}.FlatParameter": OURS,
-    **{f"{PEER}.wrap.{name}": f"{OURS}.wrap" for name in _PRIVATE_WRAP},
-    f"{PEER}._wrap_utils._construct_wrap_fn": f"{OURS}.wrap",
-    f"{PEER}._wrap_utils._post_order_apply": f"{OURS}.wrap",
-    f"{PEER}._common_utils.FSDP_PREFIX": f"{OURS}.fully_sharded_data_parallel",
-    f"{PEER}._common_utils.FSDP_WRAPPED_MODULE": f"{OURS}.fully_sharded_data_parallel",
-    f"{PEER}._common_utils.HandleTrainingState": f"{OURS}.fully_sharded_data_parallel",
-    f"{PEER}._common_utils.TrainingState": f"{OURS}.fully_sharded_data_parallel",
-    f"{PEER}._common_utils.clean_tensor_name": OURS,
-    f"{PEER}._flat_param.FlatParameter": OURS,
-    f"{PEER}._init_utils.HYBRID_SHARDING_STRATEGIES": f"{OURS}.fully_sharded_data_parallel",
-    f"{PEER}._init_utils.NO_RESHARD_AFTER_FORWARD_STRATEGIES": f"{OURS}.semi_private",
-}
 
 ABSENT_ATTRIBUTES = frozenset(
     {
@@ -116,7 +82,7 @@ def is_fsdp2(name: str) -> bool:
 def is_module(name: str) -> bool:
     """Return whether a dotted name inside ``torch.distributed.fsdp`` is a module rather than a name in a module."""
     tail = name.removeprefix(PEER).removeprefix(".")
-    return "." not in tail and (tail in _MODULES or tail.startswith("_"))
+    return "." not in tail and (tail in MIRRORED_MODULES or tail.startswith("_"))
 
 
 def symbol_of(name: str) -> str:
@@ -138,16 +104,15 @@ def counterpart(name: str) -> str | None:
     Args:
         name: dotted name, as returned by :func:`symbol_of`.
     """
-    if name in _ELSEWHERE:
-        return f"{_ELSEWHERE[name]}.{name.rpartition('.')[2]}"
-    ours = OURS + name.removeprefix(PEER)
-    tail = ours.removeprefix(OURS).removeprefix(".")
-    if tail in _MODULES:
-        return ours
+    tail = name.removeprefix(PEER).removeprefix(".")
+    if tail in MIRRORED_MODULES:
+        return OURS + name.removeprefix(PEER)
     module, _, last = tail.rpartition(".")
-    return ours if module in _MODULES and last in _public_names(module) else None
+    home = home_of(module, last)
+    return None if home in (None, SUBSTITUTES) else f"{home}.{last}"
 
 
-@cache
-def _public_names(module: str) -> frozenset[str]:
-    return frozenset(importlib.import_module(f"{OURS}.{module}" if module else OURS).__all__)
+def is_installed_only(name: str) -> bool:
+    """Return whether a name inside ``torch.distributed.fsdp`` is a function that knows our wrappers after install()."""
+    module, _, last = name.removeprefix(PEER).removeprefix(".").rpartition(".")
+    return last.startswith("_") and home_of(module, last) == SUBSTITUTES

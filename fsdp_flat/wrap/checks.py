@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 
@@ -18,11 +18,11 @@ from fsdp_flat.wrap.policies import PolicyObject, flatten_classes, not_a_collect
 from fsdp_flat.wrap.tree import describe_module, named_children
 
 __all__ = [
-    "check_not_wrapped",
     "check_policy",
     "check_uniform_requires_grad",
     "explain_unbound",
     "named_classes",
+    "raise_wrapped",
     "warn_full_precision",
     "warn_no_forward",
     "warn_no_match",
@@ -80,18 +80,17 @@ def explain_unbound(policy: Callable[..., bool], error: TypeError) -> None:
         ) from error
 
 
-def check_not_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> None:
-    """Check that no module of the tree is already a unit.
+def raise_wrapped(root: nn.Module, is_wrapped: Callable[[nn.Module], bool]) -> NoReturn:
+    """Raise the error for a tree in which a module is already a unit.
 
     Raises:
         OptionError: naming the first one that is.
     """
-    for path, module in root.named_modules():
-        if is_wrapped(module):
-            raise OptionError(
-                f"auto_wrap_policy cannot be used on {type(root).__name__}: {describe_module(module, path)} is wrapped "
-                "already. Wrap either by hand (and pass no policy for the root) or by policy."
-            )
+    path, module = next((path, module) for path, module in root.named_modules() if is_wrapped(module))
+    raise OptionError(
+        f"auto_wrap_policy cannot be used on {type(root).__name__}: {describe_module(module, path)} is wrapped "
+        "already. Wrap either by hand (and pass no policy for the root) or by policy."
+    )
 
 
 def check_uniform_requires_grad(
@@ -108,31 +107,24 @@ def check_uniform_requires_grad(
     """
     visited: set[nn.Module] = set()
     for path, unit, kwargs in units:
-        trainable: list[str] = []
-        frozen: list[str] = []
-        for name, param in _managed_parameters(path, unit, visited):
-            if param not in ignored_params:
-                (trainable if param.requires_grad else frozen).append(name)
-        if trainable and frozen and not kwargs.get("use_orig_params", False):
+        by_kind: dict[bool, list[str]] = {True: [], False: []}
+        visited.add(unit)
+        queue = [(path, unit)]
+        for prefix, module in queue:
+            for name, param in module._parameters.items():
+                if param is not None and param not in ignored_params:
+                    by_kind[param.requires_grad].append(join_fqn(prefix, name))
+            for name, child in named_children(module):
+                if child not in visited:
+                    visited.add(child)
+                    queue.append((join_fqn(prefix, name), child))
+        if by_kind[True] and by_kind[False] and not kwargs.get("use_orig_params", False):
             raise OptionError(
                 f"{describe_module(unit, path)} would be one unit with trainable and frozen parameters, which needs "
-                f"use_orig_params=True.\n  requires_grad=True: {_listed(trainable)}\n  requires_grad=False: "
-                f"{_listed(frozen)}\nPass use_orig_params=True, or choose a policy that puts them into separate units."
+                f"use_orig_params=True.\n  requires_grad=True: {_listed(by_kind[True])}\n  requires_grad=False: "
+                f"{_listed(by_kind[False])}\nPass use_orig_params=True, or choose a policy that puts them into "
+                "separate units."
             )
-
-
-def _managed_parameters(path: str, unit: nn.Module, visited: set[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters of ``unit`` outside the modules in ``visited``; add its own modules to ``visited``."""
-    found: list[tuple[str, nn.Parameter]] = []
-    visited.add(unit)
-    queue = [(path, unit)]
-    for prefix, module in queue:
-        found += [(join_fqn(prefix, name), param) for name, param in module.named_parameters(recurse=False)]
-        for name, child in named_children(module):
-            if child not in visited:
-                visited.add(child)
-                queue.append((join_fqn(prefix, name), child))
-    return found
 
 
 def named_classes(policy: Any) -> tuple[type, ...] | None:
@@ -213,8 +205,7 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
 
 def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
     """Warn if some of the classes that a policy names match nothing, while others do."""
-    modules = list(root.modules())
-    unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in modules)]
+    unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in root.modules())]
     if unmatched:
         nearest = "\n".join(f"  {_full_name(cls)}: {_nearest(cls, root)}" for cls in sorted(unmatched, key=_full_name))
         _warn(

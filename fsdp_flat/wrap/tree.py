@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +47,14 @@ def post_order(root: nn.Module) -> list[tuple[str, nn.Module]]:
     return ordered
 
 
-def compiled_forms(root: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Map each module below ``root`` that ``torch.compile(module)`` was called on to the result of that call.
+def compiled_forms(modules: Iterable[nn.Module]) -> dict[nn.Module, nn.Module]:
+    """Map each module that ``torch.compile(module)`` was called on to the result of that call, one of ``modules``.
 
     The result keeps calling the original module, even if that is replaced in the tree later.
     """
     return {
         inner: module
-        for module in root.modules()
+        for module in modules
         if isinstance(module, OptimizedModule) and (inner := module._modules.get("_orig_mod")) is not None
     }
 
@@ -130,3 +130,24 @@ def _wrap(module: nn.Module, wrapper_cls: Callable[..., nn.Module], **kwargs: An
     if wrapper_cls is None:
         raise PhaseError(f"No wrapper for {type(module).__name__}: wrapper_cls is None. Pass the class to wrap with.")
     return wrapper_cls(module, **{**kwargs, **wrap_overrides(module)})
+
+
+def _construct_wrap_fn(
+    root_module: nn.Module,
+    target_module_to_kwargs: dict[nn.Module, dict[str, Any]],
+    fsdp_fn: Callable[..., nn.Module],
+) -> Callable[[nn.Module], nn.Module | None]:
+    """Return a function for ``_post_order_apply`` that wraps the given modules, except the root.
+
+    Args:
+        root_module: the tree; wrapping the root is left to the caller.
+        target_module_to_kwargs: the modules to wrap, each with its keyword arguments.
+        fsdp_fn: called as ``fsdp_fn(module, **kwargs)``.
+    """
+
+    def wrap_target(module: nn.Module) -> nn.Module | None:
+        if module is root_module or module not in target_module_to_kwargs:
+            return None
+        return fsdp_fn(module, **target_module_to_kwargs[module])
+
+    return wrap_target

@@ -2,7 +2,7 @@
 
 * ``fsdp_flat.runtime.reduction.streams_for`` creates the streams of a tree. Here it creates
   :class:`AcceleratorStreams` over recording streams, in the order in which a step first uses them.
-* ``fsdp_flat.construction.compute_device_from`` returns the accelerator.
+* ``fsdp_flat.runtime.construction.compute_device_from`` returns the accelerator.
 * ``fsdp_flat.comm._torch`` holds aliases of two functions of ``torch.distributed``.
 * :func:`names_of_storages` asks units for their handles, shards, unsharded buffers and flat gradients.
 """
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import fsdp_flat.construction
+import fsdp_flat.runtime.construction
 import fsdp_flat.runtime.reduction
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
@@ -48,7 +48,7 @@ def installed(machine: Machine, collectives: FakeCollectives) -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         replace(fsdp_flat.runtime.reduction, "streams_for", functools.partial(_recorded_streams, machine))
-        replace(fsdp_flat.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
+        replace(fsdp_flat.runtime.construction, "compute_device_from", lambda _device_id: (DEVICE, False))
         for owner in (dist, comm_torch):
             for name, function in functions.items():
                 if hasattr(owner, name):

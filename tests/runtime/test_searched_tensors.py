@@ -6,7 +6,6 @@ import dataclasses
 from collections import UserDict, deque
 from typing import Any
 
-import pytest
 import torch
 from torch.utils import _pytree
 
@@ -28,11 +27,7 @@ class Registered(Result):
     """An output class that is registered with torch."""
 
 
-@pytest.fixture
-def registered() -> Any:
-    _pytree.register_pytree_node(Registered, lambda result: ([result.loss], None), lambda given, _: Registered(*given))
-    yield Registered
-    _pytree._deregister_pytree_node(Registered)
+_pytree.register_pytree_node(Registered, lambda result: ([result.loss], None), lambda given, _: Registered(*given))
 
 
 @dataclasses.dataclass
@@ -45,7 +40,7 @@ def loss_of(value: float) -> torch.Tensor:
     return torch.full((1,), value, requires_grad=True) * 2
 
 
-def test_tensors_are_found_in_every_documented_container(registered: Any) -> None:
+def test_tensors_are_found_in_every_documented_container() -> None:
     loss = loss_of(1.0)
     for value in (
         {"a": loss},
@@ -55,8 +50,8 @@ def test_tensors_are_found_in_every_documented_container(registered: Any) -> Non
         {loss},
         deque([loss]),
         Losses(None, {"x": loss}),
-        registered(loss),
-        [registered({"y": loss})],
+        Registered(loss),
+        [Registered({"y": loss})],
     ):
         assert differentiable_tensors(value) == [loss], type(value)
 

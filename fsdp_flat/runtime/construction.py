@@ -1,4 +1,4 @@
-"""Turns the constructor's arguments into units: validates, plans, compares between ranks, then builds."""
+"""Builds units from the constructor's arguments: validates, plans, compares between ranks, then builds."""
 
 from __future__ import annotations
 
@@ -12,31 +12,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from, true_on_any_rank
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import (
+from fsdp_flat.runtime.build import agree_on_structure, build_unit, describe_structure, own_buffers, owners_of_ties
+from fsdp_flat.runtime.ignored import resolve_ignored
+from fsdp_flat.runtime.materialize import agree_on_weights, materialize
+from fsdp_flat.runtime.options import (
     Ignored,
     UnitOptions,
-    agree_on_structure,
-    agree_on_weights,
     compute_device_from,
-    describe_structure,
-    keep_full_precision,
-    materialize,
     offloads_params,
-    own_buffers,
-    owners_of_ties,
-    precision_from,
     prefetch_from,
-    resolve_ignored,
     sync_states_from,
-    unit_of,
 )
-from fsdp_flat.wrap.plan import WrapPlan, apply_plan, plan_units
+from fsdp_flat.runtime.precision import keep_full_precision, precision_from
+from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units, warn_no_forward
 
-__all__ = ["Arguments", "Inherited", "options_from", "prepare"]
+__all__ = ["Arguments", "construct"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +60,22 @@ class Arguments:
 
 
 @dataclass(frozen=True, slots=True)
-class Inherited:
-    """Holds the values that the wrapper with an auto-wrap policy passes to the units that it makes.
+class _Tree:
+    """Holds the facts that units built by one constructor call share.
 
     Attributes:
         owners: for parameters shared between units, the module whose unit manages them.
         broadcast: units overwrite their tensors with those of rank 0.
         on_meta: on some rank a part of the model is on the meta device.
-        name: the unit's name.
-        unit_id: identifies the unit among the ranks of ``group``.
-        group: the group in which ids are assigned.
+        group: the group in which unit ids are assigned.
+        call: number of the constructor call in that group.
     """
 
     owners: dict[nn.Parameter, nn.Module]
     broadcast: bool
     on_meta: bool
-    name: str
-    unit_id: int
     group: dist.ProcessGroup | None
+    call: int
 
 
 # Number of constructor calls by process group, counted once all its ranks have agreed to continue.
@@ -96,7 +89,7 @@ def _count_call(group: dist.ProcessGroup | None) -> int:
     return _calls[group]
 
 
-def options_from(arguments: Arguments) -> UnitOptions:
+def _options_from(arguments: Arguments) -> UnitOptions:
     """Return the validated options of a unit.
 
     If they are invalid, the other ranks, which may have been given valid ones, get the error too.
@@ -176,33 +169,77 @@ def _validated(arguments: Arguments) -> UnitOptions:
         precision=precision,
         offload_params=offload_params,
         param_init_fn=arguments.param_init_fn,
+        mixed_precision=arguments.mixed_precision or MixedPrecision(),
+        cpu_offload=arguments.cpu_offload or CPUOffload(),
     )
 
 
-def prepare(
-    module: nn.Module,
-    name: str,
-    options: UnitOptions,
-    arguments: Arguments,
-    make_child: Callable[[nn.Module, Arguments, Inherited], nn.Module],
-) -> tuple[Ignored, Inherited]:
-    """Plan units, compare the plan with the other ranks, and wrap the units that the policy chose."""
+def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit], nn.Module]) -> Unit:
+    """Build the unit of ``module``, and before it those of the submodules that the auto-wrap policy chooses.
+
+    Every rank of the group must call this in the same order.
+
+    Args:
+        module: the module to wrap.
+        arguments: the constructor's arguments.
+        wrap_unit: makes the wrapper of a submodule's unit, which replaces the submodule.
+
+    Raises:
+        OptionError: (a ValueError) arguments or a model that cannot be used.
+        OptionTypeError: (a TypeError) an argument of the wrong type.
+        UsageError: (a RuntimeError) no process group, or tensors on several devices.
+    """
+    if not isinstance(module, nn.Module):
+        raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
+    options = _options_from(arguments)
+    plan, ignored = _agreed_plan(module, arguments, options)
+    tree = _tree_of(module, plan, options, ignored)
+    names = {unit.module: unit.fqn for unit in plan.units}
+    # Most units have the same arguments: those of one call are validated once.
+    known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
+
+    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
+        given = Arguments(**kwargs)
+        key = tuple(id(value) for value in given.as_kwargs().values())
+        if key not in known:
+            known[key] = given, _options_from(given)
+        _, own = known[key]
+        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states)
+        # Among the ranks of another group the id may identify another unit.
+        same_ranks = own.groups.primary.group is tree.group
+        unit_id = digest_of(f"{tree.call}/{names[child]}".encode()) if same_ranks else 0
+        return wrap_unit(_build(child, names[child], own, child_ignored, tree, unit_id))
+
+    apply_plan(module, plan, wrapper)
+    for exempt in plan.full_precision:
+        keep_full_precision(exempt)
+    # The id of the root has no name in it: that is the class, which may differ between ranks.
+    return _build(module, type(module).__name__, options, ignored, tree, digest_of(f"{tree.call}/".encode()))
+
+
+def _build(module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, tree: _Tree, unit_id: int) -> Unit:
+    warn_no_forward(module, name)
+    return build_unit(
+        module,
+        name,
+        options,
+        ignored,
+        owners=tree.owners,
+        broadcast=tree.broadcast,
+        on_meta=tree.on_meta,
+        unit_id=unit_id,
+    )
+
+
+def _agreed_plan(module: nn.Module, arguments: Arguments, options: UnitOptions) -> tuple[WrapPlan, Ignored]:
+    """Plan units, and compare the plan and the model with the other ranks."""
     error: Exception | None = None
     plan = WrapPlan(())
     ignored = Ignored(frozenset(), frozenset())
     lines: list[str] = []
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
-        if unit_of(module) is not None:
-            raise OptionError(
-                f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
-                "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
-            )
-        if module.__dict__.get("_is_fsdp_managed_module", False):
-            raise OptionError(
-                f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
-                "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."
-            )
+        _check_not_managed(module)
         if arguments.auto_wrap_policy is not None:
             plan = plan_units(
                 module,
@@ -217,18 +254,39 @@ def prepare(
     except Exception as raised:
         error = raised
     agree_on_structure(lines, error, options.groups, options.device)
+    return plan, ignored
+
+
+def _check_not_managed(module: nn.Module) -> None:
+    name = type(module).__name__
+    if unit_of(module) is not None:
+        raise OptionError(
+            f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
+            "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
+        )
+    if module.__dict__.get("_is_fsdp_managed_module", False):
+        raise OptionError(
+            f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
+            "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."
+        )
+
+
+def _tree_of(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> _Tree:
+    """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
     group = options.groups.primary.group
     call = _count_call(group)
-    tensors = (*module.parameters(), *module.buffers())
-    (on_meta,) = true_on_any_rank([any(t.is_meta for t in tensors)], options.groups.rank_groups, options.device)
+    params = list(module.named_parameters())
+    has_meta = any(param.is_meta for _, param in params) or any(buffer.is_meta for buffer in module.buffers())
+    (on_meta,) = true_on_any_rank([has_meta], options.groups.rank_groups, options.device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
         _materialize_ties(module, owners, options, ignored)
         owners = owners_of_ties(module, modules, ignored.params.__contains__)
+        params = list(module.named_parameters())
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
-        for path, param in module.named_parameters()
+        for path, param in params
         if param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
     ]
     if options.sync_states != "warn":
@@ -238,19 +296,7 @@ def prepare(
         is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups.rank_groups, options.device)
         named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
     broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
-    names = {unit.module: unit.fqn for unit in plan.units}
-
-    def wrapper(child: nn.Module, kwargs: dict[str, Any]) -> nn.Module:
-        unit_id = digest_of(f"{call}/{names[child]}".encode())
-        return make_child(
-            child, Arguments(**kwargs), Inherited(owners, broadcast, on_meta, names[child], unit_id, group)
-        )
-
-    apply_plan(module, plan, wrapper)
-    for exempt in plan.full_precision:
-        keep_full_precision(exempt)
-    # The id of the root has no name in it: that is the class, which may differ between ranks.
-    return ignored, Inherited(owners, broadcast, on_meta, name, digest_of(f"{call}/".encode()), group)
+    return _Tree(owners, broadcast, on_meta, group, call)
 
 
 def _check_overrides(plan: WrapPlan) -> None:

@@ -1,0 +1,217 @@
+"""Saves and loads optimizer state dicts in the state-dict type that is set: the wrapper's static methods."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType
+from fsdp_flat.errors import PhaseError
+from fsdp_flat.state.codecs import DEFAULT_SETTINGS, codec_of
+from fsdp_flat.state.load_states import load_optim_state
+from fsdp_flat.state.model_dicts import get_state_dict_type
+from fsdp_flat.state.optim_contents import contents_of, ordered_params, rekey
+from fsdp_flat.state.save_states import save_optim_state
+
+__all__ = [
+    "OptimInput",
+    "load_full_or_sharded",
+    "optim_state_dict",
+    "optim_state_dict_to_load",
+    "rekey_optim_state_dict",
+    "save_full_or_sharded",
+]
+
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+
+
+def optim_state_dict(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Return the optimizer's state under parameter names, in the state-dict type that is set.
+
+    FULL gives full tensors; SHARDED and LOCAL give torch's types with dim-0 chunks. Scalars are on the CPU. Every
+    rank must call this.
+
+    Args:
+        model: the wrapped model, or a module that holds wrapped ones.
+        optim: its optimizer, built after wrapping.
+        optim_state_dict: used instead of ``optim.state_dict()``, keyed by position (or by name, as torch's named
+            optimizer does).
+        group: accepted as in FSDP1; each unit's own groups are used.
+
+    Returns:
+        ``{"state": {name: {...}}, "param_groups": [{..., "params": [names]}]}``.
+
+    Raises:
+        OptionError: (a ValueError) the optimizer holds a parameter that is not the model's.
+        UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
+        UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
+    """
+    settings = get_state_dict_type(model) or DEFAULT_SETTINGS
+    config = settings.optim_state_dict_config
+    codec = codec_of(settings.state_dict_type, config)
+    return save_optim_state(model, contents_of(optim, optim_state_dict, model), codec, config)
+
+
+def optim_state_dict_to_load(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any],
+    is_named_optimizer: bool = False,
+    load_directly: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Convert a state dict under parameter names to one for this rank's ``optim.load_state_dict``.
+
+    Full tensors, ShardedTensors and DTensors are accepted, whatever type is set. With
+    ``FullOptimStateDictConfig(rank0_only=True)`` only rank 0 (of all ranks, also with hybrid strategies) needs the
+    dict.
+
+    If all values are full tensors nothing is communicated, so ranks may load one after another, and a value
+    that does not fit is an error of that rank alone. With chunks, or ``rank0_only``, every rank must call this.
+
+    Args:
+        model: the wrapped model, or a module that holds wrapped ones.
+        optim: its optimizer, built after wrapping.
+        optim_state_dict: from :func:`optim_state_dict`, FSDP1's, or a plain optimizer's under names.
+        is_named_optimizer: keys of the result are names.
+        load_directly: also load the result into ``optim``.
+        group: accepted as in FSDP1; each unit's own groups are used.
+
+    Returns:
+        Input of ``optim.load_state_dict`` on this rank.
+
+    Raises:
+        OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
+        LoadError: (a RuntimeError) a value does not fit its parameter.
+    """
+    settings = get_state_dict_type(model) or DEFAULT_SETTINGS
+    config = settings.optim_state_dict_config
+    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
+    if not is_full:
+        _warn_if_empty(optim, optim_state_dict)
+    contents = contents_of(optim)
+    loaded = load_optim_state(
+        model,
+        contents.params,
+        optim_state_dict,
+        own_groups=None if is_named_optimizer else optim.param_groups,
+        named=is_named_optimizer,
+        from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
+        expects_chunks=not is_full,
+        owners=contents.owners,
+    )
+    if load_directly:
+        optim.load_state_dict(loaded)
+    return loaded
+
+
+def rekey_optim_state_dict(
+    optim_state_dict: dict[str, Any],
+    optim_state_key_type: OptimStateKeyType,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+) -> dict[str, Any]:
+    """Convert the keys of an optimizer state dict from positions to names, or the other way; for plain models too.
+
+    Args:
+        optim_state_dict: the state dict.
+        optim_state_key_type: the type of the new keys.
+        model: the model that has the names.
+        optim_input: input of the optimizer's constructor, if there is no ``optim``.
+        optim: gives the order of parameters; without both it is ``model.parameters()``.
+
+    Returns:
+        A state dict of the same values under the other keys.
+
+    Raises:
+        OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
+        PhaseError: (an AssertionError) no such key type.
+    """
+    _warn_optim_input(optim_input)
+    params = ordered_params(model, optim, optim_input)
+    owned = () if optim is None else contents_of(optim).owners
+    return rekey(optim_state_dict, optim_state_key_type, model, params, any_shape=owned)
+
+
+def save_full_or_sharded(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    optim_state_dict: dict[str, Any] | None,
+    optim_input: OptimInput = None,
+    rank0_only: bool = True,
+    full_state_dict: bool = True,
+    group: dist.ProcessGroup | None = None,
+    cpu_offload: bool = True,
+    *,
+    _stacklevel: int = 1,
+) -> dict[str, Any]:
+    """Save under the arguments of FSDP1's ``_optim_state_dict_impl``, which clients call. Every rank must call this."""
+    _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
+    kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
+    if full_state_dict:
+        kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
+    contents = contents_of(optim, optim_state_dict, model)
+    return save_optim_state(model, contents, codec_of(kind, config), config)
+
+
+def load_full_or_sharded(
+    optim_state_dict: dict[str, Any] | None,
+    model: nn.Module,
+    optim_input: OptimInput = None,
+    optim: torch.optim.Optimizer | None = None,
+    full_state_dict: bool = True,
+    rank0_only: bool = False,
+    is_named_optimizer: bool = False,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """Load under the arguments of FSDP1's ``_optim_state_dict_to_load_impl``, which clients call."""
+    _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
+    return load_optim_state(
+        model,
+        ordered_params(model, optim, optim_input),
+        optim_state_dict,
+        own_groups=None if optim is None or is_named_optimizer else optim.param_groups,
+        named=is_named_optimizer,
+        from_rank_zero=rank0_only,
+        expects_chunks=not full_state_dict,
+        owners=None if optim is None else contents_of(optim).owners,
+    )
+
+
+def _warn_if_empty(optim: Any, given: Any) -> None:
+    # SGD without momentum, the one optimizer of torch that keeps no state, has both settings.
+    stateless = all(group.get("momentum") == 0 and "dampening" in group for group in optim.param_groups)
+    if isinstance(given, dict) and "state" in given and not given["state"] and not stateless:
+        warnings.warn(
+            "The optimizer state dict to load has no state, so the optimizer begins anew. A sharded checkpoint is read "
+            "into the entries that the state dict of the optimizer has, and a new optimizer has none: take a step "
+            "before (and load the model's weights after it), or use the functions of "
+            "torch.distributed.checkpoint.state_dict, which do.",
+            stacklevel=3,
+        )
+
+
+def _check_form(optim_input: OptimInput, *, rank0_only: bool, full: bool) -> None:
+    if not full and (optim_input is not None or rank0_only):
+        raise PhaseError("optim_input and rank0_only go with whole tensors only (full_state_dict=True).")
+    _warn_optim_input(optim_input)
+
+
+def _warn_optim_input(optim_input: OptimInput) -> None:
+    if optim_input is not None:
+        warnings.warn(
+            "optim_input is an older way to say the order of parameters; pass the optimizer as optim.",
+            FutureWarning,
+            stacklevel=3,
+        )
