@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus, consensus_of
 from fsdp_flat.checkpoint.contents import (
-    NonTensorState,
-    add_optim,
-    collected,
+    CheckpointValues,
+    check_readable,
     model_template,
-    name_of,
     optim_state_of,
+    optim_template,
     packed,
-    wanted_of_optim,
+    saved_values,
 )
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.comm import global_ranks
+from fsdp_flat.comm import digest_of
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state import contents_of, load_optim_state, template_states
+from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
+from fsdp_flat.state import OptimContents, contents_of, load_optim_state
 
-# Background saves use a gloo group, which communicates CPU tensors.
-_CPU = torch.device("cpu")
+# The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
 __all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -69,29 +64,19 @@ class CheckpointSave:
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._work: Future[None] | None = None
         self._is_reported = False
 
-    def _begin(self, work: Callable[[], object]) -> None:
-        def run() -> None:
-            try:
-                work()
-            except BaseException as error:
-                self._error = error
-
-        # Not a daemon: a script that ends must not interrupt its last checkpoint.
-        self._thread = threading.Thread(target=run, name=f"fsdp_flat checkpoint {self.step}")
-        self._thread.start()
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
+    def _run(self, work: Callable[[], None]) -> None:
+        # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"fsdp_flat checkpoint {self.step}")
+        self._work = executor.submit(work)
+        executor.shutdown(wait=False)
 
     @property
     def done(self) -> bool:
         """True once the save has succeeded or failed."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._work is None or self._work.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete and return its directory.
@@ -99,11 +84,18 @@ class CheckpointSave:
         Raises:
             Exception: the error of the save, on this rank or on another one (PeerFailureError).
         """
-        self._join()
         self._is_reported = True
-        if self._error is not None:
-            raise self._error
+        if self._work is not None:
+            self._work.result()
         return self.path
+
+    def _finish(self) -> str:
+        """Wait until the save is over; return its error if it has one that :meth:`wait` has not raised."""
+        error = None if self._work is None else self._work.exception()
+        if error is None or self._is_reported:
+            return ""
+        self._is_reported = True
+        return f"The save of {self.path} in the background failed: {error!r}."
 
 
 def save_checkpoint(
@@ -148,70 +140,41 @@ def save_checkpoint(
     """
     directory = Path(directory)
     together = consensus_of(model, SAVING)
-    _wait_for_the_last(model)
+    _wait_for_last(model)
     together.barrier("save_checkpoint")
-    handlers = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
-    with together.propagate_errors(same=[f"a handler of {name!r}" for name in handlers]):
+    start = _Start(model, together, has_optim=optim is not None)
+    values = CheckpointValues()
+    contents: OptimContents | None = None
+    try:
         _check_arguments(step, keep_last)
-        bar = progress_bar("Saving", 0, asked=progress, here=together.rank == 0)
-        state, plain = collected(model, copy=background)
-        contents = None if optim is None else contents_of(optim)
-    with together.propagate_errors():
-        if contents is not None:
-            add_optim(state, plain, model, contents, copy=background)
-        blob = packed({"extra": extra, **plain})
-    with together.propagate_errors():
-        number = _next_step(directory) if step is None and together.rank == 0 else step
-    step = int(together.texts(str(number))[0])
-    saving = CheckpointSave(step, disk.path_of(directory, step))
+        bar = progress_bar("Saving", asked=progress, here=together.rank == 0)
+        values.add_model(model, copy=background)
+        values.tensors["extra"] = {str(together.rank): packed(extra)}
+        if optim is not None:
+            contents = contents_of(optim)
+            check_readable(contents)
+        if together.rank == 0:
+            start.prepare(directory, step)
+        start.names = values.unmanaged_names(model)
+    except Exception as error:
+        start.error = error
+    start.compare(values, contents, copy=background)
+    values.keep_share(model, together.rank, is_alike=start.is_alike)
+    save = CheckpointSave(start.step, disk.path_of(directory, start.step))
+
+    def write(together: Consensus) -> None:
+        with bar(values.nbytes) as update:
+            _write(directory, start, values, keep_last, together, update)
+
     if not background:
-        with bar:
-            _write(directory, step, state, blob, keep_last, together, bar)
-        return saving
-    background_saver = _saver_of(model, together)
-
-    def work() -> None:
-        with bar:
-            _write(directory, step, state, blob, keep_last, Consensus(background_saver.group, SAVING, _CPU), bar)
-
-    saving._begin(work)
-    background_saver.last = saving
-    return saving
-
-
-class _Saver:
-    """Holds the background saves of one model and their process group, separate from the collectives of training.
-
-    Attributes:
-        group: created once, because a new group per save would collide with keys of the previous one in the store.
-        last: the newest save.
-    """
-
-    def __init__(self, ranks: list[int]) -> None:
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        assert group is not None
-        self.group = group
-        self.last: CheckpointSave | None = None
-
-
-def _saver_of(model: nn.Module, together: Consensus) -> _Saver:
-    unit = units_of(model)[0]
-    if not isinstance(unit.saver, _Saver):
-        unit.saver = _Saver(global_ranks(together.group))
-    return unit.saver
-
-
-def _wait_for_the_last(model: nn.Module) -> None:
-    """Wait for the last background save of ``model``; warn if it failed and ``wait()`` has not raised its error."""
-    units = units_of(model)
-    saver = units[0].saver if units else None
-    if isinstance(saver, _Saver) and saver.last is not None:
-        saver.last._join()
-        if saver.last._error is not None and not saver.last._is_reported:
-            saver.last._is_reported = True
-            warnings.warn(
-                f"The save of {saver.last.path} in the background failed: {saver.last._error!r}.", stacklevel=3
-            )
+        write(together)
+        return save
+    work = _background_of(model, together)
+    # A gloo group communicates CPU tensors.
+    apart = Consensus(work.group, SAVING, torch.device("cpu"))
+    save._run(lambda: write(apart))
+    work.finish = save._finish
+    return save
 
 
 def _check_arguments(step: int | None, keep_last: int) -> None:
@@ -221,68 +184,134 @@ def _check_arguments(step: int | None, keep_last: int) -> None:
         raise OptionError(f"keep_last must be at least 1; got {keep_last!r}.")
 
 
-def _next_step(directory: Path) -> int:
-    return max(disk.list_steps(directory), default=-1) + 1
+def _wait_for_last(model: nn.Module) -> None:
+    """Wait for the last background save of ``model``; warn if it failed and ``wait()`` has not raised its error."""
+    units = units_of(model)
+    background = units[0].background if units else None
+    text = "" if background is None else background.finish()
+    if text:
+        warnings.warn(text, stacklevel=3)
+
+
+def _background_of(model: nn.Module, together: Consensus) -> BackgroundWork:
+    unit = units_of(model)[0]
+    if unit.background is None:
+        group = dist.new_group(together.ranks, backend="gloo", use_local_synchronization=True)
+        assert group is not None
+        unit.background = BackgroundWork(group)
+    return unit.background
+
+
+class _Start:
+    """Compares all ranks in one collective before anything is written; a ``Peers`` for optimizer states.
+
+    Args:
+        model: the model.
+        together: its ranks.
+        has_optim: an optimizer is saved.
+
+    Attributes:
+        ranks: the global ranks.
+        step: the checkpoint's number, as rank 0 has chosen it.
+        error: the exception that stopped this rank before.
+        file_error: the exception of rank 0 that the file system raised; it is raised like those of the writing.
+        is_prepared: rank 0 has no such exception.
+        names: names of the tensors that no unit manages.
+        is_alike: these are the same on every rank.
+    """
+
+    def __init__(self, model: nn.Module, together: Consensus, *, has_optim: bool) -> None:
+        self.ranks = together.ranks
+        self.step = 0
+        self.error: Exception | None = None
+        self.file_error: Exception | None = None
+        self.is_prepared = False
+        self.names: list[str] = []
+        self.is_alike = True
+        self._is_compared = False
+        self._model = model
+        self._together = together
+        handlers = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+        self._same = [*(f"a handler of {name!r}" for name in handlers), f"{'an' if has_optim else 'no'} optimizer"]
+
+    def prepare(self, directory: Path, step: int | None) -> None:
+        """Choose the number, and remove files of an earlier attempt."""
+        self.step = 1 + max(disk.list_steps(directory), default=-1) if step is None else step
+        try:
+            disk.remove_attempt(directory, self.step)
+            self.is_prepared = True
+        except OSError as error:
+            self.file_error = error
+
+    def compare(self, values: CheckpointValues, contents: OptimContents | None, *, copy: bool) -> None:
+        """Compare all ranks, and add the states of the optimizer; raise on every rank if any cannot save."""
+        if contents is None or self.error is not None:
+            handles = [handle for unit in units_of(self._model) for handle in unit.handles]
+            # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
+            self.integers([0] * (1 + sum(len(handle.layout.param_infos) for handle in handles)), None)
+            return
+        error: Exception | None = None
+        try:
+            values.add_optim(self._model, contents, self, copy=copy)
+        except Exception as raised:
+            error = raised
+        # Once ranks have compared, only merges and transfers may fail on one rank alone.
+        if self._is_compared and (contents.owners or any(unit.optim_state_handlers for unit in units_of(self._model))):
+            self._together.fail(error)
+        elif error is not None:
+            raise error
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
+        own = [self.step, int(self.is_prepared), digest_of(json.dumps(self.names).encode()), *values]
+        rows = self._together.integers(own, self.error or error, self._same)
+        self._is_compared = True
+        self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
+        self.is_alike = len({row[2] for row in rows}) == 1
+        return [row[3:] for row in rows]
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
+        return self._together.texts(text)
 
 
 def _write(
     directory: Path,
-    step: int,
-    state: dict[str, Any],
-    blob: bytes,
+    start: _Start,
+    values: CheckpointValues,
     keep_last: int,
     together: Consensus,
-    bar: Any,
+    update: Callable[[int], object],
 ) -> None:
-    writing = disk.writing_path(directory, step)
-    with together.propagate_errors():
-        if together.rank == 0:
-            disk.begin(directory, step)
-    with together.propagate_errors():
-        own = [_put(writing / name_of(together.rank), blob)]
-    # Imported here, because the import is slow and only saving needs it.
-    from fsdp_flat.checkpoint.tensor_files import write_tensors
+    """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
+    from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
-    with _watched(writing, bar):
-        write_tensors(state, writing, together)
-    with together.propagate_errors():
-        own += [disk.flush(path) for path in sorted(writing.glob(f"__{together.rank}_*.distcp"))]
-        if together.rank == 0:
-            own.append(disk.flush(writing / ".metadata"))
-    everyone = together.texts(json.dumps([(record.name, record.size, record.crc) for record in own]))
-    with together.propagate_errors():
-        if together.rank == 0:
-            records = [disk.FileRecord(*row) for text in everyone for row in json.loads(text)]
-            disk.commit(directory, step, records)
-            disk.prune(directory, keep_last)
-
-
-def _put(path: Path, data: bytes) -> disk.FileRecord:
-    path.write_bytes(data)
-    return disk.flush(path)
-
-
-@contextmanager
-def _watched(writing: Path, bar: Any) -> Iterator[None]:
-    """Advance the progress bar by the bytes that appear on disk."""
-    over = threading.Event()
-
-    def watch() -> None:
-        seen = 0
-        while not over.wait(0.2):
-            size = sum(path.stat().st_size for path in writing.glob("*.distcp"))
-            bar.update(size - seen)
-            seen = size
-
-    thread = threading.Thread(target=watch, daemon=True)
-    if bar.is_shown:
-        thread.start()
+    writing = disk.writing_path(directory, start.step)
+    text, error = "", start.file_error
     try:
-        yield
-    finally:
-        over.set()
-        if bar.is_shown:
-            thread.join()
+        if start.is_prepared:
+            written = write_files(values.tensors, writing, together.rank, update)
+            text = json.dumps([written, _records(writing, together.rank), values.rows_text()])
+    except Exception as raised:
+        error = raised
+    texts = together.gather_texts(text)
+    try:
+        if texts and all(texts):
+            each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
+            # One more file, as if of a further rank.
+            last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
+            write_metadata([*each_written, last], writing)
+            records = [record for records in each_records for record in records] + _records(writing, together.size)
+            metadata = disk.record_of(writing / ".metadata")
+            disk.commit(directory, start.step, [*(disk.FileRecord(*record) for record in records), metadata])
+            disk.prune(directory, keep_last)
+    except Exception as raised:
+        error = raised
+    together.fail(error)
+
+
+def _records(writing: Path, rank: int) -> list[tuple[str, int, int]]:
+    return [astuple(disk.record_of(path)) for path in sorted(writing.glob(f"__{rank}_*.distcp"))]
 
 
 def load_checkpoint(
@@ -313,10 +342,10 @@ def load_checkpoint(
         PhaseError: called in the middle of a step.
     """
     directory = Path(directory)
-    _wait_for_the_last(model)
+    _wait_for_last(model)
     together = consensus_of(model, LOADING)
     together.barrier("load_checkpoint")
-    steps: list[int] = []
+    steps: list[int] = [] if step is None else [step]
     cut_off: list[str] = []
     with together.propagate_errors():
         for unit in units_of(model):
@@ -324,8 +353,6 @@ def load_checkpoint(
         if together.rank == 0 and step is None:
             disk.recover(directory)
             steps, cut_off = disk.list_steps(directory), disk.unfinished(directory)
-        elif step is not None:
-            steps = [step]
     steps, cut_off = json.loads(together.texts(json.dumps([steps, cut_off]))[0])
     skipped = [f"{name}: it was never finished" for name in cut_off]
     for candidate in steps:
@@ -358,42 +385,27 @@ def _verified(directory: Path, step: int, together: Consensus) -> tuple[disk.Com
 
 
 def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus) -> Any:
-    from fsdp_flat.checkpoint.metadata import SafeReader
-    from fsdp_flat.checkpoint.tensor_files import read_tensors
+    from fsdp_flat.checkpoint.dcp_files import SafeReader, read_into
 
-    reader = SafeReader(found.path)
-
-    def read(fqn: str, name: str, into: torch.Tensor) -> torch.Tensor:
-        read_tensors({"optim": {"state": {fqn: {name: into}}}}, reader)
-        return into
-
+    # Everything is read and checked, on all ranks, before anything is changed.
     with together.propagate_errors():
-        metadata = reader.read_metadata().state_dict_metadata
-        plain = NonTensorState(found)
-        copies, own_names = model_template(model, metadata, found.path)
-        template: dict[str, Any] = {"model": copies}
-        deferred: dict[str, dict[str, Any]] = {}
+        reader = SafeReader(found.path)
+        plain, extra = saved_values(reader, found, together)
+        template: dict[str, Any] = {}
+        template["model"], own_names = model_template(model, reader)
         if optim is not None:
-            wanted = wanted_of_optim(metadata, plain, found.path)
-            blank, deferred = template_states(model, wanted, read, owners=contents_of(optim).owners)
-            template["optim"] = {"state": blank}
-    with together.propagate_errors():
-        read_tensors(template, reader)
-    with together.propagate_errors():
-        extra = plain.of(together.rank if plain.num_ranks == together.size else 0)["extra"]
-    if optim is not None:
-        # Everything is checked, on all ranks, before anything is changed.
-        with together.propagate_errors():
             contents = contents_of(optim)
-            state = optim_state_of([template["optim"]["state"], deferred], plain)
-        with together.propagate_errors():
+            template["optim"], deferred = optim_template(model, contents, reader, plain)
+        read_into(template, reader)
+        if optim is not None:
+            state = optim_state_of(plain, [template["optim"]["state"], deferred])
             loaded = load_optim_state(
                 model, contents.params, state, own_groups=optim.param_groups, owners=contents.owners
             )
+    if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():
             optim.load_state_dict(loaded)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        values = {**template["model"], **plain.of(0)["model"]}
-        model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
+    values = {**template["model"], **plain["model"]}
+    model.load_state_dict({own_names.get(name, name): value for name, value in values.items()})
     return extra

@@ -10,9 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, barrier, exchange_bytes, gather_bytes, global_ranks, scatter_bytes
+from fsdp_flat.comm import (
+    ErrorTexts,
+    RankGroup,
+    agree,
+    barrier,
+    digest_of,
+    exchange_bytes,
+    exchange_ints,
+    gather_bytes,
+    global_ranks,
+)
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.runtime import ErrorTexts, agree, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import rank_groups_of
 
 __all__ = ["LOADING", "SAVING", "Consensus", "consensus_of"]
@@ -62,7 +72,7 @@ def group_of(model: nn.Module) -> dist.ProcessGroup:
 
 
 class Consensus:
-    """Exchanges errors and texts between the ranks of a group.
+    """Exchanges errors and small values between the ranks of a group.
 
     Args:
         group: the group.
@@ -72,10 +82,12 @@ class Consensus:
     Attributes:
         rank: this rank in the group.
         size: the number of ranks.
+        ranks: the global rank of each rank of the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
         self.group = group
+        self.ranks = global_ranks(group)
         self._words = words
         self._device = device
         self._rank_group = RankGroup.of(group)
@@ -86,32 +98,53 @@ class Consensus:
         barrier(what, self._rank_group)
 
     @contextmanager
-    def propagate_errors(self, same: Sequence[str] = ()) -> Iterator[None]:
-        """Raise on every rank if the block raises on one, or if ``same`` differs. Every rank must enter the block."""
+    def propagate_errors(self) -> Iterator[None]:
+        """Raise on every rank if the block raises on one. Every rank must enter the block."""
         error: Exception | None = None
         try:
             yield
         except Exception as raised:
             error = raised
-        self.fail(error, same)
+        self.fail(error)
 
-    def fail(self, error: Exception | None, same: Sequence[str] = ()) -> None:
-        """Raise on every rank if any rank has an error or different lines. Every rank must call this."""
+    def fail(self, error: Exception | None) -> None:
+        """Raise on every rank if any rank has an error. Every rank must call this."""
+        self.integers([], error)
+
+    def integers(self, values: list[int], error: Exception | None, same: Sequence[str] = ()) -> list[list[int]]:
+        """All-gather 64-bit integers, as many on every rank, in one collective. Every rank must call this.
+
+        Args:
+            values: this rank's integers.
+            error: the exception that stopped this rank, or None.
+            same: lines that must not differ between ranks.
+
+        Returns:
+            Every rank's integers, by rank of the group.
+
+        Raises:
+            PeerFailureError: another rank has an error; ``error`` itself on a rank that has one.
+            RankMismatchError: the lines differ.
+        """
         if error is not None and self.size == 1:
             raise error
-        agree(same, error, [self._rank_group], self._device, self._words)
+        own = [int(error is None), digest_of("\n".join(same).encode()), *values]
+        rows = exchange_ints(own, self.group, self._device)
+        differ = len({digest for _, digest, *_ in rows}) > 1
+        if differ or not all(ok for ok, *_ in rows):
+            # A difference may be the cause of an error.
+            agree(same, None if differ else error, [self._rank_group], self._device, self._words)
+        return [row[2:] for row in rows]
 
     def texts(self, text: str) -> list[str]:
-        """All-gather every rank's text, by rank. Every rank must call this."""
+        """All-gather every rank's text, by rank; one collective if all are empty. Every rank must call this."""
+        if not any(length for (length,) in self.integers([len(text)], None)):
+            return [""] * self.size
         return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, self._device)]
 
     def gather_texts(self, text: str) -> list[str]:
         """Gather every rank's text on rank 0; the others get an empty list. Every rank must call this."""
         return [payload.decode() for payload in gather_bytes(text.encode(), self.group, self._device)]
-
-    def scatter_texts(self, texts: list[str]) -> str:
-        """Scatter rank 0's texts, one per rank; return this rank's. Every rank must call this."""
-        return scatter_bytes([text.encode() for text in texts], self.group, self._device).decode()
 
 
 def consensus_of(model: nn.Module, words: ErrorTexts) -> Consensus:

@@ -1,10 +1,11 @@
-"""Collects and restores the contents of a checkpoint: tensors as boxes, and each rank's non-tensor values."""
+"""Collects and restores the contents of a checkpoint: tensors as boxes, and values that are no tensors."""
 
 from __future__ import annotations
 
+import base64
 import io
+import zlib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,130 +13,220 @@ from torch import nn
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.consensus import Consensus
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state import BoxedTensor, OptimContents, codec_of, save_optim_state
+from fsdp_flat.state import (
+    BoxedTensor,
+    OptimContents,
+    ParamIndex,
+    Peers,
+    TypedStateDict,
+    codec_of,
+    save_optim_state,
+    settings_for,
+    template_states,
+)
 
 __all__ = [
-    "NonTensorState",
-    "add_optim",
-    "collected",
+    "CheckpointValues",
+    "boxed_state_dict",
+    "check_readable",
     "model_template",
-    "name_of",
     "optim_state_of",
+    "optim_template",
     "packed",
-    "wanted_of_optim",
+    "saved_values",
 ]
 
 _OPTIM_PREFIX = "optim.state."
 
 
-def name_of(rank: int) -> str:
-    """Return the file name of a rank's non-tensor values."""
-    return f"rank-{rank:05d}.pt"
+def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
+    """Return a model's state dict with the shards of this rank as boxes, without communication.
+
+    Args:
+        model: a wrapper, or a module that holds wrappers.
+        copy: copy the shards to the CPU.
+    """
+    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
+    destination = TypedStateDict(settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
+    return model.state_dict(destination=destination)
+
+
+def serialized(value: Any) -> bytes:
+    """Serialize ``value`` by ``torch.save``."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 def packed(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``, and check that it can be read back with ``weights_only``.
+    """Serialize ``value``, and check that it can be read back with ``weights_only``.
 
     Raises:
         OptionError: it cannot.
     """
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
+    data = serialized(value)
     try:
-        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        unpacked(data)
     except Exception as error:
         raise OptionError(
             "extra (or the optimizer's settings) holds something that torch.load(weights_only=True) refuses to read "
             f"back, for safety: {str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
         ) from error
-    return buffer.getvalue()
+    return data
 
 
-def collected(model: nn.Module, *, copy: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the model's tensors for the files, as boxes, and its non-tensor values."""
-    for unit in units_of(model):
-        check_idle(unit, "save_checkpoint")
-    # The state dict of a compiled model has torch.compile's prefix in its names.
-    values = {clean_fqn(name): value for name, value in _boxed_model(model, copy=copy).items()}
-    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-    plain: dict[str, Any] = {"model": {name: value for name, value in values.items() if name not in tensors}}
-    if copy:
-        # Boxes are copies already; buffers are the live ones.
-        tensors = {name: _copied(value) for name, value in tensors.items()}
-    return {"model": tensors}, plain
+def unpacked(data: bytes) -> Any:
+    """Return the value that :func:`serialized` or :func:`packed` serialized."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def add_optim(
-    state: dict[str, Any], plain: dict[str, Any], model: nn.Module, contents: OptimContents, *, copy: bool
-) -> None:
-    """Add the optimizer's states to ``state`` and ``plain``.
+def check_readable(contents: OptimContents) -> None:
+    """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`packed`."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
+    states = [[each for each in row.values() if not isinstance(each, torch.Tensor)] for row in contents.state.values()]
+    packed([groups, states])
 
-    Every rank must call this: each state that has a handler is merged on one rank.
+
+class CheckpointValues:
+    """Holds the values of a checkpoint.
+
+    Attributes:
+        tensors: nested dicts of this rank's tensors.
+        rows: by parameter, the optimizer states of this rank that are no tensors.
+        plain: all other values that are no tensors; rank 0's are saved.
     """
-    config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
-    codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
-    found = save_optim_state(model, contents, codec, config, merge_on_one_rank=True)
-    rows = found["state"]
-    # Merged states are on one rank each, so they are saved as tensors whatever their shape.
-    merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}
-    arrays = {
-        fqn: {k: v for k, v in row.items() if _is_array(v) or (k in merged and isinstance(v, torch.Tensor))}
-        for fqn, row in rows.items()
-    }
-    state["optim"] = {"state": arrays}
-    plain["optim"] = {
-        "state": {fqn: {k: v for k, v in row.items() if k not in arrays[fqn]} for fqn, row in rows.items()},
-        "param_groups": found["param_groups"],
-    }
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Any] = {}
+        self.rows: dict[str, dict[str, Any]] = {}
+        self.plain: dict[str, Any] = {}
+
+    def add_model(self, model: nn.Module, *, copy: bool) -> None:
+        """Add the model's tensors, as boxes, and its other values."""
+        for unit in units_of(model):
+            check_idle(unit, "save_checkpoint")
+        # The state dict of a compiled model has torch.compile's prefix in its names.
+        found = {clean_fqn(name): value for name, value in boxed_state_dict(model, copy=copy).items()}
+        tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        # Boxes are copies already; buffers are the live ones.
+        self.tensors["model"] = {name: _copied(value) if copy else value for name, value in tensors.items()}
+        self.plain["model"] = {name: value for name, value in found.items() if name not in tensors}
+
+    def add_optim(self, model: nn.Module, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
+        """Add the optimizer's states. Every rank must call this: a state that has a handler is merged on one rank."""
+        config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
+        codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
+        found = save_optim_state(model, contents, codec, config, peers=peers)
+        # Merged states are on one rank each, so they are saved as tensors whatever their shape.
+        merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}
+        tensors: dict[str, dict[str, Any]] = {}
+        for fqn, row in found["state"].items():
+            tensors[fqn] = {
+                k: v for k, v in row.items() if isinstance(v, torch.Tensor) and (k in merged or _is_array(v))
+            }
+            self.rows[fqn] = {k: v for k, v in row.items() if k not in tensors[fqn]}
+        self.tensors["optim"] = {"state": tensors}
+        self.plain["optim"] = {"param_groups": found["param_groups"]}
+
+    def unmanaged_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the model's tensors that no unit manages."""
+        by_name = ParamIndex(model).by_name
+        return [name for name in self.tensors["model"] if name not in by_name]
+
+    def keep_share(self, model: nn.Module, rank: int, *, is_alike: bool) -> None:
+        """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
+
+        Args:
+            model: the model.
+            rank: this rank among those of the model.
+            is_alike: tensors that no unit manages have the same names on every rank.
+        """
+        by_name = ParamIndex(model).by_name
+
+        def is_mine(name: str, value: Any) -> bool:
+            param = by_name.get(name)
+            if param is None:
+                return rank == 0 or not is_alike or isinstance(value, BoxedTensor)
+            if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
+                return False
+            replicas = param.unit.options.groups.replicate
+            return zlib.crc32(name.encode()) % replicas.size == replicas.rank
+
+        def has_own_rows(name: str) -> bool:
+            # Without original parameters all ranks of a shard group have the same rows.
+            param = by_name.get(name)
+            return param is None or param.is_original or param.rank_group.rank == 0
+
+        def mine(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if is_mine(name, value)}
+
+        self.tensors["model"] = mine(self.tensors["model"])
+        if "optim" in self.tensors:
+            self.tensors["optim"]["state"] = mine(self.tensors["optim"]["state"])
+        self.rows = mine({fqn: row for fqn, row in self.rows.items() if row and has_own_rows(fqn)})
+
+    @property
+    def nbytes(self) -> int:
+        """Size of this rank's tensors in bytes."""
+        states = self.tensors.get("optim", {"state": {}})["state"]
+        tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
+        parts = [each.parts if isinstance(each, BoxedTensor) else (each,) for each in tensors]
+        return sum(part.nbytes for each in parts for part in each)
+
+    def rows_text(self) -> str:
+        """Return this rank's rows as a text for :meth:`plain_of`."""
+        return base64.b64encode(serialized(self.rows)).decode()
+
+    def plain_of(self, each_rows: Sequence[str]) -> bytes:
+        """Serialize the plain values with the rows of all ranks."""
+        if "optim" in self.plain:
+            state: dict[str, dict[str, Any]] = {}
+            for text in each_rows:
+                state = {**unpacked(base64.b64decode(text)), **state}
+            self.plain["optim"]["state"] = state
+        return serialized(self.plain)
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:
     return value if isinstance(value, BoxedTensor) else value.detach().to("cpu", copy=True)
 
 
-def _is_array(value: Any) -> bool:
+def _is_array(value: torch.Tensor) -> bool:
     # A 0-dim parameter is a BoxedTensor too.
-    return isinstance(value, torch.Tensor) and (value.dim() > 0 or isinstance(value, BoxedTensor))
+    return value.dim() > 0 or isinstance(value, BoxedTensor)
 
 
-def _boxed_model(model: nn.Module, *, copy: bool) -> dict[str, Any]:
-    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
-        return model.state_dict()
+def saved_values(reader: Any, found: disk.Commit, together: Consensus) -> tuple[dict[str, Any], Any]:
+    """Read the values of a checkpoint that are no tensors.
 
+    Args:
+        reader: reader of its directory.
+        found: its record.
+        together: the ranks that load it.
 
-class NonTensorState:
-    """Reads the non-tensor values that ranks saved, on demand.
-
-    Attributes:
-        num_ranks: number of ranks that saved the checkpoint.
+    Returns:
+        The plain values; and this rank's ``extra``, rank 0's if another number of ranks saved it.
     """
+    from fsdp_flat.checkpoint.dcp_files import read_value
 
-    def __init__(self, found: disk.Commit) -> None:
-        self._path = found.path
-        self.num_ranks = sum(record.name.startswith("rank-") for record in found.files)
-        self._read: dict[int, dict[str, Any]] = {}
-
-    def of(self, rank: int) -> dict[str, Any]:
-        """Return the values that ``rank`` saved."""
-        if rank not in self._read:
-            path = self._path / name_of(rank)
-            self._read[rank] = torch.load(path, map_location="cpu", weights_only=True)
-        return self._read[rank]
-
-    def optim_row(self, fqn: str) -> dict[str, Any]:
-        """Return a parameter's non-tensor states from the first rank that has any; an empty shard may have none."""
-        ranks = (self.of(rank)["optim"]["state"] for rank in range(self.num_ranks))
-        return next((state[fqn] for state in ranks if fqn in state), {})
+    # Format 1: a file of each rank has its extra, and the rows of parameters of which it has elements.
+    files = [found.path / record.name for record in found.files if record.name.startswith("rank-")]
+    if not files:
+        num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
+        rank = together.rank if num_ranks == together.size else 0
+        return read_value("plain", reader), read_value(f"extra.{rank}", reader)
+    each = [unpacked(path.read_bytes()) for path in sorted(files)]
+    plain = each[0]
+    for other in each if "optim" in plain else ():
+        plain["optim"]["state"] = {**other["optim"]["state"], **plain["optim"]["state"]}
+    return plain, each[together.rank if len(each) == together.size else 0]["extra"]
 
 
-def model_template(
-    model: nn.Module, metadata: Mapping[str, Any], path: Path
-) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+def model_template(model: nn.Module, reader: Any) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Create tensors to read the model's files into, and check the files' names and shapes against the model.
 
     Returns:
@@ -144,7 +235,8 @@ def model_template(
     Raises:
         LoadError: a name is missing or unexpected, or a shape differs.
     """
-    values = _boxed_model(model, copy=True)
+    values = boxed_state_dict(model, copy=True)
+    metadata = reader.read_metadata().state_dict_metadata
     own = {clean_fqn(name): name for name in values}
     template = {name: _copied(values[raw]) for name, raw in own.items() if isinstance(values[raw], torch.Tensor)}
     saved = {name.removeprefix("model."): entry for name, entry in metadata.items() if name.startswith("model.")}
@@ -157,33 +249,43 @@ def model_template(
     ]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise LoadError(f"{path} does not fit the model: {'; '.join(problems[:5])}{more}. Nothing was loaded.")
+        raise LoadError(f"{reader.path} does not fit the model: {'; '.join(problems[:5])}{more}. Nothing was loaded.")
     return template, own
 
 
-def wanted_of_optim(
-    metadata: Mapping[str, Any], plain: NonTensorState, path: Path
-) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Return shape and dtype of the saved optimizer states, by parameter and state name.
+def optim_template(
+    model: nn.Module, contents: OptimContents, reader: Any, plain: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """Create tensors to read the optimizer's files into.
+
+    Returns:
+        The tensors under ``"state"``; and the states that are full tensors, read on demand.
 
     Raises:
-        LoadError: the checkpoint has no optimizer.
+        LoadError: the checkpoint has no optimizer, or a name or shape does not fit the model.
     """
-    if "optim" not in plain.of(0):
-        raise LoadError(f"{path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
+    from fsdp_flat.checkpoint.dcp_files import read_into
+
+    if "optim" not in plain:
+        raise LoadError(f"{reader.path} was saved without an optimizer; load it with optim=None. Nothing was loaded.")
     wanted: dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {}
-    for key, entry in metadata.items():
+    for key, entry in reader.read_metadata().state_dict_metadata.items():
         if key.startswith(_OPTIM_PREFIX):
             fqn, _, name = key.removeprefix(_OPTIM_PREFIX).rpartition(".")
             wanted.setdefault(fqn, {})[name] = (tuple(entry.size), entry.properties.dtype)
-    return wanted
+
+    def read(fqn: str, name: str, into: torch.Tensor) -> torch.Tensor:
+        read_into({"optim": {"state": {fqn: {name: into}}}}, reader)
+        return into
+
+    template, deferred = template_states(model, wanted, read, owners=contents.owners)
+    return {"state": template}, deferred
 
 
-def optim_state_of(given: Sequence[Mapping[str, Mapping[str, Any]]], plain: NonTensorState) -> dict[str, Any]:
-    """Merge tensor and non-tensor states into one optimizer state dict, keyed by names."""
-    names = dict.fromkeys([*plain.of(0)["optim"]["state"], *(fqn for part in given for fqn in part)])
-    state: dict[str, dict[str, Any]] = {fqn: dict(plain.optim_row(fqn)) for fqn in names}
+def optim_state_of(plain: Mapping[str, Any], given: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Merge tensors and other values into one optimizer state dict, keyed by names."""
+    state = {fqn: dict(row) for fqn, row in plain["optim"]["state"].items()}
     for part in given:
         for fqn, row in part.items():
-            state[fqn].update(row)
-    return {"state": state, "param_groups": plain.of(0)["optim"]["param_groups"]}
+            state.setdefault(fqn, {}).update(row)
+    return {"state": state, "param_groups": plain["optim"]["param_groups"]}

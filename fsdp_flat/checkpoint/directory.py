@@ -3,6 +3,9 @@
 ``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``. ``commit.json`` completes it:
 it is written last and holds the size and the CRC-32 of every other file; then the directory is renamed. Each of these
 steps is flushed to disk before the next.
+
+Format 2 keeps all values in files of torch.distributed.checkpoint. Format 1 kept those that are no tensors in a file of
+each rank beside them, ``rank-00000.pt``.
 """
 
 from __future__ import annotations
@@ -23,18 +26,22 @@ from fsdp_flat.errors import LoadError
 __all__ = [
     "Commit",
     "FileRecord",
-    "begin",
     "commit",
-    "flush",
     "list_steps",
+    "path_of",
     "prune",
+    "read_commit",
+    "record_of",
     "recover",
+    "remove_attempt",
     "unfinished",
     "verify_files",
+    "writing_path",
 ]
 
 COMMIT_NAME = "commit.json"
-_FORMAT = 1
+_FORMAT = 2
+_READABLE = (1, 2)
 _WRITING = ".writing"
 _REPLACED = ".replaced"
 _REMOVING = ".removing"
@@ -78,12 +85,17 @@ def writing_path(directory: Path, step: int) -> Path:
     return path_of(directory, step).with_suffix(_WRITING)
 
 
-def begin(directory: Path, step: int) -> None:
-    """Create an empty directory to write checkpoint ``step`` into; files of an earlier attempt are removed."""
+def remove_attempt(directory: Path, step: int) -> None:
+    """Remove files of an earlier attempt to write checkpoint ``step``. The ranks that write create its directory.
+
+    Raises:
+        FileExistsError: there is a file in the place of the directory.
+    """
     recover(directory)
     writing = writing_path(directory, step)
     shutil.rmtree(writing, ignore_errors=True)
-    writing.mkdir(parents=True)
+    if writing.exists():
+        raise FileExistsError(f"{writing} is in the way of the checkpoint's directory and cannot be removed.")
 
 
 def recover(directory: Path) -> None:
@@ -94,13 +106,6 @@ def recover(directory: Path) -> None:
             shutil.rmtree(away, ignore_errors=True)
         else:
             os.replace(away, final)
-
-
-def flush(path: Path) -> FileRecord:
-    """Flush a file to disk and return its record."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return record_of(path)
 
 
 def record_of(path: Path) -> FileRecord:
@@ -181,8 +186,8 @@ def read_commit(directory: Path, step: int) -> Commit:
     path = path_of(directory, step)
     try:
         body: dict[str, Any] = json.loads((path / COMMIT_NAME).read_text())
-        if body["format"] != _FORMAT:
-            raise LoadError(f"{path} has format {body['format']}; this version reads format {_FORMAT}.")
+        if body["format"] not in _READABLE:
+            raise LoadError(f"{path} has format {body['format']}; this version reads formats {_READABLE}.")
         files = tuple(FileRecord(name, entry["size"], entry["crc32"]) for name, entry in body["files"].items())
         found = Commit(path, int(body["step"]), int(body["order"]), files)
     except FileNotFoundError as error:

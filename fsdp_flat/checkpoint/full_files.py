@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -15,31 +15,15 @@ from torch import nn
 
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
 from fsdp_flat.checkpoint.progress import progress_bar
-from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
 from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_on, shard_group
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.layout import Box
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state import boxes_of
 
 __all__ = ["load_full", "save_full"]
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
-
-
-@dataclass(frozen=True, slots=True)
-class _File:
-    """Describes one file of a full save: its entries and the rank of the shard group that writes it."""
-
-    name: str
-    writer: int
-    entries: tuple[StateEntry, ...]
-
-
-def _info(entry: StateEntry, dtype: torch.dtype | None) -> TensorInfo:
-    cast = dtype is not None and entry.dtype.is_floating_point
-    return TensorInfo(dtype if cast and dtype is not None else entry.dtype, entry.shape)
 
 
 def save_full(
@@ -91,34 +75,88 @@ def save_full(
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
         rank_group = shard_group(entries)
+        # Replicas and ranks that do not write only take part in the transfers.
+        rank = None if _is_replica(model) else rank_group.rank
         files = _planned(entries, dtype, max_file_bytes, rank_group.size if spread else 1)
+        bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
     directory = Path(directory)
-    # Replicas and ranks that do not write only take part in the transfers.
-    is_replica = _is_replica(model)
-    num_writers = rank_group.size if spread else 1
-    bar = progress_bar(
-        "Saving the model", _total(entries, dtype), asked=progress, here=rank_group.rank == 0 and not is_replica
-    )
-    written: list[FileWriter] = []
-    error: Exception | None = None
-    with bar:
-        for start in range(0, len(files), num_writers):
-            batch = files[start : start + num_writers]
-            own = next((file for file in batch if file.writer == rank_group.rank and not is_replica), None)
-            error = _write_batch(batch, own, directory, dtype, bar.update, written, error)
-    together.fail(error)
-    is_first = rank_group.rank == 0 and not is_replica
+    written = _Attempts()
+    with bar(sum(file.nbytes for file in files)) as update:
+        for start in range(0, len(files), files[0].num_writers):
+            _write_batch(files[start : start + files[0].num_writers], rank, directory, written, update)
+    try:
+        together.fail(written.error)
+    except Exception:
+        for writer in written.writers:
+            writer.discard()
+        raise
     with together.propagate_errors():
-        if is_first:
+        if rank == 0:
             # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
             (directory / INDEX_NAME).unlink(missing_ok=True)
     with together.propagate_errors():
-        for writer in written:
-            writer.set_sharded_grad()
+        for writer in written.writers:
+            writer.commit()
     with together.propagate_errors():
-        if is_first:
-            _finish(directory, files, dtype)
+        if rank == 0:
+            _finish(directory, files)
     return directory
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    """Describes one file of a full save.
+
+    Attributes:
+        name: its name.
+        writer: the rank of the shard group that writes it.
+        num_writers: the number of ranks that write.
+        infos: by entry, dtype and shape in the file.
+        aliases: by another name of a tied parameter, the name in this file.
+    """
+
+    name: str
+    writer: int
+    num_writers: int
+    infos: dict[StateEntry, TensorInfo]
+    aliases: dict[str, str]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file's tensors in bytes."""
+        return sum(info.nbytes for info in self.infos.values())
+
+    def open(self, directory: Path) -> FileWriter:
+        """Open the file for writing."""
+        directory.mkdir(parents=True, exist_ok=True)
+        infos = {entry.name: info for entry, info in self.infos.items()}
+        return FileWriter(directory / self.name, infos, {"format": "pt", **self.aliases})
+
+
+def _planned(
+    entries: list[StateEntry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int
+) -> list[_File]:
+    groups: list[dict[StateEntry, TensorInfo]] = [{}]
+    size = 0
+    for entry in entries:
+        if entry.same_as is not None:
+            continue
+        info = TensorInfo(dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype, entry.shape)
+        if groups[-1] and size + info.nbytes > max_file_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][entry] = info
+        size += info.nbytes
+    total = len(groups)
+    names = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+    files = []
+    for index, (name, group) in enumerate(zip(names, groups, strict=True)):
+        here = {entry.name for entry in group}
+        aliases = {
+            entry.name: entry.same_as for entry in entries if entry.same_as in here and entry.same_as is not None
+        }
+        files.append(_File(name, index % num_writers, num_writers, group, aliases))
+    return files
 
 
 def _is_replica(model: nn.Module) -> bool:
@@ -129,109 +167,61 @@ def _is_replica(model: nn.Module) -> bool:
     return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
-def _finish(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
+class _Attempts:
+    """Runs calls until one raises: a rank that fails still takes part in the remaining transfers.
+
+    Attributes:
+        error: the exception, or None.
+        writers: the files that were opened.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.writers: list[FileWriter] = []
+
+    def run(self, call: Callable[..., Any], *args: Any) -> Any:
+        """Call ``call`` unless an earlier call has raised; return its result, or None."""
+        try:
+            return call(*args) if self.error is None else None
+        except Exception as error:
+            self.error = error
+            return None
+
+
+def _write_batch(
+    batch: list[_File], rank: int | None, directory: Path, written: _Attempts, update: Callable[[int], object]
+) -> None:
+    """Send the full tensors of a batch of files to their writers, and write this rank's file."""
+    own = next((file for file in batch if file.writer == rank), None)
+    writer = None if own is None else written.run(own.open, directory)
+    if writer is not None:
+        written.writers.append(writer)
+    # One tensor of each file in turn, so that the writers work in parallel.
+    for row in zip_longest(*(file.infos.items() for file in batch)):
+        for file, item in zip(batch, row, strict=True):
+            if item is None:
+                continue
+            entry, info = item
+            full = full_tensor_on(entry, file.writer)
+            update(info.nbytes)
+            if writer is not None and file is own and full is not None:
+                written.run(writer.write, entry.name, full.to(info.dtype))
+    if writer is not None:
+        written.run(writer.close)
+
+
+def _finish(directory: Path, files: list[_File]) -> None:
     """Remove the files of an earlier save that were not replaced, and write the index."""
     names = {file.name for file in files}
     for path in (directory / SINGLE_NAME, *directory.glob("model-*-of-*.safetensors")):
         if path.name not in names:
             path.unlink(missing_ok=True)
     if len(files) > 1:
-        _write_index(directory, files, dtype)
-
-
-def _total(entries: list[StateEntry], dtype: torch.dtype | None) -> int:
-    return sum(_info(entry, dtype).nbytes for entry in entries if entry.same_as is None)
-
-
-def _planned(
-    entries: list[StateEntry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int
-) -> list[_File]:
-    groups: list[list[StateEntry]] = [[]]
-    size = 0
-    for entry in entries:
-        if entry.same_as is not None:
-            continue
-        nbytes = _info(entry, dtype).nbytes
-        if groups[-1] and size + nbytes > max_file_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry)
-        size += nbytes
-    total = len(groups)
-    names = [SINGLE_NAME] if total == 1 else [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
-    aliases = [entry for entry in entries if entry.same_as is not None]
-    files = []
-    for index, (name, group) in enumerate(zip(names, groups, strict=True)):
-        here = {entry.name for entry in group}
-        also = [entry for entry in aliases if entry.same_as in here]
-        files.append(_File(name, index % num_writers, (*group, *also)))
-    return files
-
-
-def _write_batch(
-    batch: list[_File],
-    own: _File | None,
-    directory: Path,
-    dtype: torch.dtype | None,
-    update: Callable[[int], object],
-    written: list[FileWriter],
-    error: Exception | None,
-) -> Exception | None:
-    """Send the full tensors of a batch of files to their writers, and write this rank's file.
-
-    A rank that fails still takes part in the remaining transfers.
-    """
-    writer: FileWriter | None = None
-    if own is not None and error is None:
-        try:
-            writer = _opened(own, directory, dtype)
-        except Exception as raised:
-            error = raised
-    stored = [[entry for entry in file.entries if entry.same_as is None] for file in batch]
-    for position in range(max(map(len, stored))):
-        # One tensor of each file in turn, so that the writers work in parallel.
-        for file, mine in zip(batch, stored, strict=True):
-            if position >= len(mine):
-                continue
-            whole = full_tensor_on(mine[position], file.writer)
-            update(_info(mine[position], dtype).nbytes)
-            if writer is None or file is not own or whole is None:
-                continue
-            try:
-                writer.write(mine[position].name, whole.to(_info(mine[position], dtype).dtype))
-            except Exception as raised:
-                writer.discard()
-                writer, error = None, raised
-    if writer is not None:
-        written.append(writer)
-        error = error or _caught(writer.close)
-    return error
-
-
-def _opened(file: _File, directory: Path, dtype: torch.dtype | None) -> FileWriter:
-    directory.mkdir(parents=True, exist_ok=True)
-    infos = {entry.name: _info(entry, dtype) for entry in file.entries if entry.same_as is None}
-    aliases = {entry.name: entry.same_as for entry in file.entries if entry.same_as is not None}
-    return FileWriter(directory / file.name, infos, {"format": "pt", **aliases})
-
-
-def _caught(call: Callable[[], object]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
-
-
-def _write_index(directory: Path, files: list[_File], dtype: torch.dtype | None) -> None:
-    stored = [(entry, file.name) for file in files for entry in file.entries if entry.same_as is None]
-    index = {
-        "metadata": {"total_size": sum(_info(entry, dtype).nbytes for entry, _ in stored)},
-        "weight_map": {entry.name: name for entry, name in stored},
-    }
-    partial = directory / (INDEX_NAME + ".partial")
-    partial.write_text(json.dumps(index, indent=2) + "\n")
-    partial.replace(directory / INDEX_NAME)
+        total = sum(file.nbytes for file in files)
+        places = {entry.name: file.name for file in files for entry in file.infos}
+        partial = directory / (INDEX_NAME + ".partial")
+        partial.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": places}, indent=2) + "\n")
+        partial.replace(directory / INDEX_NAME)
 
 
 def load_full(
@@ -259,36 +249,26 @@ def load_full(
         check_idle(unit, "load_full")
     together = consensus_of(model, LOADING)
     together.barrier("load_full")
-    error: Exception | None = None
-    missing: list[str] = []
-    unexpected: list[str] = []
-    planned: list[tuple[StateEntry, torch.Tensor]] = []
-    read: set[str] = set()
+    planned: dict[str, tuple[StateEntry, torch.Tensor]] = {}
     with ExitStack() as stack:
         for unit in units_of(model):
             # Load into the buffers in their registered dtype, not into copies in the compute dtype.
             stack.enter_context(unit.buffers.exact())
-        try:
-            source = stack.enter_context(_source(Path(path)))
+        with together.propagate_errors():
+            source = _source(Path(path))
             entries = entries_of(model, keep=keep)
             missing, unexpected = _compare(entries, source, strict=strict, path=path)
             for entry in entries:
-                name = source.name_for(entry.name)
-                primary = entry.same_as or entry.name
                 # A tied parameter is read once, under any of its names in the file.
-                if name is not None and primary not in read:
-                    read.add(primary)
-                    planned.append((entry, source.local_shard(name, entry)))
-        except Exception as raised:
-            error = raised
-        together.fail(error)
+                if (name := source.name_for(entry.name)) is not None:
+                    planned.setdefault(entry.same_as or entry.name, (entry, source.local_shard(name, entry)))
         with torch.no_grad():
             for unit in units_of(model):
                 unit.reshard()
                 for handle in unit.handles:
                     handle.adopt_changes()
                     handle.views.bump_version()
-            for entry, local_shard in planned:
+            for entry, local_shard in planned.values():
                 target = entry.held()
                 target.copy_(local_shard.view(target.shape))
     return missing, unexpected
@@ -303,11 +283,11 @@ def _compare(
         for entry in entries
         if source.name_for(entry.name) is None and (entry.same_as is None or source.name_for(entry.same_as) is None)
     ]
-    unexpected = [name for name in source.shapes if name not in known]
+    unexpected = [name for name in source.tensors if name not in known]
     problems = [
-        f"{entry.name!r} has shape {source.shapes[name]} in the file, {entry.shape} in the model"
+        f"{entry.name!r} has shape {tuple(source.tensors[name].shape)} in the file, {entry.shape} in the model"
         for entry in entries
-        if (name := source.name_for(entry.name)) is not None and source.shapes[name] != entry.shape
+        if (name := source.name_for(entry.name)) is not None and source.tensors[name].shape != entry.shape
     ]
     if strict and missing:
         problems.append(f"missing: {_some(missing)}")
@@ -323,75 +303,55 @@ def _some(names: list[str]) -> str:
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
+@dataclass(frozen=True, slots=True)
 class _Source:
-    """Reads tensors from files: their names, shapes, and ranges of elements."""
+    """Holds the tensors of files, whose elements are read when they are used.
 
-    def __init__(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        aliases: Mapping[str, str],
-        read: Callable[[str, int, int], torch.Tensor],
-    ) -> None:
-        self.shapes = dict(shapes)
-        self._aliases = aliases
-        self._read = read
+    Attributes:
+        tensors: the tensors by name.
+        aliases: by another name of a tied parameter, the name that the file has.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    aliases: Mapping[str, str]
 
     def name_for(self, name: str) -> str | None:
         """Return the name under which the tensor ``name`` is stored, or None."""
-        if name in self.shapes:
-            return name
-        other = self._aliases.get(name)
-        return other if other in self.shapes else None
+        found = name if name in self.tensors else self.aliases.get(name)
+        return found if found in self.tensors else None
 
     def local_shard(self, name: str, entry: StateEntry) -> torch.Tensor:
-        """Read from ``name`` the elements of this rank's local shard of ``entry``, 1-D."""
-        if entry.handle is None:
-            return self._read(name, 0, torch.Size(entry.shape).numel())
-        run, local = (
-            entry.handle.views.local_shards[entry.index].in_param,
-            entry.handle.layout.param_infos[entry.index].shape,
-        )
-        if local == entry.shape:
-            return self._read(name, run.start, run.stop)
-        # A tensor-parallel part: read the full rows of each box, then slice the box.
-        _, found = boxes_of(entry.handle, entry.index)
-        return torch.cat([self._read(name, 0, 0), *(self._box(name, entry.shape, box) for box in found)])
-
-    def _box(self, name: str, shape: tuple[int, ...], box: Box) -> torch.Tensor:
-        width = math.prod(shape[1:])
-        first, num_rows = box.offsets[0], box.sizes[0]
-        part = self._read(name, first * width, (first + num_rows) * width).view(num_rows, *shape[1:])
-        for dim in range(1, len(shape)):
-            part = part.narrow(dim, box.offsets[dim], box.sizes[dim])
-        return part.reshape(-1)
+        """Return the elements of ``name`` of this rank's local shard of ``entry``, 1-D."""
+        full = self.tensors[name]
+        if entry.param is not None:
+            full = entry.param.adapter.local_slice(full).reshape(-1)[entry.param.local_shard.in_param.to_slice()]
+        return full.reshape(-1)
 
 
-class _Opened:
-    """Holds a source and the files that it reads, as a context manager."""
-
-    def __init__(self, source: _Source, readers: list[FileReader]) -> None:
-        self._source = source
-        self._readers = readers
-
-    def __enter__(self) -> _Source:
-        return self._source
-
-    def __exit__(self, *error: Any) -> None:
-        for reader in self._readers:
-            reader.__exit__(None, None, None)
-
-
-def _source(path: Path) -> _Opened:
+def _source(path: Path) -> _Source:
     if path.is_dir():
         if (path / INDEX_NAME).exists():
-            names = _names_in(path / INDEX_NAME)
-            return _from_safetensors([path / name for name in names])
-        if (path / SINGLE_NAME).exists():
-            return _from_safetensors([path / SINGLE_NAME])
-        raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
-    if not path.exists():
+            paths = [path / name for name in _names_in(path / INDEX_NAME)]
+        elif (path / SINGLE_NAME).exists():
+            paths = [path / SINGLE_NAME]
+        else:
+            raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
+        absent = [each for each in paths if not each.exists()]
+        if absent:
+            raise LoadError(f"{absent[0]} does not exist, although the index names it.")
+    elif not path.exists():
         raise LoadError(f"{path} does not exist.")
-    return _from_safetensors([path]) if path.suffix == ".safetensors" else _from_torch_file(path)
+    elif path.suffix == ".safetensors":
+        paths = [path]
+    else:
+        return _from_torch_file(path)
+    tensors: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for each in paths:
+        found, metadata = read_safetensors(each)
+        tensors |= found
+        aliases |= {name: same for name, same in metadata.items() if name != "format"}
+    return _Source(tensors, aliases)
 
 
 def _names_in(index: Path) -> list[str]:
@@ -401,18 +361,7 @@ def _names_in(index: Path) -> list[str]:
         raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
 
 
-def _from_safetensors(paths: list[Path]) -> _Opened:
-    absent = [path for path in paths if not path.exists()]
-    if absent:
-        raise LoadError(f"{absent[0]} does not exist, although the index names it.")
-    readers = [FileReader(path) for path in paths]
-    holder = {name: reader for reader in readers for name in reader.tensors}
-    shapes = {name: reader.tensors[name].shape for name, reader in holder.items()}
-    aliases = {name: same for reader in readers for name, same in reader.metadata.items() if name != "format"}
-    return _Opened(_Source(shapes, aliases, lambda name, start, stop: holder[name].read(name, start, stop)), readers)
-
-
-def _from_torch_file(path: Path) -> _Opened:
+def _from_torch_file(path: Path) -> _Source:
     try:
         state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:
@@ -422,5 +371,4 @@ def _from_torch_file(path: Path) -> _Opened:
         ) from error
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise LoadError(f"{path} holds no state dict of tensors; save model.state_dict() by itself.")
-    shapes = {name: tuple(value.shape) for name, value in state.items()}
-    return _Opened(_Source(shapes, {}, lambda name, start, stop: state[name].reshape(-1)[start:stop]), [])
+    return _Source(state, {})

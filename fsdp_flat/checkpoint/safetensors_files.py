@@ -2,25 +2,25 @@
 
 The format (source: the safetensors project's README): eight bytes with the length of the header, little endian; the
 header, JSON of ``{name: {"dtype", "shape", "data_offsets"}}`` and ``"__metadata__"`` of strings; then the data,
-row-major, where the offsets count from the end of the header. The safetensors package is not used: it writes a file
-only from tensors that are all in memory, and reads only slices along dims.
+row-major, where the offsets count from the end of the header. The safetensors package, and with it the HuggingFace
+storage of torch.distributed.checkpoint, is not used: it writes a file only from tensors that are all in memory.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 import torch
 
 from fsdp_flat.errors import LoadError, UnsupportedError
 
-__all__ = ["FileReader", "FileWriter", "TensorInfo"]
+__all__ = ["FileWriter", "TensorInfo", "read_safetensors"]
 
 _DTYPES = {
     "F64": torch.float64,
@@ -104,68 +104,48 @@ class FileWriter:
         os.fsync(self._file.fileno())
         self._file.close()
 
-    def set_sharded_grad(self) -> None:
+    def commit(self) -> None:
         """Rename the closed file to its final path."""
         os.replace(self._partial_path, self._path)
 
     def discard(self) -> None:
-        """Remove the temporary file after an error."""
+        """Remove the temporary file."""
         self._file.close()
         self._partial_path.unlink(missing_ok=True)
 
 
-class FileReader:
-    """Reads elements of tensors out of one file.
+def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Map a file into memory: the elements of a tensor are read when they are used.
 
-    Args:
-        path: the file.
-
-    Attributes:
-        tensors: dtype and shape of every tensor in the file.
-        metadata: the header's strings.
+    Returns:
+        The tensors by name, and the header's strings.
 
     Raises:
         LoadError: not a safetensors file, or a truncated one.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        size = path.stat().st_size
-        self._file: BinaryIO = open(path, "rb")  # noqa: SIM115 (closed at the end of the with block)
-        length = int.from_bytes(self._file.read(8), "little")
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > min(size - 8, _LONGEST_HEADER):
             raise LoadError(f"{path} is no safetensors file, or a truncated one ({size} bytes).")
         try:
-            header = json.loads(self._file.read(length))
-            self.metadata: dict[str, str] = header.pop("__metadata__", {})
-            places = {name: tuple(entry["data_offsets"]) for name, entry in header.items()}
-            self.tensors = {
-                name: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()
-            }
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            header = json.loads(file.read(length))
+            metadata: dict[str, str] = header.pop("__metadata__", {})
+            infos = {name: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
+            starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise LoadError(f"The header of {path} cannot be read ({error!r}); is it a safetensors file?") from error
-        self._starts = {name: 8 + length + start for name, (start, _) in places.items()}
-        end = max((stop for _, stop in places.values()), default=0)
-        if 8 + length + end != size:
-            raise LoadError(f"{path} has {size} bytes; expected {8 + length + end}. It is truncated or was altered.")
-
-    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements ``start`` to ``stop`` of the flattened tensor, 1-D, in the file's dtype.
-
-        Raises:
-            LoadError: the file ends before ``stop``.
-        """
-        dtype = self.tensors[name].dtype
-        if stop == start:
-            return torch.empty(0, dtype=dtype)
-        self._file.seek(self._starts[name] + start * dtype.itemsize)
-        data = bytearray((stop - start) * dtype.itemsize)
-        if self._file.readinto(data) != len(data):  # type: ignore[attr-defined]
-            raise LoadError(f"{self._path} ended in the middle of {name!r}.")
-        return torch.frombuffer(data, dtype=dtype)
-
-    def __enter__(self) -> FileReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self._file.close()
+        if end != size:
+            raise LoadError(f"{path} has {size} bytes; expected {end}. It is truncated or was altered.")
+        # torch wants memory that may be written; a private copy of a page is made only if it is.
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    found = {}
+    for name, info in infos.items():
+        numel, start = torch.Size(info.shape).numel(), starts[name]
+        if numel:
+            flat = torch.frombuffer(mapped, dtype=info.dtype, count=numel, offset=start)
+        else:
+            flat = torch.empty(0, dtype=info.dtype)
+        found[name] = flat.view(info.shape)
+    return found, metadata

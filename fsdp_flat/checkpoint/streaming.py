@@ -9,19 +9,27 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import ShardedStateDictConfig, StateDictType
+from fsdp_flat.checkpoint.contents import boxed_state_dict
 from fsdp_flat.comm import RankGroup, Transfers
 from fsdp_flat.errors import OptionError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.fully_sharded_data_parallel import FullyShardedDataParallel
-from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime import Unit, unit_of
-from fsdp_flat.state import local_shard_of, plan_full_transfer
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.state import (
+    IndexedParam,
+    ParamIndex,
+    local_shard_of,
+    plan_full_transfer,
+)
 
-__all__ = ["StateEntry", "entries_of", "iter_full_state_dict", "shard_group"]
+__all__ = [
+    "StateEntry",
+    "entries_of",
+    "full_tensor_on",
+    "iter_full_state_dict",
+    "shard_group",
+]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StateEntry:
     """Describes one entry of a model's state dict.
 
@@ -30,9 +38,7 @@ class StateEntry:
         value: a plain tensor that every rank has (a buffer, an ignored parameter), or None for a managed parameter.
         shape: shape of the full tensor.
         dtype: dtype of the stored tensor.
-        unit: the unit that manages it, or None.
-        handle: the handle that holds it, or None.
-        index: index of the parameter in the handle.
+        param: the managed parameter, or None.
         same_as: an earlier name of the same tied parameter, or None.
     """
 
@@ -40,17 +46,15 @@ class StateEntry:
     value: torch.Tensor | None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    unit: Unit | None = None
-    handle: FlatParamHandle | None = None
-    index: int = 0
+    param: IndexedParam | None = None
     same_as: str | None = None
 
     def held(self) -> torch.Tensor:
         """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (1-D, a view)."""
         if self.value is not None:
             return self.value
-        assert self.handle is not None
-        return local_shard_of(self.handle, self.index)
+        assert self.param is not None
+        return local_shard_of(self.param.handle, self.param.index)
 
 
 def entries_of(
@@ -67,50 +71,31 @@ def entries_of(
         UnsupportedError: an entry is not a tensor.
         PhaseError: called in the middle of a step.
     """
-    where = _param_infos_by_name(model)
-    with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)
-    ):
-        # The state dict of a compiled model has torch.compile's prefix in its names.
-        template = {clean_fqn(name): value for name, value in model.state_dict().items()}
-    trainable = {clean_fqn(name) for name, param in model.named_parameters() if param.requires_grad}
+    by_name = ParamIndex(model).by_name
+    # The state dict of a compiled model has torch.compile's prefix in its names.
+    template = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
+    params = model.named_parameters() if trainable_only else ()
+    trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
     found: list[StateEntry] = []
-    first: dict[tuple[int, int], str] = {}
+    first: dict[IndexedParam, str] = {}
     for name, value in template.items():
-        if name in where:
-            unit, handle, index = where[name]
-            wanted = not trainable_only or handle.views.requires_grad()[index]
-        else:
-            wanted = not trainable_only or name in trainable
-        if not wanted or (keep is not None and not keep(name)):
+        param = by_name.get(name)
+        if trainable_only:
+            is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
+            if not is_trainable:
+                continue
+        if keep is not None and not keep(name):
             continue
         if not isinstance(value, torch.Tensor):
             raise UnsupportedError(
                 f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
                 "with keep=..., and save it beside the tensors."
             )
-        if name not in where:
+        if param is None:
             found.append(StateEntry(name, value.detach(), tuple(value.shape), value.dtype))
             continue
-        same_as = first.setdefault((id(handle), index), name)
-        shape = handle.views.params[index].adapter.full_shape(handle.layout.param_infos[index].shape)
-        entry = StateEntry(
-            name, None, shape, handle.orig_dtype, unit, handle, index, None if same_as == name else same_as
-        )
-        found.append(entry)
-    return found
-
-
-def _param_infos_by_name(model: nn.Module) -> dict[str, tuple[Unit, FlatParamHandle, int]]:
-    found: dict[str, tuple[Unit, FlatParamHandle, int]] = {}
-    for path, module in model.named_modules():
-        unit = unit_of(module)
-        if unit is None:
-            continue
-        for handle in unit.handles:
-            for index, param in enumerate(handle.views.params):
-                for site in param.sites:
-                    found[join_fqn(clean_fqn(path), site.fqn)] = (unit, handle, index)
+        same_as = None if first.setdefault(param, name) == name else first[param]
+        found.append(StateEntry(name, None, param.full_shape, param.handle.orig_dtype, param, same_as))
     return found
 
 
@@ -120,7 +105,7 @@ def shard_group(entries: list[StateEntry]) -> RankGroup:
     Raises:
         UnsupportedError: units are sharded over different groups.
     """
-    rank_groups = {entry.unit.options.groups.shard for entry in entries if entry.unit is not None}
+    rank_groups = {entry.param.rank_group for entry in entries if entry.param is not None}
     sharded = [rank_group for rank_group in rank_groups if rank_group.size > 1]
     if len(sharded) > 1:
         raise UnsupportedError(
@@ -136,18 +121,17 @@ def full_tensor_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
     Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
     tensor-parallel group must call this too, and all of them get the tensor.
     """
-    if entry.unit is None or entry.handle is None:
+    if entry.param is None:
         return None if entry.value is None else entry.value.clone()
-    rank_group = entry.unit.options.groups.shard
+    rank_group, own = entry.param.rank_group, entry.held()
     # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
-    own, adapter = entry.held(), entry.handle.views.params[entry.index].adapter
-    part = own.new_empty(entry.handle.layout.param_infos[entry.index].shape) if dst in (None, rank_group.rank) else None
-    channels = Transfers(rank_group, entry.unit.options.device)
-    transfer_plan = plan_full_transfer(entry.handle, entry.index, rank_group.rank, dst)
+    part = own.new_empty(entry.param.shape) if dst in (None, rank_group.rank) else None
+    channels = Transfers(rank_group, entry.param.unit.options.device)
+    transfer_plan = plan_full_transfer(entry.param.handle, entry.param.index, rank_group.rank, dst)
     channels.add(transfer_plan, own, None if part is None else part.view(-1))
     channels.wait()
-    return None if part is None else adapter.full_tensor(adapter.from_local(part))
+    return None if part is None else entry.param.adapter.full_tensor(entry.param.adapter.from_local(part))
 
 
 def iter_full_state_dict(

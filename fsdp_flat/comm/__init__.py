@@ -29,7 +29,6 @@ from fsdp_flat.comm.small_messages import (
     fingerprint,
     fingerprints,
     gather_bytes,
-    scatter_bytes,
 )
 from fsdp_flat.comm.store_barrier import barrier
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
@@ -74,7 +73,6 @@ __all__ = [
     "profiled",
     "report_failure",
     "resolve_groups",
-    "scatter_bytes",
     "strategy_from",
     "streams_for",
     "true_on_any_rank",

@@ -24,7 +24,6 @@ __all__ = [
     "fingerprint",
     "fingerprints",
     "gather_bytes",
-    "scatter_bytes",
 ]
 
 # Words of 8 bytes in a row of which a fingerprint sums the columns.
@@ -120,20 +119,6 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
     rows = [torch.empty_like(own) for _ in range(size)] if rank == 0 else None
     _wait(dist.gather(own, rows, dst=dist.get_global_rank(group, 0), group=group, async_op=True), group, own.device)
     return [_content(row, length) for row, length in zip(rows or [], lengths, strict=rank == 0)]
-
-
-def scatter_bytes(payloads: list[bytes], group: dist.ProcessGroup, device: torch.device) -> bytes:
-    """Scatter ``payloads``, by rank, from rank 0 of the group, and return this rank's; other ranks pass none."""
-    if dist.get_world_size(group) == 1 or is_fake(group):
-        return payloads[0]
-    longest = exchange_ints([max((len(each) for each in payloads), default=0)], group, device)[0][0]
-    where = control_device(group, device)
-    # Each row starts with its length as 8 bytes.
-    rows = [_padded(len(each).to_bytes(8, "big") + each, longest + 8, where) for each in payloads]
-    own = torch.empty(longest + 8, dtype=torch.uint8, device=where)
-    work = dist.scatter(own, rows or None, src=dist.get_global_rank(group, 0), group=group, async_op=True)
-    _wait(work, group, where)
-    return _content(own[8:], int.from_bytes(_content(own, 8), "big"))
 
 
 def _wait(work: Any, group: dist.ProcessGroup, where: torch.device) -> None:

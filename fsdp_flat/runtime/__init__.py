@@ -7,7 +7,7 @@ from fsdp_flat.runtime.construction import Arguments, construct
 from fsdp_flat.runtime.duplicate import convert_unit, copy_wrapper
 from fsdp_flat.runtime.forward import forward, participate, register_forward_method, unshard_for
 from fsdp_flat.runtime.ignored import resolve_ignored
-from fsdp_flat.runtime.options import UnitOptions
+from fsdp_flat.runtime.options import BackgroundWork, UnitOptions
 from fsdp_flat.runtime.precision import precision_from
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
@@ -25,6 +25,7 @@ from fsdp_flat.runtime.unwrap import unwrap
 __all__ = [
     "LOW_PRECISION_HOOKS",
     "Arguments",
+    "BackgroundWork",
     "ErrorTexts",
     "Phase",
     "Schedule",

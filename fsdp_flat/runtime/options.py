@@ -17,7 +17,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.precision import Precision
 
 __all__ = [
-    "BackgroundSaver",
+    "BackgroundWork",
     "Ignored",
     "StateHandler",
     "SyncStates",
@@ -85,10 +85,18 @@ class StateHandler(Protocol):
     def split(self) -> Callable[..., torch.Tensor]: ...
 
 
-class BackgroundSaver(Protocol):
-    """Describes the object that saves checkpoints in the background; it communicates over a group of its own."""
+@dataclass(slots=True, eq=False)
+class BackgroundWork:
+    """Holds the process group of a thread beside the step, and that thread's newest work.
+
+    Attributes:
+        group: a gloo group, separate from the collectives of training. It is created once, because another group of the
+            same ranks would collide with its keys in the store.
+        finish: waits for the newest work, and returns its error if the caller has not seen it yet, else an empty text.
+    """
 
     group: dist.ProcessGroup
+    finish: Callable[[], str] = str
 
 
 def prefetch_from(value: object) -> BackwardPrefetch | None:

@@ -30,7 +30,7 @@ from fsdp_flat.comm import (
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
 from fsdp_flat.runtime.materialize import Unwritten
-from fsdp_flat.runtime.options import BackgroundSaver, Ignored, StateHandler, UnitOptions
+from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
@@ -101,7 +101,7 @@ class Unit:
             an earlier forward still needs the old values, a forward does not.
         whole: the full tensors of an open ``full_params``, else None.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
-        saver: saves checkpoints of this unit's tree in the background; None before the first.
+        background: work beside the steps of this unit's tree, saves of checkpoints; None before the first.
         optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
         averages_ignored: average gradients that no unit manages over ranks; None until a caller has set it.
         unwritten: tensors that left the meta device without values; None if no rank had meta tensors.
@@ -149,7 +149,7 @@ class Unit:
         self.is_outdated = False
         self.whole: FullParams | None = None
         self.forward_methods: set[str] = set()
-        self.saver: BackgroundSaver | None = None
+        self.background: BackgroundWork | None = None
         self.optim_state_handlers: dict[str, StateHandler] = {}
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None

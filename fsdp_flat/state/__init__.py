@@ -1,7 +1,7 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
 from fsdp_flat.state.boxed import BoxedTensor, boxes_of
-from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, codec_of, settings_for
+from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, TypedStateDict, codec_of, settings_for
 from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
@@ -23,6 +23,7 @@ from fsdp_flat.state.optim_dicts import (
     save_full_or_sharded,
 )
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, local_shard_of, rank_groups_of
+from fsdp_flat.state.param_states import Peers
 from fsdp_flat.state.save_states import save_optim_state
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
@@ -38,9 +39,11 @@ __all__ = [
     "OptimInput",
     "OptimStateHandler",
     "ParamIndex",
+    "Peers",
     "StateDictCodec",
     "StatePart",
     "StateShard",
+    "TypedStateDict",
     "boxes_of",
     "codec_of",
     "contents_of",

@@ -5,6 +5,7 @@ A new state-dict type is a member of ``api.StateDictType``, a subclass of ``Stat
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +30,17 @@ from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.shards import StateDictCodec
 
-__all__ = ["BOXES", "CODECS", "DEFAULT_SETTINGS", "FULL", "CodecRow", "codec_of", "decoder_of", "settings_for"]
+__all__ = [
+    "BOXES",
+    "CODECS",
+    "DEFAULT_SETTINGS",
+    "FULL",
+    "CodecRow",
+    "TypedStateDict",
+    "codec_of",
+    "decoder_of",
+    "settings_for",
+]
 
 FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()
 
@@ -81,6 +92,20 @@ def decoder_of(value: Any) -> StateDictCodec:
             if codec is not None and codec.reads(value):
                 return codec
     return FULL
+
+
+class TypedStateDict(OrderedDict[str, Any]):
+    """Collects a state dict of one type, whichever type is set on the wrappers: pass it as ``destination``.
+
+    torch passes ``destination`` to every module below, so nothing is set on the model.
+
+    Attributes:
+        settings: the type and its options.
+    """
+
+    def __init__(self, settings: StateDictSettings) -> None:
+        super().__init__()
+        self.settings = settings
 
 
 def settings_for(

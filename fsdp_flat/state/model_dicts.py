@@ -18,7 +18,7 @@ from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
-from fsdp_flat.state.codecs import codec_of, settings_for
+from fsdp_flat.state.codecs import TypedStateDict, codec_of, settings_for
 from fsdp_flat.state.model_state import gather_units, save_unit
 
 __all__ = ["get_state_dict_type", "save_model", "set_state_dict_type", "state_dict_type", "with_wrapper_versions"]
@@ -122,7 +122,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     prefix = kwargs.get("prefix", "")
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
-    settings, saves = unit.state_dict_settings, _saves.get()
+    given, saves = kwargs.get("destination"), _saves.get()
+    settings = given.settings if isinstance(given, TypedStateDict) else unit.state_dict_settings
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves

@@ -20,7 +20,8 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
-from fsdp_flat.state.codecs import FULL, decoder_of
+from fsdp_flat.state.boxed import BoxedTensor
+from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.param_index import IndexedParam, local_shard_of, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
@@ -264,6 +265,9 @@ def load_unit(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], pre
         report: receives loads, missing names and errors.
     """
     check_idle(unit, "load_state_dict")
+    # Boxes are loaded as such, whichever type is set.
+    if any(isinstance(value, BoxedTensor) for value in state_dict.values()):
+        codec = BOXES
     if codec.is_flat:
         _load_flats(unit, codec, state_dict, prefix, report)
     else:

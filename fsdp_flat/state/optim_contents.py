@@ -22,6 +22,7 @@ __all__ = [
     "check_groups",
     "complete_groups",
     "contents_of",
+    "merged_params",
     "named_groups",
     "ordered_params",
     "rekey",
@@ -147,14 +148,21 @@ def complete_groups(
             continue
         everyone = [json.loads(payload) for payload in payloads]
         order = everyone[0][0]
-        if any(are_original) and all(len(theirs) == len(held) for _, theirs in everyone):
-            held = [_merged(index, [theirs[at] for _, theirs in everyone]) for at in range(len(held))]
+        if any(are_original):
+            held = merged_params(index, held, [theirs for _, theirs in everyone])
     for group, params in zip(groups or (), held, strict=True):
         group["params"] = params
         if "param_names" in group:
             # The optimizer was built from named parameters, whose names contain wrapper prefixes.
             group["param_names"] = list(params)
     return order
+
+
+def merged_params(index: ParamIndex, held: list[list[str]], everyone: Sequence[list[list[str]]]) -> list[list[str]]:
+    """Return by parameter group the names that any rank holds; ``held`` if ranks have other numbers of groups."""
+    if any(len(theirs) != len(held) for theirs in everyone):
+        return held
+    return [_merged(index, [theirs[at] for theirs in everyone]) for at in range(len(held))]
 
 
 def _merged(index: ParamIndex, held: list[list[str]]) -> list[str]:

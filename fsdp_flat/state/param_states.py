@@ -12,13 +12,13 @@ import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.comm import RankGroup, dtype_from_name, exchange_if_different, exchange_ints
+from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, exchange_ints
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.handlers import refuse_split
@@ -26,7 +26,7 @@ from fsdp_flat.state.optim_contents import OptimContents
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
-__all__ = ["ParamState", "agree_on_states", "read_states"]
+__all__ = ["ParamState", "Peers", "agree_on_states", "compare_states", "read_states"]
 
 
 @dataclass(slots=True)
@@ -53,6 +53,12 @@ class ParamState:
     def names(self) -> set[str]:
         """Names of all states."""
         return {*self.tensors, *self.custom_handled, *self.plain}
+
+    @property
+    def own_numel(self) -> int:
+        """Number of elements for which this rank must have states; 0 if one rank owns the parameter."""
+        # Of an owned parameter the owner has all states: no other rank lacks any.
+        return 0 if self.owner is not None else self.param.local_shard.numel
 
     def put(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Set a tensor state; without ``tensor`` this rank's elements, if it has any, are zeros.
@@ -177,17 +183,94 @@ def agree_on_states(index: ParamIndex, states: Sequence[ParamState], error: Exce
             continue
         everyone = [json.loads(each) for each in payloads]
         try:
-            _check_lacking(rank_group, own, everyone, index.device)
-            for at, state in enumerate(own):
-                for described in everyone:
-                    _complete(state, *described[at])
+            assert rank_group.group is not None
+            numels = exchange_ints([state.own_numel for state in own], rank_group.group, index.device)
+            _complete_all(own, dist.get_process_group_ranks(rank_group.group), everyone, numels)
         except FsdpFlatError as found:
             error = found
+    _sort(states)
+    return error
+
+
+class Peers(Protocol):
+    """Exchanges values with all ranks of a model.
+
+    Attributes:
+        ranks: their global ranks.
+    """
+
+    ranks: list[int]
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
+
+
+def compare_states(
+    index: ParamIndex,
+    states: Sequence[ParamState],
+    held: list[list[str]],
+    error: Exception | None,
+    peers: Peers,
+) -> list[list[list[str]]]:
+    """Compare the states of all ranks in one collective of an integer a parameter.
+
+    A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
+    parameters, for which every rank needs to know all states, a second exchange names the difference or completes the
+    states.
+
+    Args:
+        index: the model's parameters.
+        states: the result of :func:`read_states`; empty after an error.
+        held: by parameter group, the names of the parameters that this rank's optimizer holds.
+        error: the exception that stopped this rank before, or None.
+        peers: every rank of the model must call this.
+
+    Returns:
+        ``held`` of every rank.
+
+    Raises:
+        UsageError: a rank lacks a state of elements that it holds.
+        OptionError: a state has several dtypes.
+    """
+    digests = [0] * len(index.params) if error is not None else [_digest(state) for state in states]
+    rows = peers.integers([digest_of(json.dumps(held).encode()), *digests], error)
+    needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
+    alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
+    everyone = [held] * len(rows)
+    if needs_all or not alike:
+        own = [[_describe(state) for state in states], [state.own_numel for state in states], held]
+        found = [json.loads(text) for text in peers.texts(json.dumps(own))]
+        _complete_all(states, peers.ranks, [each[0] for each in found], [each[1] for each in found])
+        everyone = [each[2] for each in found]
+    _sort(states)
+    return everyone
+
+
+def _digest(state: ParamState) -> int:
+    """Return a digest of the names and dtypes of a parameter's states; 0 if this rank has no elements of it."""
+    dtypes = {name: str(shard.local.dtype) for name, shard in state.tensors.items()}
+    text = json.dumps([dtypes, sorted(state.custom_handled), sorted(state.plain), state.is_held], sort_keys=True)
+    return digest_of(text.encode()) if state.own_numel else 0
+
+
+def _complete_all(
+    states: Sequence[ParamState], ranks: Sequence[int], everyone: Sequence[Any], numels: Sequence[Sequence[int]]
+) -> None:
+    """Complete the states from the descriptions of all ranks, which have ``numels`` elements of each parameter."""
+    _check_lacking(ranks, states, everyone, numels)
+    for at, state in enumerate(states):
+        for described in everyone:
+            _complete(state, *described[at])
+
+
+def _sort(states: Sequence[ParamState]) -> None:
     for state in states:
         # Every rank exchanges states in the same order.
         state.tensors = {name: state.tensors[name] for name in sorted(state.tensors)}
         state.custom_handled = {name: state.custom_handled[name] for name in sorted(state.custom_handled)}
-    return error
 
 
 def _describe(state: ParamState) -> list[Any]:
@@ -237,19 +320,14 @@ def _complete(
 
 
 def _check_lacking(
-    rank_group: RankGroup, states: Sequence[ParamState], everyone: Sequence[Any], device: torch.device
+    ranks: Sequence[int], states: Sequence[ParamState], everyone: Sequence[Any], numels: Sequence[Sequence[int]]
 ) -> None:
-    """Raise if a rank lacks a state of elements that it holds. Every rank of the group must call this.
+    """Raise if a rank lacks a state of elements that it holds.
 
     Raises:
         UsageError: one does; the text lists the parameters by rank and states.
     """
-    assert rank_group.group is not None
     lacking: dict[tuple[int, str], list[str]] = {}
-    # Of an owned parameter the owner has all states: no other rank lacks any.
-    own = [0 if state.owner is not None else state.param.local_shard.numel for state in states]
-    numels = exchange_ints(own, rank_group.group, device)
-    ranks = dist.get_process_group_ranks(rank_group.group)
     for at, state in enumerate(states):
         kept = [
             {*tensors, *custom_handled, *plain, *(["a place in a parameter group"] if is_held else ())}

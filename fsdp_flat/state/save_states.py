@@ -15,9 +15,9 @@ from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.handlers import merged_states
-from fsdp_flat.state.optim_contents import OptimContents, complete_groups, named_groups
+from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
-from fsdp_flat.state.param_states import ParamState, agree_on_states, read_states
+from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, compare_states, read_states
 from fsdp_flat.state.shards import StateDictCodec, StateShard
 
 __all__ = ["save_optim_state"]
@@ -35,7 +35,7 @@ def save_optim_state(
     codec: StateDictCodec,
     config: OptimStateDictConfig,
     *,
-    merge_on_one_rank: bool = False,
+    peers: Peers | None = None,
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer, keyed by names.
 
@@ -45,11 +45,12 @@ def save_optim_state(
         model: the model that the optimizer's parameters belong to.
         contents: the optimizer's contents.
         codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
-            communicated except with registered handlers, owned parameters or ``merge_on_one_rank``.
+            communicated except with registered handlers, owned parameters or ``peers``.
         config: the options. With ``rank0_only`` ranks other than the first of all send their shards and return an
             empty dict.
-        merge_on_one_rank: return each state of another shape (which has a handler, or whose parameter has an owner) on
-            one rank only, as a full tensor, ranks in turn. Ranks compare the names of their states.
+        peers: for a checkpoint, with a codec that does not communicate: ranks compare the names of their states
+            through it, and each state of another shape (which has a handler, or whose parameter has an owner) is
+            returned on one rank only, as a full tensor, ranks in turn.
 
     Raises:
         OptionError: the optimizer holds a parameter that is not the model's.
@@ -61,18 +62,22 @@ def save_optim_state(
     index = ParamIndex(model)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
-    alone = not (codec.communicates or merge_on_one_rank or shared)
-    groups, states = _read_alone(index, contents) if alone else _agreed_states(index, contents)
+    alone = not codec.communicates and (peers is not None or not shared)
+    encoded: dict[StateShard, Any] = {}
+    if peers is not None:
+        groups, states, encoded = _compared_states(index, contents, codec, config, peers)
+    else:
+        groups, states = _read_alone(index, contents) if alone else _agreed_states(index, contents)
     order = complete_groups(index, contents, groups, alone=alone)
     to_zero = bool(getattr(config, "rank0_only", False))
     with torch.no_grad():
-        values = _encoded(states, codec, config, on_owner=merge_on_one_rank)
+        values = encoded if peers is not None else _encoded(states, codec, config, on_owner=False)
         handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
         merged: dict[tuple[IndexedParam, str], torch.Tensor] = {}
         if handled:
             merged = merged_states(
                 handled,
-                lambda position, size: 0 if to_zero else position % size if merge_on_one_rank else None,
+                lambda position, size: 0 if to_zero else position % size if peers is not None else None,
                 offload=config.offload_to_cpu,
             )
     if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
@@ -158,17 +163,34 @@ def _warn_of_gaps(states: Sequence[ParamState]) -> None:
         )
 
 
+def _compared_states(
+    index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: OptimStateDictConfig, peers: Peers
+) -> tuple[Groups, list[ParamState], dict[StateShard, Any]]:
+    groups, states, error = _read_or_fail(index, contents)
+    encoded: dict[StateShard, Any] = {}
+    try:
+        # Copied before ranks compare, since there may not be enough memory on one of them.
+        encoded = _encoded(states, codec, config, on_owner=True)
+    except Exception as found:
+        error = found
+    held = [group["params"] for group in groups or ()]
+    everyone = compare_states(index, states, held, error, peers)
+    for group, params in zip(groups or (), merged_params(index, held, everyone), strict=True):
+        group["params"] = params
+    return groups, states, encoded
+
+
+def _read_or_fail(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState], Exception | None]:
+    try:
+        return named_groups(index, contents), read_states(index, contents), None
+    except Exception as error:
+        return None, [], error
+
+
 def _agreed_states(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
     for rank_group in dict.fromkeys(unit.options.groups.shard for unit in index.units):
         barrier("optim_state_dict", rank_group)
-    error: Exception | None = None
-    groups: Groups = None
-    states: list[ParamState] = []
-    try:
-        groups = named_groups(index, contents)
-        states = read_states(index, contents)
-    except Exception as found:
-        error = found
+    groups, states, error = _read_or_fail(index, contents)
     error = agree_on_states(index, states, error)
     if index.units:
         agree([], error, index.rank_groups, index.device, _SAVING)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import random
 import warnings
+import zipfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +34,7 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
+from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
@@ -246,6 +250,74 @@ def test_torch_reads_the_files_into_a_plain_model(tmp_path: Path, rank: int) -> 
     assert torch.equal(state["optim"]["state"]["last.bias"]["exp_avg"], whole["state"]["last.bias"]["exp_avg"])
 
 
+def load_format_1(path: str) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """What ``data/format_1.zip`` holds in ``expected.pt`` too: the model's and the optimizer's full state."""
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), use_orig_params=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    found = load_checkpoint(path, model, optimizer)
+    return dict(model.state_dict()), FSDP.optim_state_dict(model, optimizer), (found.step, found.extra)
+
+
+@pytest.mark.parametrize("loaded_by", [2, 4])
+def test_a_checkpoint_of_format_1_is_loaded(ranks: RanksOf, tmp_path: Path, loaded_by: int) -> None:
+    """It was written at two ranks by the version that kept plain values in ``rank-00000.pt`` and so on."""
+    zipfile.ZipFile(Path(__file__).parent / "data" / "format_1.zip").extractall(tmp_path)
+    expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+    for rank, (state, optim_state, found) in enumerate(ranks(loaded_by).run(load_format_1, str(tmp_path))):
+        assert_equal(state, expected["model"])
+        assert_equal(optim_state, expected["optim"])
+        assert found == (7, {"rank": rank if loaded_by == 2 else 0, "steps": 2})
+
+
+@on_ranks(2)
+def test_torch_reads_the_values_that_are_no_tensors_too(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded(), use_orig_params=True)
+    optimizer = adamw(model)
+    train(model, optimizer, rank, range(1))
+    save_checkpoint(tmp_path, model, optimizer, {"rank": rank})
+    assert {path.suffix for path in (tmp_path / "step-00000000").iterdir()} == {".distcp", ".json", ""}
+    state: dict[str, Any] = {"extra": {"0": None, "1": None}, "plain": None}
+    dcp.load(state, checkpoint_id=tmp_path / "step-00000000")
+    assert state["extra"] == {"0": {"rank": 0}, "1": {"rank": 1}}
+    assert state["plain"]["optim"]["param_groups"][0]["lr"] == 0.05
+    assert {float(row["step"]) for row in state["plain"]["optim"]["state"].values()} == {1.0}
+
+
+@KINDS
+@on_ranks(2)
+def test_names_that_hooks_change_are_saved_from_every_rank(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
+    def rename(state: dict[str, Any], old: str, new: str) -> None:
+        for name in list(state):
+            state[name.replace(old, new)] = state.pop(name)
+
+    def make(seed: int) -> Any:
+        model = shard(seeded(seed=seed), use_orig_params=use_orig_params)
+        model.register_state_dict_post_hook(lambda module, state, *_: rename(state, "blocks.", "layers."))
+        model.register_load_state_dict_pre_hook(lambda module, state, *_: rename(state, "layers.", "blocks."))
+        return model
+
+    model, other = make(0), make(1)
+    save_checkpoint(tmp_path, model)
+    load_checkpoint(tmp_path, other)
+    assert any(name.startswith("layers.") for name in model.state_dict())
+    assert_equal(dict(other.state_dict()), dict(model.state_dict()))
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+def test_replicas_share_the_writing(strategy: str, tmp_path: Path, rank: int) -> None:
+    mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    model = shard(nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), strategy, by_blocks=False, **mesh)
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    sizes = [(tmp_path / "step-00000000" / f"__{each}_0.distcp").stat().st_size for each in range(4)]
+    full = sum(param.nbytes for param in whole_state(model).values())
+    assert full < sum(sizes) < 1.3 * full
+    assert max(sizes) < 0.6 * full
+
+
 # -- what is not whole ---------------------------------------------------------------------------------------------
 
 
@@ -265,7 +337,7 @@ def alter(path: Path) -> None:
 DAMAGE = {
     "truncated": (truncate, "bytes"),
     "altered": (alter, "was altered"),
-    "missing": (lambda path: (path / "rank-00001.pt").unlink(), "is missing"),
+    "missing": (lambda path: (path / "__1_0.distcp").unlink(), "is missing"),
     "without a record": (lambda path: (path / "commit.json").unlink(), "was never finished"),
     "record cut off": (lambda path: (path / "commit.json").write_text('{"format": 1, "st'), "cannot be read"),
     "another format": (lambda path: (path / "commit.json").write_text('{"format": 7}'), "has format 7"),
@@ -441,9 +513,48 @@ def test_neither_a_save_nor_a_load_exchanges_objects_or_tensors(
         warnings.simplefilter("error")
         save_checkpoint(tmp_path, model, optimizer)
         load_checkpoint(tmp_path, model, optimizer)
-    # Plans and results go to rank 0, and what to leave to others comes back; all else is a few numbers.
+    # What each rank has written goes to rank 0; all else is a few numbers.
     counts = record.counts()
-    assert (counts.pop("gather"), counts.pop("scatter"), set(counts)) == (2, 1, {"all_gather"})
+    assert (counts.pop("gather"), set(counts)) == (1, {"all_gather"})
+
+
+@KINDS
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@on_ranks(4)
+def test_ranks_synchronize_five_times_in_a_save(
+    strategy: str, background: bool, use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    model = shard(seeded(), strategy, use_orig_params=use_orig_params, **mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, rank % 2, range(1))
+    # The first save in the background creates its process group.
+    save_checkpoint(tmp_path, model, optimizer, background=background).wait()
+    for own_optimizer in (None, optimizer):
+        with recorded() as record:
+            save_checkpoint(tmp_path, model, own_optimizer, {"rank": rank}, background=background).wait()
+        # A barrier through the store comes first; then integers, the lengths and texts of what is written, the outcome.
+        assert record.counts() == {"all_gather": 3, "gather": 1}
+
+
+@on_ranks(2)
+def test_an_optimizer_on_some_ranks_only_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
+    model = shard(seeded())
+    with pytest.raises(RankMismatchError, match="rank 0 of the group has an optimizer, rank 1 has no optimizer"):
+        save_checkpoint(tmp_path, model, adamw(model) if rank == 0 else None)
+
+
+@on_ranks(2)
+def test_a_progress_bar_counts_the_bytes_that_rank_0_writes(tmp_path: Path, rank: int) -> None:
+    pytest.importorskip("tqdm", reason="draws the bar")
+    model = shard(seeded())
+    shown = io.StringIO()
+    with contextlib.redirect_stderr(shown):
+        save_checkpoint(tmp_path, model, progress=True)
+        save_full(model, tmp_path / "full", progress=True)
+    assert ("Saving: 100%" in shown.getvalue()) == (rank == 0)
+    assert ("Saving the model: 100%" in shown.getvalue()) == (rank == 0)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
-from fsdp_flat.checkpoint.safetensors_files import FileReader, FileWriter, TensorInfo
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
@@ -155,8 +155,8 @@ def test_a_small_model_is_one_file_with_tied_names_in_its_header(tmp_path: Path)
     assert "embed.weight" in found
     assert "head.weight" not in found
     assert {value.dtype for value in found.values()} == {torch.bfloat16}
-    with FileReader(tmp_path / "new" / "model.safetensors") as reader:
-        assert reader.metadata == {"format": "pt", "head.weight": "embed.weight"}
+    _, metadata = read_safetensors(tmp_path / "new" / "model.safetensors")
+    assert metadata == {"format": "pt", "head.weight": "embed.weight"}
     other = shard(seeded(Tied, seed=3), use_orig_params=True)
     assert load_full(other, tmp_path / "new") == ([], [])
     expected = {name: value.bfloat16().float() for name, value in whole_state(model).items()}
@@ -287,7 +287,7 @@ def broken(path: Path, how: str) -> str:
     for name, value in state.items():
         writer.write(name, value)
     writer.close()
-    writer.set_sharded_grad()
+    writer.commit()
     if how == "truncated":
         with open(path, "r+b") as file:
             file.truncate(path.stat().st_size - 4)

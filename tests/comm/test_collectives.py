@@ -17,7 +17,6 @@ from fsdp_flat.comm import (
     exchange_bytes,
     exchange_ints,
     gather_bytes,
-    scatter_bytes,
 )
 from fsdp_flat.comm.flat_collectives import (
     BackendCollectives,
@@ -194,7 +193,7 @@ def test_exchanged_bytes_come_back_in_rank_order_whatever_their_lengths(size: in
 
 @on_ranks(4)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_bytes_go_to_rank_zero_and_each_ranks_own_come_back(size: int) -> None:
+def test_bytes_go_to_rank_zero(size: int) -> None:
     rank_group = axis_of(size)
     if rank_group is None:
         return
@@ -202,5 +201,3 @@ def test_bytes_go_to_rank_zero_and_each_ranks_own_come_back(size: int) -> None:
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
         got = gather_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"))
         assert got == (payloads[:size] if rank_group.rank == 0 else [])
-        back = scatter_bytes(got, rank_group.group, torch.device("cpu"))
-        assert back == payloads[rank_group.rank]

@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 import fsdp_flat
-from fsdp_flat import FullyShardedDataParallel
+from fsdp_flat import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import WIDTH, batch, shared_memory
 from tests.support import on_ranks
 from tests.support.kit import Block, wrapped
 
 MOST = 12
+# Files above the lower layers, and of the folder checkpoint/, that a checkpoint enters; the aim is 12 in all.
+MOST_IN_CHECKPOINTS = {"save": (23, 6), "load": (23, 5)}
 PACKAGE = Path(fsdp_flat.__file__).parent
 
 
@@ -116,6 +118,29 @@ def test_state_dicts_enter_few_files_above_the_lower_layers(use_orig_params: boo
         files = {path for path in record.files if not path.startswith(LOWER_LAYERS)}
         assert f"state/{file}" in files
         assert len(files) <= MOST, " ".join(sorted(files))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_save_and_a_load_of_a_checkpoint_enter_few_files(use_orig_params: bool, tmp_path: Path, rank: int) -> None:
+    model = wrapped(Watched(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(batch(rank)).sum().backward()
+    optimizer.step()
+    calls: dict[str, Callable[[], Any]] = {
+        "save": lambda: save_checkpoint(tmp_path, model, optimizer),
+        "load": lambda: load_checkpoint(tmp_path, model, optimizer),
+    }
+    for name, call in calls.items():
+        with entered() as record:
+            record.on()
+            call()
+            record.off()
+        files = {path for path in record.files if not path.startswith(LOWER_LAYERS)}
+        inner = {path for path in files if path.startswith("checkpoint/")}
+        most, most_inner = MOST_IN_CHECKPOINTS[name]
+        assert 0 < len(inner) <= most_inner, " ".join(sorted(inner))
+        assert len(files) <= most, " ".join(sorted(files))
 
 
 def test_the_record_sees_files_of_the_package_only_while_it_is_on() -> None:
