@@ -441,13 +441,23 @@ class FullyShardedDataParallel(UndocumentedMembers):
         with all_or_nothing(self, strict=strict, assign=assign):
             return super().load_state_dict(state.with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        local_metadata, _, missing_keys, _, error_msgs = args
-        report = report_of(self, local_metadata, missing_keys, error_msgs)
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
         settings = self._unit.state_dict_settings
         codec = state.codec_of(settings.state_dict_type, settings.state_dict_config)
-        state.load_unit(self._unit, codec, state_dict, prefix, report)
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        state.load_unit(
+            self._unit, codec, state_dict, prefix, report_of(self, local_metadata, missing_keys, error_msgs)
+        )
+        lists = missing_keys, unexpected_keys, error_msgs
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 
     # -- conversions and copies ----------------------------------------------------------------------------------
 

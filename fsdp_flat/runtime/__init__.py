@@ -1,6 +1,5 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
-from fsdp_flat.comm import ErrorTexts, agree
 from fsdp_flat.runtime.build import handles_of, owners_of_ties
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.construction import Arguments, construct
@@ -26,12 +25,10 @@ __all__ = [
     "LOW_PRECISION_HOOKS",
     "Arguments",
     "BackgroundWork",
-    "ErrorTexts",
     "Phase",
     "Schedule",
     "Unit",
     "UnitOptions",
-    "agree",
     "average_buffers",
     "check_idle",
     "clear_gradients",

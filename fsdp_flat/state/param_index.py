@@ -136,6 +136,11 @@ class ParamIndex:
         }
 
     @cached_property
+    def by_name(self) -> dict[str, IndexedParam]:
+        """Managed parameters under all their names."""
+        return {fqn: param for param in self.params for fqn in param.fqns}
+
+    @cached_property
     def units(self) -> list[Unit]:
         """Units that have parameters, each once, in the model's order."""
         return list(dict.fromkeys(param.unit for param in self.params))
