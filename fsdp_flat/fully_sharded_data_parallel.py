@@ -451,11 +451,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        settings = self._unit.state_dict_settings
-        codec = state.codec_of(settings.state_dict_type, settings.state_dict_config)
-        state.load_unit(
-            self._unit, codec, state_dict, prefix, report_of(self, local_metadata, missing_keys, error_msgs)
-        )
+        report = report_of(self, local_metadata, missing_keys, error_msgs)
+        state.load_unit(self._unit, state_dict, prefix, report)
         lists = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 

@@ -21,7 +21,7 @@ from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn
 from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.boxed import BoxedTensor
-from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
+from fsdp_flat.state.codecs import BOXES, FULL, codec_of, decoder_of
 from fsdp_flat.state.param_index import IndexedParam, local_shard_of, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
@@ -252,22 +252,22 @@ class LoadReport:
             self.plan.commit()
 
 
-def load_unit(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
+def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadReport) -> None:
     """Remove one unit's entries from ``state_dict``, and add their loads to ``report``.
 
     If any value takes an exchange, every rank of the shard group must call this, with the same names.
 
     Args:
-        unit: the unit.
-        codec: codec of the state-dict type; except for FULL and LOCAL, values may be of any type's kind.
+        unit: the unit. Except for FULL and LOCAL, its state-dict type allows values of any type's kind.
         state_dict: the state dict to load; its other names become those of the wrapped module.
         prefix: prefix of the unit's names in it.
         report: receives loads, missing names and errors.
     """
     check_idle(unit, "load_state_dict")
+    settings = unit.state_dict_settings
     # Boxes are loaded as such, whichever type is set.
-    if any(isinstance(value, BoxedTensor) for value in state_dict.values()):
-        codec = BOXES
+    has_boxes = any(isinstance(value, BoxedTensor) for value in state_dict.values())
+    codec = BOXES if has_boxes else codec_of(settings.state_dict_type, settings.state_dict_config)
     if codec.is_flat:
         _load_flats(unit, codec, state_dict, prefix, report)
     else:
