@@ -363,7 +363,7 @@ def load_checkpoint(
     else:
         if not steps and not skipped:
             return None
-        raise LoadError(f"No whole checkpoint in {directory}: {'; '.join(skipped)}.")
+        raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
     if skipped and together.rank == 0:
         warnings.warn(f"Loading {found.path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
     extra = _load(found, model, optim, together)

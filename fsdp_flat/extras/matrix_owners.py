@@ -150,7 +150,7 @@ def check_param(index: ParamIndex, param: torch.Tensor) -> None:
             continue
         raise UnsupportedError(
             f"Parameter {managed} is split by tensor parallelism on rank "
-            f"{managed.rank_group.rank} of the shard group, and MatrixOptimizer makes parameters whole over the shard "
+            f"{managed.rank_group.rank} of the shard group, and MatrixOptimizer makes parameters full over the shard "
             "group only. Leave it to an optimizer that works element by element, such as AdamW."
         )
 
@@ -172,7 +172,7 @@ def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
     if with_grad and without:
         raise UsageError(
             f"{what} has a gradient on ranks {with_grad} of the shard group and none on ranks {without}, so "
-            "MatrixOptimizer cannot make it whole. Set gradients to None on every rank or on none."
+            "MatrixOptimizer cannot make it full. Set gradients to None on every rank or on none."
         )
 
 

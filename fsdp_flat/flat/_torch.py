@@ -83,7 +83,7 @@ def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REASON = (
-    "fsdp_flat gathers and frees parameters here, outside of any graph. What the wrapped module runs is compiled; for "
+    "fsdp_flat all-gathers and frees parameters here, outside of any graph. What the wrapped module runs is compiled; for "
     "fullgraph=True compile the modules inside the units instead of what holds them."
 )
 

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 _HINTS = (
-    "Call the wrapped model (its forward gathers the parameters); for another method use "
+    "Call the wrapped model (its forward all-gathers the parameters); for another method use "
     "fsdp_flat.register_forward_method(model, name); for a block of code use fsdp_flat.unshard_for(model), which works "
     "under autograd, or summon_full_params."
 )

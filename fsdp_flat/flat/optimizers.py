@@ -108,11 +108,11 @@ def _check_whole(optimizer: torch.optim.Optimizer, param: torch.Tensor) -> None:
         return
     kind = type(optimizer).__name__
     raise UsageError(
-        f"{kind} computes with whole parameters, and it was given {_described(param)}. On slices {kind} would be "
+        f"{kind} computes with full parameters, and it was given {_described(param)}. On local shards {kind} would be "
         f"another algorithm. Use fsdp_flat.MatrixOptimizer(model, {kind}, ...), which needs use_orig_params=True and "
-        "makes each parameter whole on one rank for the step; or give it parameters that no unit shards "
+        "makes each parameter full on one rank for the step; or give it parameters that no unit shards "
         "(ignored_states, or NO_SHARD with use_orig_params=True), use an optimizer that works element by element, or "
-        "set optimizer.works_on_slices = True if this one takes slices into account."
+        "set optimizer.works_on_slices = True if this one takes local shards into account."
     )
 
 

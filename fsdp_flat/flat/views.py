@@ -221,7 +221,7 @@ class Views:
                     continue
                 raise PhaseError(
                     f"Parameter {self.describe(index)} was assigned after a forward, "
-                    "while the unit was gathered, and the assignment would be lost. The weights were changed before "
+                    "while the unit was unsharded, and the assignment would be lost. The weights were changed before "
                     "the backward of that forward, or without one. Assign between steps, after backward, or inside "
                     "summon_full_params."
                 )
@@ -422,8 +422,8 @@ class OrigViews(Views):
         else:
             raise UsageError(
                 f"Parameter {param_info.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
-                f"{tuple(data.shape)} on rank {self.rank}; expected the whole shape {param_info.shape} or this rank's "
-                f"slice {tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
+                f"{tuple(data.shape)} on rank {self.rank}; expected the unsharded shape {param_info.shape} or this rank's "
+                f"local shard {tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
             )
 
 

@@ -244,7 +244,7 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
         if renormalises and module.weight not in ignored.params:
             raise OptionError(
                 f"max_norm={module.max_norm} of {path!r} ({type(module).__name__}) has it write to its weight in "
-                "forward. The weight there is a copy, gathered for this forward, so the change would be lost. "
+                "forward. The weight there is a copy, all-gathered for this forward, so the change would be lost. "
                 "Leave the module out (ignored_modules), or do without max_norm and limit the norms inside "
                 "summon_full_params after each step."
             )

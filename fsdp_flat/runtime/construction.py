@@ -152,7 +152,7 @@ def _validated(arguments: Arguments) -> UnitOptions:
         strategy = strategy_from(ShardingStrategy.NO_SHARD)
     elif strategy.member is ShardingStrategy.NO_SHARD and groups.num_ranks > 1:
         warnings.warn(
-            "NO_SHARD keeps whole parameters on every rank; DistributedDataParallel does the same.",
+            "NO_SHARD keeps full parameters on every rank; DistributedDataParallel does the same.",
             FutureWarning,
             stacklevel=5,
         )

@@ -149,7 +149,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module._modules[FSDP_WRAPPED_MODULE], method_name, None)
     if not callable(method):
         raise OptionError(
-            f"{type(unit.module).__name__} has no method {method_name!r} to run with gathered parameters."
+            f"{type(unit.module).__name__} has no method {method_name!r} to run with unsharded parameters."
         )
 
     @functools.wraps(method)

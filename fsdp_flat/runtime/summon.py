@@ -117,7 +117,7 @@ def summon_full_params(
         )
     if offload_to_cpu and not rank0_only:
         warnings.warn(
-            "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a whole copy on its CPU. "
+            "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a full copy on its CPU. "
             "Pass rank0_only=True unless every rank needs it.",
             stacklevel=3,
         )
@@ -206,7 +206,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
             told = f"of unit {own[0].name!r}" if own else "on another rank"
             raise PhaseError(
                 f"summon_full_params(with_grads=True) was called where gradients {told} are not reduced yet (this is "
-                f"rank {groups.shard.rank} of the shard group): each rank has a slice of its own gradient, of a "
+                f"rank {groups.shard.rank} of the shard group): each rank has a local shard of its own gradient, of a "
                 "backward inside no_sync. Call it after a backward outside of no_sync, or use "
                 'no_sync(mode="sharded").'
             )

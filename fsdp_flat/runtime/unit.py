@@ -390,7 +390,7 @@ class Unit:
             raise PhaseError(
                 f"The forward of unit {self.name!r} was called inside summon_full_params on rank "
                 f"{self.options.groups.shard.rank} of its shard group. Leave the context before running the model; to "
-                "run it, or its generate(), many times with parameters gathered once, enter "
+                "run it, or its generate(), many times with parameters all-gathered once, enter "
                 "fsdp_flat.unshard_for(model) instead."
             )
         self._depth += 1

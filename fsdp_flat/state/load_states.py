@@ -231,7 +231,7 @@ class _OptimLoad:
             put(value)
         else:
             raise LoadError(
-                f"State {key!r} of {param.fqn!r} has a handler, which takes the whole tensor that was saved; got a "
+                f"State {key!r} of {param.fqn!r} has a handler, which takes the full tensor that was saved; got a "
                 f"{type(value).__name__}."
             )
 

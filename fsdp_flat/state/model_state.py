@@ -111,7 +111,7 @@ def save_unit(
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
         warnings.warn(
             f"Unit {unit.name!r} is not sharded, so its entries of the {'local' if codec.is_flat else 'sharded'} state "
-            "dict are whole tensors.",
+            "dict are full tensors.",
             stacklevel=4,
         )
         if codec.is_flat:

@@ -204,7 +204,7 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
 
 def _check_form(optim_input: OptimInput, *, rank0_only: bool, full: bool) -> None:
     if not full and (optim_input is not None or rank0_only):
-        raise PhaseError("optim_input and rank0_only go with whole tensors only (full_state_dict=True).")
+        raise PhaseError("optim_input and rank0_only need full tensors (full_state_dict=True).")
     _warn_optim_input(optim_input)
 
 

@@ -390,7 +390,7 @@ def test_without_any_whole_checkpoint_the_error_names_each(tmp_path: Path, rank:
         truncate(tmp_path / "step-00000000")
     dist.barrier()
     before = whole_state(model)
-    with pytest.raises(LoadError, match=r"No whole checkpoint in .*__1_0.distcp has"):
+    with pytest.raises(LoadError, match=r"No complete checkpoint in .*__1_0.distcp has"):
         load_checkpoint(tmp_path, model)
     with pytest.raises(LoadError, match=r"step-00000007 has no commit\.json"):
         load_checkpoint(tmp_path, model, step=7)

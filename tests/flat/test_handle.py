@@ -209,7 +209,7 @@ def test_an_assigned_tensor_of_another_shape_is_refused_by_name_with_both_shapes
     module = Small()
     handle = handle_of(module)
     module.weight.data = torch.zeros(5, 7)
-    with pytest.raises(UsageError, match=r"'weight' of unit 'small'.*\(5, 7\).*expected the whole shape \(2, 3\)"):
+    with pytest.raises(UsageError, match=r"'weight' of unit 'small'.*\(5, 7\).*expected the unsharded shape \(2, 3\)"):
         handle.adopt_changes()
 
 

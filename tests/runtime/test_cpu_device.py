@@ -64,7 +64,7 @@ def test_parameters_summoned_to_the_cpu_are_live_inside_and_leave_the_shards_int
     twin = Twin.of(Stack(), sharding_strategy=strategy, use_orig_params=use_orig_params, **mesh_for(strategy))
     twin.step()
     expected = {name: param.detach() for name, param in twin.plain.named_parameters()}
-    with pytest.warns(UserWarning, match="whole copy on its CPU"):
+    with pytest.warns(UserWarning, match="full copy on its CPU"):
         shown, kept = summoned_to_cpu(twin.model)
     for name, value in kept.items():
         assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6)

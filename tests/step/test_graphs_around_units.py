@@ -18,7 +18,7 @@ from tests.support import OWN_PARAMETERS, assert_close, on_ranks
 from tests.support.kit import Block, Stack, full_grads, square_loss
 
 STRATEGIES = pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full:FutureWarning")
 
 
 def strategy(layout: str) -> dict[str, Any]:

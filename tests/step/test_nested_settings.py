@@ -60,7 +60,7 @@ UNITS = ModuleWrapPolicy({Inner, Block})
 def tower(use_orig_params: bool, **options: Any) -> Pair:
     def wrap(module: nn.Module, **kwargs: Any) -> FSDP:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
+            warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
             return FSDP(module, auto_wrap_policy=UNITS, **kwargs)
 
     return Pair.of(Tower(), wrap=wrap, use_orig_params=use_orig_params, **options)

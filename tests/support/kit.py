@@ -78,7 +78,7 @@ BLOCKS = ModuleWrapPolicy({Block})
 def no_shard_allowed() -> Iterator[None]:
     """Ignore FSDP1's warnings about NO_SHARD and single ranks, which other tests check."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="NO_SHARD keeps whole", category=FutureWarning)
+        warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
         yield
 

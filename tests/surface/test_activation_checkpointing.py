@@ -31,7 +31,7 @@ from tests.surface.models import (
 )
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning"),
     # torch says so of a re-entrant checkpoint inside another one, whose first forward runs without gradients.
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning"),
 ]

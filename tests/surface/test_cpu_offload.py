@@ -12,7 +12,7 @@ from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_params
 from tests.surface.models import ALL_STRATEGIES, batches, mean_loss, sharded, small_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 
 
 def train(offload: Any, strategy: str, use_orig_params: bool, precision: Any, rank: int, num_ranks: int) -> Any:

@@ -32,7 +32,7 @@ from tests.surface.models import (
     traced,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 STRATEGIES = pytest.mark.parametrize("strategy", ALL_STRATEGIES)
 

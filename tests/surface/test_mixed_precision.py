@@ -34,7 +34,7 @@ from tests.surface.models import (
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # torch 2.13 says so of its own NO_SHARD, and we do of ours.
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "bf16": {"param_dtype": BF16},

@@ -33,7 +33,7 @@ from tests.surface.models import (
     traced,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 WAYS_OUT = ("register_forward_method", "unshard_for", "summon_full_params")
 

@@ -26,7 +26,7 @@ from tests.surface.models import (
 )
 
 BF16, FP32 = torch.bfloat16, torch.float32
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 
 

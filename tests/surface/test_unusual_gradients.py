@@ -19,7 +19,7 @@ from tests.surface.models import (
     small_model,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps whole parameters:FutureWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:NO_SHARD keeps full parameters:FutureWarning")
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 
 

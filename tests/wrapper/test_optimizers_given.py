@@ -87,7 +87,7 @@ def test_an_optimizer_that_needs_whole_parameters_is_refused_on_slices(kind: Any
     named = r"'first.weight' \(5, 3\) of unit" if use_orig_params else "a flat parameter"
     with pytest.raises(
         UsageError,
-        match=rf"{kind.__name__} computes with whole parameters.*{named}.*another algorithm\. Use fsdp_flat\.Matrix",
+        match=rf"{kind.__name__} computes with full parameters.*{named}.*another algorithm\. Use fsdp_flat\.Matrix",
     ):
         kind(model.parameters(), lr=0.1).step()
     assert_equal(weights(model), before)
@@ -101,7 +101,7 @@ def test_muon_built_before_wrapping_is_refused_and_on_slices_refuses_itself() ->
     optimizer = torch.optim.Muon(module.parameters())
     model = FSDP(module, use_orig_params=True)
     model(torch.ones(2, 4)).sum().backward()
-    with pytest.raises(UsageError, match=r"Muon computes with whole parameters.*'weight' \(4, 4\) of unit 'Linear'"):
+    with pytest.raises(UsageError, match=r"Muon computes with full parameters.*'weight' \(4, 4\) of unit 'Linear'"):
         optimizer.step()
     with pytest.raises(ValueError, match="Muon only supports 2D parameters"):
         torch.optim.Muon(model.parameters())
