@@ -83,8 +83,8 @@ class _UnknownWrapper(dict[str, str]):
         if name == FSDP_WRAPPED_MODULE:
             raise UsageError(
                 "torch.distributed.checkpoint.state_dict does not know fsdp_flat's wrapper here, so it would take this "
-                "rank's local shards for full tensors. Call fsdp_flat.install() first (or use fsdp_flat.installed()), or "
-                "call the wrapper's own methods: model.state_dict(), FSDP.optim_state_dict(model, optim) and their "
+                "rank's local shards for full tensors. Call fsdp_flat.install() first (or use fsdp_flat.installed()), "
+                "or call the wrapper's own methods: model.state_dict(), FSDP.optim_state_dict(model, optim) and their "
                 "counterparts for loading, or fsdp_flat.save_checkpoint."
             )
         return super().get(name, default)

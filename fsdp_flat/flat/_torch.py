@@ -83,8 +83,8 @@ def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REASON = (
-    "fsdp_flat all-gathers and frees parameters here, outside of any graph. What the wrapped module runs is compiled; for "
-    "fullgraph=True compile the modules inside the units instead of what holds them."
+    "fsdp_flat all-gathers and frees parameters here, outside of any graph. The code of the wrapped module is compiled; "
+    "for fullgraph=True compile the modules inside the units instead of what holds them."
 )
 
 

@@ -346,9 +346,9 @@ class Schedule(CommContext):
             # Autograd passed no output of the unit: a parameter, or a tensor that the unit stored, was used directly.
             if not (unit.is_sharded or unit.is_unsharded):
                 raise UsageError(
-                    f"A backward came to the parameters of unit {unit.name!r} while they were being all-gathered: the loss "
-                    "is made of a tensor that the unit's forward put somewhere and that is not among its outputs, so "
-                    "its gradients may be wrong. Return that tensor from the forward too, or compute it inside "
+                    f"A backward came to the parameters of unit {unit.name!r} while they were being all-gathered: the "
+                    "loss uses a tensor that the unit's forward stored and that is not among its outputs, so its "
+                    "gradients may be wrong. Return that tensor from the forward too, or compute it inside "
                     "fsdp_flat.unshard_for(model)."
                 )
             self._in_backward()

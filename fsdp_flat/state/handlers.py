@@ -135,8 +135,8 @@ def refuse_split(param: IndexedParam, name: str) -> None:
     """
     if param.adapter.groups:
         raise UnsupportedError(
-            f"State {name!r} of {param.fqn!r} (unit {param.unit.name!r}) has a handler, which is given local shards of a "
-            "full parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
+            f"State {name!r} of {param.fqn!r} (unit {param.unit.name!r}) has a handler, which is given local shards of "
+            "a full parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
             "parallelism, or out of the optimizer that keeps such states."
         )
 
