@@ -83,7 +83,7 @@ def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 _REASON = (
-    "fsdp_flat all-gathers and frees parameters here, outside of any graph. The code of the wrapped module is compiled; "
+    "fsdp_flat all-gathers and frees parameters here, outside of any graph. The wrapped module is compiled; "
     "for fullgraph=True compile the modules inside the units instead of what holds them."
 )
 

@@ -423,7 +423,7 @@ class OrigViews(Views):
             raise UsageError(
                 f"Parameter {param_info.fqn!r} of unit {self.unit_name!r} was replaced by a tensor of shape "
                 f"{tuple(data.shape)} on rank {self.rank}; expected the unsharded shape {param_info.shape} or this "
-                f"rank's local shard {tuple(target.shape)}. Change shapes before wrapping, or inside summon_full_params."
+                f"rank's local shard {tuple(target.shape)}. Change shapes before wrapping or inside summon_full_params."
             )
 
 
