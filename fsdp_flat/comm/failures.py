@@ -133,18 +133,26 @@ class WatchedWork:
         rank_group: the ranks.
         collective: returns the name of the collective, with its unit.
         sources: ranks of the group that it waits for.
+        raises_early: a failure that one of them has reported ends the wait.
     """
 
-    __slots__ = ("_doing", "_rank_group", "_sources", "_work")
+    __slots__ = ("_doing", "_raises_early", "_rank_group", "_sources", "_work")
 
     def __init__(
-        self, work: dist.Work, rank_group: RankGroup, collective: Callable[[], str], sources: list[int]
+        self,
+        work: dist.Work,
+        rank_group: RankGroup,
+        collective: Callable[[], str],
+        sources: list[int],
+        *,
+        raises_early: bool = True,
     ) -> None:
         clear_failure(rank_group)
         self._work = work
         self._rank_group = rank_group
         self._doing = collective
         self._sources = sources
+        self._raises_early = raises_early
 
     def is_completed(self) -> bool:
         """Return whether the work has completed."""
@@ -159,7 +167,7 @@ class WatchedWork:
         try:
             has_said = False
             while not self._is_over_soon():
-                if self._has_failed_peer():
+                if self._raises_early and self._has_failed_peer():
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
                 if not has_said:
                     has_said = True

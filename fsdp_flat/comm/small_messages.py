@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.failures import WatchedWork
-from fsdp_flat.comm.rank_groups import RankGroup, is_fake
+from fsdp_flat.comm.rank_groups import RankGroup, is_fake, moves_by_gloo
 
 __all__ = [
     "control_device",
@@ -47,14 +47,18 @@ def digest_of(data: bytes) -> int:
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Return a 64-bit hash of every element's bits: column sums on the tensor's device, hashed on the host."""
+    """Return a 64-bit hash of every element's bits and place: column and row sums, hashed on the host.
+
+    Sums are of 64-bit words, 512 to a row, on the tensor's device. Column sums alone would not see the order of rows.
+    """
     data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
     data = data.clone() if data.storage_offset() % 8 else data
     # Sum 64-bit words: torch widens shorter ones before it adds, which takes many times as long.
     row = 8 * _COLUMNS
     whole = data.numel() // row * row
-    sums = data[:whole].view(torch.int64).view(-1, _COLUMNS).sum(0)
-    bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in (sums, data[whole:])]
+    rows = data[:whole].view(torch.int64).view(-1, _COLUMNS)
+    parts = (rows.sum(0), rows.sum(1), data[whole:])
+    bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
     return digest_of(b"".join(bits))
 
 
@@ -122,11 +126,14 @@ def gather_bytes(payload: bytes, group: dist.ProcessGroup, device: torch.device)
 
 
 def _wait(work: Any, group: dist.ProcessGroup, where: torch.device) -> None:
-    """Wait for an exchange; on the host, log a long wait, and raise the cause if another rank has failed."""
-    if where.type == "cpu":
+    """Wait for an exchange; over gloo, log a long wait, and raise the cause if it fails.
+
+    A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
+    """
+    if moves_by_gloo(group, where):
         rank_group = RankGroup.of(group)
         others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
-        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", others)
+        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", others, raises_early=False)
     work.wait()
 
 

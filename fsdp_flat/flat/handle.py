@@ -288,6 +288,8 @@ class FlatParamHandle:
         wanted = self.orig_dtype if full else self._low_dtype
         if wanted != self.compute_dtype:
             assert self._state is ShardState.SHARDED
+            # The views are rebuilt, which would lose tensors that the user has assigned.
+            self.adopt_changes()
             self.compute_dtype = wanted
             self._switch_unsharded_params()
 

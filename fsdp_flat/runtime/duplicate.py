@@ -51,6 +51,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         return False
     unit.reshard()
     for handle in unit.handles:
+        handle.adopt_changes()
         handle.views.remove()
     try:
         convert_others()
@@ -69,7 +70,7 @@ def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     twin = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     copied = copy_unit(unit, memo)
-    remade = {"_unit", "_handle_names", *unit.forward_methods}
+    remade = {"_unit", "_handle_names", "_load", *unit.forward_methods}
     for name, value in wrapper.__dict__.items():
         if name not in remade:
             twin.__dict__[name] = copy.deepcopy(value, memo)

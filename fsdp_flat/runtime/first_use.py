@@ -21,9 +21,9 @@ __all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
 _logger = logging.getLogger("fsdp_flat")
 # Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
 _FORWARDS_COMPARED = (1, 2, 4, 8)
-_WRITTEN = ErrorTexts("the check of weights that left the meta device")
+_WRITTEN = ErrorTexts("checking weights that left the meta device")
 _TRAINED = ErrorTexts(
-    "the comparison of which parameters are trained",
+    "comparing which parameters are trained",
     "Ranks run different units, or train different parameters of one.",
     "Every rank must run the same units in the same order, and freeze the same parameters.",
 )

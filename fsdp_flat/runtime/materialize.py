@@ -172,7 +172,7 @@ class _WeightTexts(ErrorTexts):
         return f"Ranks start from different weights: {name} of rank {rank} differs from that of rank 0 of the group"
 
 
-_WEIGHTS = _WeightTexts("the comparison of weights")
+_WEIGHTS = _WeightTexts("comparing weights")
 _ADVICE = (
     'To mend it, pass sync_module_states="auto" (or True) to start from rank 0\'s weights, seed every rank alike, or '
     "load a checkpoint on every rank."

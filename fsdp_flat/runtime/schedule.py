@@ -37,7 +37,7 @@ _MAX_PENDING_ITERATIONS = 32
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
 _GRADS_PER_POLL = 4
 _ORDER = ErrorTexts(
-    "the comparison of their collectives",
+    "comparing their collectives",
     "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
     "gradients are dropped.",
     "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "

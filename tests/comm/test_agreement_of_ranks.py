@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -94,12 +95,13 @@ def test_errors_of_all_ranks_stay_their_own_and_agreeing_ranks_have_none(rank: i
 
 
 @on_ranks(2, timeout=50)
-def test_a_rank_that_has_failed_elsewhere_ends_the_wait_of_the_others_with_its_text(rank: int) -> None:
+def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> None:
     rank_group = RankGroup.of(dist.new_group(timeout=timedelta(seconds=40)))
     dist.barrier()
     if rank == 1:
+        # The caller has caught the error, and goes on.
         report_failure(rank_group, "raised ValueError: an odd batch")
-    else:
-        with patience(0.5), pytest.raises(PeerFailureError, match="rank 1 raised ValueError: an odd batch"):
-            agree(["one"], None, [rank_group], CPU, TEXTS)
+        time.sleep(2)
+    with patience(0.5):
+        agree(["one"], None, [rank_group], CPU, TEXTS)
     dist.barrier()

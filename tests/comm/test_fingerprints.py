@@ -30,3 +30,10 @@ def test_a_change_of_any_element_changes_the_fingerprint_of_its_tensor_alone(dty
 def test_parameters_and_strided_tensors_have_the_fingerprint_of_their_values() -> None:
     every_other = torch.arange(20.0)[::2]
     assert fingerprints([torch.nn.Parameter(every_other)]) == fingerprints([every_other.clone()])
+
+
+@pytest.mark.parametrize("shape", [(64, 1024), (3, 512), (128, 512, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_in_another_order_change_the_fingerprint(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape).to(dtype)
+    assert fingerprints([tensor]) != fingerprints([tensor.flip(0)])

@@ -231,6 +231,24 @@ def test_full_precision_in_eval_equals_the_plain_model(
     assert model.train()(x).dtype == BF16
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_a_weight_assigned_before_an_evaluation_in_full_precision_is_used(
+    strategy: str, rank: int, num_ranks: int
+) -> None:
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    low = MixedPrecision(param_dtype=BF16)
+    model = sharded(small_model(), strategy, use_orig_params=True, mixed_precision=low)
+    del os.environ["FSDP_USE_FULL_PREC_IN_EVAL"]
+    x = batches(num_ranks)[rank]
+    model(x).float().pow(2).mean().backward()
+    first, plain = model.module[0], small_model()
+    for layer in (first, plain[0]):
+        layer.weight = nn.Parameter(torch.full((layer.out_features, layer.in_features), 0.25))
+    with torch.no_grad():
+        assert_near(model.eval()(x), plain.eval()(x), 1e-5, "eval output")
+
+
 @pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
 @on_ranks(2)
 def test_a_first_evaluation_in_full_precision_and_inference_mode_leaves_training_right(

@@ -305,3 +305,15 @@ def test_train_and_eval_switch_every_wrapped_module(use_orig_params: bool) -> No
     assert model.train()(x).eq(0).any()
     with torch.no_grad(), unshard_for(model):
         assert tuple(model.module[0].weight.shape) == (4, 3)
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@on_ranks(2)
+def test_a_weight_assigned_before_a_conversion_is_converted(strategy: str, rank: int) -> None:
+    model = shard(seeded(), strategy, use_orig_params=True)
+    square_loss(model, batch(rank)).backward()
+    value = torch.full((5, 3), 0.25)
+    model.module.first.weight = nn.Parameter(value.clone())
+    model.double()
+    with FSDP.summon_full_params(model, writeback=False):
+        assert_equal(model.module.first.weight.detach(), value.double())
