@@ -23,7 +23,7 @@ from tests.support.kit import BLOCKS, Block, Stack, full_params, mesh, square_lo
 
 def other_shape() -> tuple[nn.Module, dict[str, Any]]:
     module = Stack()
-    module.blocks[1].up = nn.Linear(8, 17)
+    module.blocks[1].up = nn.Linear(8, 16)
     return module, {}
 
 
@@ -71,10 +71,10 @@ def other_sync() -> tuple[nn.Module, dict[str, Any]]:
 
 
 CASES: list[tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = [
-    (other_shape, "'blocks.1.up.weight' of shape (17, 8)"),
+    (other_shape, "'blocks.1.up.weight' of shape (16, 8)"),
     (other_name, "blocks.1."),
-    (other_dtype, "'blocks.2.up.weight' of shape (16, 8), torch.float64"),
-    (other_requires_grad, "'blocks.0.up.weight' of shape (16, 8), torch.float32, requires_grad=False"),
+    (other_dtype, "'blocks.2.up.weight' of shape (17, 8), torch.float64"),
+    (other_requires_grad, "'blocks.0.up.weight' of shape (17, 8), torch.float32, requires_grad=False"),
     (other_number, "unit 'blocks.3'"),
     (other_policy, "unit 'first'"),
     (other_views, "use_orig_params=True"),

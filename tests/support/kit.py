@@ -33,8 +33,9 @@ class Block(nn.Module):
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width, bias=False)
+        # An odd number, so that there is padding between parameters.
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
         self.calls = 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
