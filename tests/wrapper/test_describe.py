@@ -106,21 +106,21 @@ def test_a_plan_for_replicas_is_what_a_hybrid_mesh_makes() -> None:
 TABLE = """\
 unit      strategy    dtype    parameters  elements  trainable  shard  gradient  gathered
 Stack     FULL_SHARD  float32           4       117        117    236       236       472
-blocks.0  FULL_SHARD  float32           3       272          0    544         0     1,088
-blocks.1  FULL_SHARD  float32           3       272        128    544       256     1,088
-blocks.2  FULL_SHARD  float32           3       272        272    544       544     1,088
-all                                    13       933        517  1,868     1,036     3,736
-2 shards x 1 replicas; bytes of one rank; gathered at one time: at most 2,648"""
+blocks.0  FULL_SHARD  float32           3       289          0    584         0     1,168
+blocks.1  FULL_SHARD  float32           3       289        136    580       272     1,160
+blocks.2  FULL_SHARD  float32           3       289        289    584       584     1,168
+all                                    13       984        542  1,984     1,092     3,968
+2 shards x 1 replicas; bytes of one rank; gathered at one time: at most 2,808"""
 
 
 def test_a_plan_prints_a_table_and_needs_no_process_group() -> None:
     assert not dist.is_initialized()
     planned = plan(frozen_stack(), 2, auto_wrap_policy=BLOCKS, use_orig_params=True)
     assert str(planned) == TABLE
-    assert (planned.numel, planned.shard_nbytes, planned.grad_nbytes) == (933, 1868, 1036)
+    assert (planned.numel, planned.shard_nbytes, planned.grad_nbytes) == (984, 1984, 1092)
     ignoring = plan(Stack(), 2, auto_wrap_policy=BLOCKS, ignored_modules=[(stack := Stack()).head])
-    assert ignoring.numel == 933, "a module of another model is not in this one"
-    assert plan(stack, 2, auto_wrap_policy=BLOCKS, ignored_modules=[stack.head]).numel == 933 - 45
+    assert ignoring.numel == 984, "a module of another model is not in this one"
+    assert plan(stack, 2, auto_wrap_policy=BLOCKS, ignored_modules=[stack.head]).numel == 984 - 45
 
 
 def test_numbers_of_ranks_that_do_not_fit_and_models_without_units_are_refused() -> None:
