@@ -134,7 +134,8 @@ def save_checkpoint(
         The save; :meth:`CheckpointSave.wait` returns its directory, or raises the error of the background save.
 
     Raises:
-        OptionError: bad arguments, an ``extra`` that cannot be read back safely, or an optimizer of another model.
+        OptionError: bad arguments, an optimizer of another model, or values that cannot be read back safely: in
+            ``extra``, of the optimizer, or from a module's ``get_extra_state``.
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
@@ -149,7 +150,7 @@ def save_checkpoint(
         _check_arguments(step, keep_last)
         bar = progress_bar("Saving", asked=progress, here=together.rank == 0)
         values.add_model(model, copy=background)
-        values.tensors["extra"] = {str(together.rank): packed(extra)}
+        values.tensors["extra"] = {str(together.rank): packed(extra, "extra")}
         if optim is not None:
             contents = contents_of(optim)
             check_readable(contents)

@@ -62,8 +62,12 @@ def serialized(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def packed(value: Any) -> bytes:
+def packed(value: Any, source: str) -> bytes:
     """Serialize ``value``, and check that it can be read back with ``weights_only``.
+
+    Args:
+        value: the value.
+        source: names the value in the error.
 
     Raises:
         OptionError: it cannot.
@@ -73,8 +77,8 @@ def packed(value: Any) -> bytes:
         unpacked(data)
     except Exception as error:
         raise OptionError(
-            "extra (or the optimizer's settings) holds something that torch.load(weights_only=True) refuses to read "
-            f"back, for safety: {str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
+            f"{source} holds something that torch.load(weights_only=True) refuses to read back, for safety: "
+            f"{str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
         ) from error
     return data
 
@@ -88,7 +92,7 @@ def check_readable(contents: OptimContents) -> None:
     """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`packed`."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
     states = [[each for each in row.values() if not isinstance(each, torch.Tensor)] for row in contents.state.values()]
-    packed([groups, states])
+    packed([groups, states], "The optimizer")
 
 
 class CheckpointValues:
@@ -106,7 +110,11 @@ class CheckpointValues:
         self.plain: dict[str, Any] = {}
 
     def add_model(self, model: nn.Module, *, copy: bool) -> None:
-        """Add the model's tensors, as boxes, and its other values."""
+        """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``).
+
+        Raises:
+            OptionError: a value cannot be read back safely.
+        """
         for unit in units_of(model):
             check_idle(unit, "save_checkpoint")
         # The state dict of a compiled model has torch.compile's prefix in its names.
@@ -114,7 +122,9 @@ class CheckpointValues:
         tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         # Boxes are copies already; buffers are the live ones.
         self.tensors["model"] = {name: _copied(value) if copy else value for name, value in tensors.items()}
-        self.plain["model"] = {name: value for name, value in found.items() if name not in tensors}
+        plain = {name: value for name, value in found.items() if name not in tensors}
+        packed(plain, "The state dict's values that are no tensors (get_extra_state)")
+        self.plain["model"] = plain
 
     def add_optim(self, model: nn.Module, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
         """Add the optimizer's states. Every rank must call this: a state that has a handler is merged on one rank."""

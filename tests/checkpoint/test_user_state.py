@@ -1,0 +1,60 @@
+"""Checkpoints of models with values and methods of their own, and ranks that fail alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import load_checkpoint, save_checkpoint
+from fsdp_flat.errors import OptionError
+from tests.support import on_ranks
+from tests.support.kit import square_loss
+
+
+class WithExtra(nn.Module):
+    """A layer, and a value that is no tensor."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.extra = extra
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+class Unreadable:
+    """No class that torch.load(weights_only=True) knows."""
+
+
+def trained(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    square_loss(model, torch.ones(2, 3)).backward()
+    optimizer.step()
+    return optimizer
+
+
+@on_ranks(2)
+def test_an_extra_state_that_could_not_be_loaded_is_refused_at_the_save(tmp_path: Path) -> None:
+    model = FSDP(WithExtra({"steps": 3, "odd": Unreadable()}))
+    with pytest.raises(OptionError, match=r"get_extra_state\) holds something that torch.load"):
+        save_checkpoint(tmp_path, model)
+    assert list(tmp_path.iterdir()) == []
+    model.module.extra = {"steps": 3}
+    save_checkpoint(tmp_path, model)
+    dist.barrier()
+    model.module.extra = None
+    load_checkpoint(tmp_path, model)
+    assert model.module.extra == {"steps": 3}
