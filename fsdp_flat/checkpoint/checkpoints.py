@@ -292,7 +292,7 @@ def _write(
     try:
         if start.is_prepared:
             written = write_files(values.tensors, writing, together.rank, update)
-            text = json.dumps([written, _records(writing, together.rank), values.rows_text()])
+            text = json.dumps([written, _records(writing, together.rank), values.rows_text])
     except Exception as raised:
         error = raised
     texts = together.gather_texts(text)

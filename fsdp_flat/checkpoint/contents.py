@@ -100,13 +100,15 @@ class CheckpointValues:
 
     Attributes:
         tensors: nested dicts of this rank's tensors.
-        rows: by parameter, the optimizer states of this rank that are no tensors.
+        rows: by parameter, the optimizer states of this rank that are no tensors; serialized by :meth:`keep_share`.
+        rows_text: the rows that this rank sends, as a text for :meth:`plain_of`; empty if there are none.
         plain: all other values that are no tensors; rank 0's are saved.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
         self.rows: dict[str, dict[str, Any]] = {}
+        self.rows_text = ""
         self.plain: dict[str, Any] = {}
 
     def add_model(self, model: nn.Module, *, copy: bool) -> None:
@@ -123,8 +125,8 @@ class CheckpointValues:
         # Boxes are copies already; buffers are the live ones.
         self.tensors["model"] = {name: _copied(value) if copy else value for name, value in tensors.items()}
         plain = {name: value for name, value in found.items() if name not in tensors}
-        packed(plain, "The state dict's values that are no tensors (get_extra_state)")
-        self.plain["model"] = plain
+        # A copy: a thread may write them while training changes the live ones.
+        self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
 
     def add_optim(self, model: nn.Module, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
         """Add the optimizer's states. Every rank must call this: a state that has a handler is merged on one rank."""
@@ -149,6 +151,8 @@ class CheckpointValues:
 
     def keep_share(self, model: nn.Module, rank: int, *, is_alike: bool) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
+
+        Rows are serialized, so that training can change the live ones while a thread writes.
 
         Args:
             model: the model.
@@ -177,7 +181,8 @@ class CheckpointValues:
         self.tensors["model"] = mine(self.tensors["model"])
         if "optim" in self.tensors:
             self.tensors["optim"]["state"] = mine(self.tensors["optim"]["state"])
-        self.rows = mine({fqn: row for fqn, row in self.rows.items() if row and has_own_rows(fqn)})
+        rows = mine({fqn: row for fqn, row in self.rows.items() if row and has_own_rows(fqn)})
+        self.rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
 
     @property
     def nbytes(self) -> int:
@@ -187,15 +192,11 @@ class CheckpointValues:
         parts = [each.parts if isinstance(each, BoxedTensor) else (each,) for each in tensors]
         return sum(part.nbytes for each in parts for part in each)
 
-    def rows_text(self) -> str:
-        """Return this rank's rows as a text for :meth:`plain_of`."""
-        return base64.b64encode(serialized(self.rows)).decode()
-
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
-        """Serialize the plain values with the rows of all ranks."""
+        """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
         if "optim" in self.plain:
             state: dict[str, dict[str, Any]] = {}
-            for text in each_rows:
+            for text in filter(None, each_rows):
                 state = {**unpacked(base64.b64decode(text)), **state}
             self.plain["optim"]["state"] = state
         return serialized(self.plain)

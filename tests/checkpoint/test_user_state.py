@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
+from fsdp_flat.checkpoint import CheckpointSave
 from fsdp_flat.errors import OptionError
 from tests.support import on_ranks
 from tests.support.kit import square_loss
+
+KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 
 
 class WithExtra(nn.Module):
@@ -58,3 +63,34 @@ def test_an_extra_state_that_could_not_be_loaded_is_refused_at_the_save(tmp_path
     model.module.extra = None
     load_checkpoint(tmp_path, model)
     assert model.module.extra == {"steps": 3}
+
+
+@KINDS
+@on_ranks(2)
+def test_values_that_change_during_a_save_in_the_background_are_saved_as_they_were(
+    use_orig_params: bool, tmp_path: Path
+) -> None:
+    """The thread is held until the values have changed."""
+    model = FSDP(WithExtra({"seen": [1]}), use_orig_params=use_orig_params)
+    optimizer = trained(model)
+    for param in model.parameters():
+        if param in optimizer.state:
+            optimizer.state[param]["history"] = [1]
+    is_changed = threading.Event()
+
+    def held(save: CheckpointSave, work: Callable[[], None]) -> None:
+        start(save, lambda: (is_changed.wait(), work()))
+
+    start = CheckpointSave._run
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointSave, "_run", held)
+        saving = save_checkpoint(tmp_path, model, optimizer, background=True)
+    model.module.extra["seen"].append(2)
+    for row in optimizer.state.values():
+        row["history"].append(2)
+    is_changed.set()
+    saving.wait()
+    dist.barrier()
+    load_checkpoint(tmp_path, model, optimizer)
+    assert model.module.extra == {"seen": [1]}
+    assert all(row["history"] == [1] for row in optimizer.state.values())
