@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint import CheckpointSave
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, PeerFailureError
 from tests.support import on_ranks
 from tests.support.kit import square_loss
 
@@ -94,3 +94,40 @@ def test_values_that_change_during_a_save_in_the_background_are_saved_as_they_we
     load_checkpoint(tmp_path, model, optimizer)
     assert model.module.extra == {"seen": [1]}
     assert all(row["history"] == [1] for row in optimizer.state.values())
+
+
+class WithIgnored(nn.Module):
+    """A layer, and a parameter to leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.free = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) + self.free
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("where", ["fsdp_flat.state.save_states._copied", "fsdp_flat.checkpoint.contents.zlib.crc32"])
+@on_ranks(2)
+def test_a_rank_that_fails_alone_after_the_comparison_fails_the_save_on_all(
+    where: str, failing: int, background: bool, tmp_path: Path, rank: int
+) -> None:
+    inner = WithIgnored()
+    model = FSDP(inner, ignored_states=[inner.free])
+    optimizer = trained(model)
+
+    def fail(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == failing:
+            patch.setattr(where, fail)
+        with pytest.raises(MemoryError if rank == failing else PeerFailureError, match="no room"):
+            save_checkpoint(tmp_path, model, optimizer, background=background).wait()
+    dist.barrier()
+    assert not any(path.suffix != ".writing" for path in tmp_path.iterdir())
+    dist.barrier()
+    assert save_checkpoint(tmp_path, model, optimizer).path.is_dir()
