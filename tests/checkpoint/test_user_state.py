@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import load_checkpoint, save_checkpoint
+from fsdp_flat import ShardingStrategy, load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint import CheckpointSave
-from fsdp_flat.errors import OptionError, PeerFailureError
+from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.support import on_ranks
 from tests.support.kit import square_loss
 
@@ -131,3 +132,38 @@ def test_a_rank_that_fails_alone_after_the_comparison_fails_the_save_on_all(
     assert not any(path.suffix != ".writing" for path in tmp_path.iterdir())
     dist.barrier()
     assert save_checkpoint(tmp_path, model, optimizer).path.is_dir()
+
+
+@pytest.mark.parametrize("raised", [OSError("no such disk"), ValueError("no such number")])
+@on_ranks(2)
+def test_a_rank_that_cannot_read_fails_the_load_on_all(raised: Exception, tmp_path: Path, rank: int) -> None:
+    model = FSDP(WithExtra(None))
+    optimizer = trained(model)
+    save_checkpoint(tmp_path, model, optimizer)
+    dist.barrier()
+
+    def fail(*_: Any) -> Any:
+        raise raised
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(dcp.FileSystemReader, "read_data", fail)
+        with pytest.raises(LoadError if rank == 1 else PeerFailureError, match=r"cannot be read: .*no such") as caught:
+            load_checkpoint(tmp_path, model, optimizer)
+    if rank == 1:
+        assert caught.value.__cause__ is raised
+    assert load_checkpoint(tmp_path, model, optimizer).step == 0
+
+
+@on_ranks(1)
+def test_an_interrupt_during_a_load_stays_one(tmp_path: Path) -> None:
+    model = FSDP(WithExtra(None), sharding_strategy=ShardingStrategy.NO_SHARD)
+    save_checkpoint(tmp_path, model)
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp.FileSystemReader, "read_data", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            load_checkpoint(tmp_path, model)
