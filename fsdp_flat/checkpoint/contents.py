@@ -22,10 +22,10 @@ from fsdp_flat.state import (
     OptimContents,
     ParamIndex,
     Peers,
-    TypedStateDict,
     codec_of,
     save_optim_state,
     settings_for,
+    state_dict_in,
     template_states,
 )
 
@@ -51,8 +51,7 @@ def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
         copy: copy the shards to the CPU.
     """
     config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    destination = TypedStateDict(settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
-    return model.state_dict(destination=destination)
+    return state_dict_in(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
 
 
 def serialized(value: Any) -> bytes:

@@ -14,10 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy, load_checkpoint, save_checkpoint
+from fsdp_flat import ShardingStrategy, iter_full_state_dict, load_checkpoint, save_checkpoint
 from fsdp_flat.checkpoint import CheckpointSave
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
-from tests.support import on_ranks
+from tests.runtime.kit import recorded
+from tests.support import assert_equal, on_ranks
 from tests.support.kit import square_loss
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
@@ -167,3 +168,49 @@ def test_an_interrupt_during_a_load_stays_one(tmp_path: Path) -> None:
         patch.setattr(dcp.FileSystemReader, "read_data", interrupt)
         with pytest.raises(KeyboardInterrupt):
             load_checkpoint(tmp_path, model)
+
+
+class WithPlainMethod(nn.Module):
+    """A wrapper inside of a module whose ``state_dict`` takes no arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = FSDP(nn.Linear(3, 8))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.net(x))
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict()
+
+
+class WithOwnDict(WithPlainMethod):
+    """The same with a dict of its own."""
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Any]:
+        parts = {"net": self.net.state_dict(), "head": self.head.state_dict()}
+        return {f"{name}.{key}": value for name, part in parts.items() for key, value in part.items()}
+
+
+@pytest.mark.parametrize("kind", [WithPlainMethod, WithOwnDict])
+@on_ranks(2)
+def test_a_module_with_a_state_dict_method_of_its_own_is_saved_in_shards(
+    kind: type[nn.Module], tmp_path: Path, rank: int
+) -> None:
+    torch.manual_seed(0)
+    model = kind()
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with recorded() as record:
+        save_checkpoint(tmp_path / "run", model)
+    # Integers, lengths and texts; no parameter is all-gathered.
+    assert record.counts() == {"all_gather": 3, "gather": 1}
+    dist.barrier()
+    metadata = dcp.FileSystemReader(tmp_path / "run" / "step-00000000").read_metadata().state_dict_metadata
+    assert len(metadata["model.net.weight"].chunks) >= 2
+    assert_equal(dict(iter_full_state_dict(model, dst=None)), expected)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    load_checkpoint(tmp_path / "run", model)
+    assert_equal(dict(model.state_dict()), expected)
