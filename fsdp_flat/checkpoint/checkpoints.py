@@ -27,7 +27,7 @@ from fsdp_flat.checkpoint.contents import (
 )
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.comm import digest_of
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
 from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
 from fsdp_flat.state import OptimContents, contents_of, load_optim_state
 
@@ -134,7 +134,8 @@ def save_checkpoint(
         The save; :meth:`CheckpointSave.wait` returns its directory, or raises the error of the background save.
 
     Raises:
-        OptionError: bad arguments, an ``extra`` that cannot be read back safely, or an optimizer of another model.
+        OptionError: bad arguments, an optimizer of another model, or values that cannot be read back safely: in
+            ``extra``, of the optimizer, or from a module's ``get_extra_state``.
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
@@ -149,7 +150,7 @@ def save_checkpoint(
         _check_arguments(step, keep_last)
         bar = progress_bar("Saving", asked=progress, here=together.rank == 0)
         values.add_model(model, copy=background)
-        values.tensors["extra"] = {str(together.rank): packed(extra)}
+        values.tensors["extra"] = {str(together.rank): packed(extra, "extra")}
         if optim is not None:
             contents = contents_of(optim)
             check_readable(contents)
@@ -159,7 +160,11 @@ def save_checkpoint(
     except Exception as error:
         start.error = error
     start.compare(values, contents, copy=background)
-    values.keep_share(model, together.rank, is_alike=start.is_alike)
+    if start.error is None:
+        try:
+            values.keep_share(model, together.rank, is_alike=start.is_alike)
+        except Exception as error:
+            start.error = error
     save = CheckpointSave(start.step, disk.path_of(directory, start.step))
 
     def write(together: Consensus) -> None:
@@ -213,7 +218,8 @@ class _Start:
     Attributes:
         ranks: the global ranks.
         step: the checkpoint's number, as rank 0 has chosen it.
-        error: the exception that stopped this rank before.
+        error: the exception that stopped this rank. One from after the comparison is raised like those of the writing,
+            at which ranks meet again.
         file_error: the exception of rank 0 that the file system raised; it is raised like those of the writing.
         is_prepared: rank 0 has no such exception.
         names: names of the tensors that no unit manages.
@@ -244,7 +250,10 @@ class _Start:
             self.file_error = error
 
     def compare(self, values: CheckpointValues, contents: OptimContents | None, *, copy: bool) -> None:
-        """Compare all ranks, and add the states of the optimizer; raise on every rank if any cannot save."""
+        """Compare all ranks, and add the states of the optimizer; raise on every rank if any cannot save.
+
+        An exception on one rank alone after the comparison is kept in ``error``.
+        """
         if contents is None or self.error is not None:
             handles = [handle for unit in units_of(self._model) for handle in unit.handles]
             # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
@@ -258,8 +267,10 @@ class _Start:
         # Once ranks have compared, only merges and transfers may fail on one rank alone.
         if self._is_compared and (contents.owners or any(unit.optim_state_handlers for unit in units_of(self._model))):
             self._together.fail(error)
-        elif error is not None:
+        elif error is not None and (not self._is_compared or isinstance(error, FsdpFlatError)):
+            # The comparison raises on every rank.
             raise error
+        self.error = error
 
     def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
@@ -287,11 +298,11 @@ def _write(
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
     writing = disk.writing_path(directory, start.step)
-    text, error = "", start.file_error
+    text, error = "", start.error or start.file_error
     try:
-        if start.is_prepared:
+        if error is None and start.is_prepared:
             written = write_files(values.tensors, writing, together.rank, update)
-            text = json.dumps([written, _records(writing, together.rank), values.rows_text()])
+            text = json.dumps([written, _records(writing, together.rank), values.rows_text])
     except Exception as raised:
         error = raised
     texts = together.gather_texts(text)

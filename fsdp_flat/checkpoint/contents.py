@@ -22,10 +22,10 @@ from fsdp_flat.state import (
     OptimContents,
     ParamIndex,
     Peers,
-    TypedStateDict,
     codec_of,
     save_optim_state,
     settings_for,
+    state_dict_in,
     template_states,
 )
 
@@ -51,8 +51,7 @@ def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
         copy: copy the shards to the CPU.
     """
     config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    destination = TypedStateDict(settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
-    return model.state_dict(destination=destination)
+    return state_dict_in(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
 
 
 def serialized(value: Any) -> bytes:
@@ -62,8 +61,12 @@ def serialized(value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def packed(value: Any) -> bytes:
+def packed(value: Any, source: str) -> bytes:
     """Serialize ``value``, and check that it can be read back with ``weights_only``.
+
+    Args:
+        value: the value.
+        source: names the value in the error.
 
     Raises:
         OptionError: it cannot.
@@ -73,8 +76,8 @@ def packed(value: Any) -> bytes:
         unpacked(data)
     except Exception as error:
         raise OptionError(
-            "extra (or the optimizer's settings) holds something that torch.load(weights_only=True) refuses to read "
-            f"back, for safety: {str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
+            f"{source} holds something that torch.load(weights_only=True) refuses to read back, for safety: "
+            f"{str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
         ) from error
     return data
 
@@ -88,7 +91,7 @@ def check_readable(contents: OptimContents) -> None:
     """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`packed`."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
     states = [[each for each in row.values() if not isinstance(each, torch.Tensor)] for row in contents.state.values()]
-    packed([groups, states])
+    packed([groups, states], "The optimizer")
 
 
 class CheckpointValues:
@@ -96,17 +99,23 @@ class CheckpointValues:
 
     Attributes:
         tensors: nested dicts of this rank's tensors.
-        rows: by parameter, the optimizer states of this rank that are no tensors.
+        rows: by parameter, the optimizer states of this rank that are no tensors; serialized by :meth:`keep_share`.
+        rows_text: the rows that this rank sends, as a text for :meth:`plain_of`; empty if there are none.
         plain: all other values that are no tensors; rank 0's are saved.
     """
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
         self.rows: dict[str, dict[str, Any]] = {}
+        self.rows_text = ""
         self.plain: dict[str, Any] = {}
 
     def add_model(self, model: nn.Module, *, copy: bool) -> None:
-        """Add the model's tensors, as boxes, and its other values."""
+        """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``).
+
+        Raises:
+            OptionError: a value cannot be read back safely.
+        """
         for unit in units_of(model):
             check_idle(unit, "save_checkpoint")
         # The state dict of a compiled model has torch.compile's prefix in its names.
@@ -114,7 +123,9 @@ class CheckpointValues:
         tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
         # Boxes are copies already; buffers are the live ones.
         self.tensors["model"] = {name: _copied(value) if copy else value for name, value in tensors.items()}
-        self.plain["model"] = {name: value for name, value in found.items() if name not in tensors}
+        plain = {name: value for name, value in found.items() if name not in tensors}
+        # A copy: a thread may write them while training changes the live ones.
+        self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
 
     def add_optim(self, model: nn.Module, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
         """Add the optimizer's states. Every rank must call this: a state that has a handler is merged on one rank."""
@@ -139,6 +150,8 @@ class CheckpointValues:
 
     def keep_share(self, model: nn.Module, rank: int, *, is_alike: bool) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
+
+        Rows are serialized, so that training can change the live ones while a thread writes.
 
         Args:
             model: the model.
@@ -167,7 +180,8 @@ class CheckpointValues:
         self.tensors["model"] = mine(self.tensors["model"])
         if "optim" in self.tensors:
             self.tensors["optim"]["state"] = mine(self.tensors["optim"]["state"])
-        self.rows = mine({fqn: row for fqn, row in self.rows.items() if row and has_own_rows(fqn)})
+        rows = mine({fqn: row for fqn, row in self.rows.items() if row and has_own_rows(fqn)})
+        self.rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
 
     @property
     def nbytes(self) -> int:
@@ -177,15 +191,11 @@ class CheckpointValues:
         parts = [each.parts if isinstance(each, BoxedTensor) else (each,) for each in tensors]
         return sum(part.nbytes for each in parts for part in each)
 
-    def rows_text(self) -> str:
-        """Return this rank's rows as a text for :meth:`plain_of`."""
-        return base64.b64encode(serialized(self.rows)).decode()
-
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
-        """Serialize the plain values with the rows of all ranks."""
+        """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
         if "optim" in self.plain:
             state: dict[str, dict[str, Any]] = {}
-            for text in each_rows:
+            for text in filter(None, each_rows):
                 state = {**unpacked(base64.b64decode(text)), **state}
             self.plain["optim"]["state"] = state
         return serialized(self.plain)

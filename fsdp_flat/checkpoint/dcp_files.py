@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -204,18 +205,34 @@ def read_into(state: dict[str, Any], reader: SafeReader) -> None:
     Args:
         state: nested dicts of tensors.
         reader: reader of the checkpoint's directory.
+
+    Raises:
+        LoadError: the files cannot be read.
     """
-    with _torch_warnings_ignored():
-        dcp.load(state, storage_reader=reader, planner=_SafeLoadPlanner(), no_dist=True)
+    _load(state, reader, _SafeLoadPlanner())
 
 
 def read_value(fqn: str, reader: SafeReader) -> Any:
-    """Read a value other than a tensor, under its flattened name."""
+    """Read a value other than a tensor, under its flattened name.
+
+    Raises:
+        LoadError: the files cannot be read.
+    """
     state = {fqn: None}
-    planner = _SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    with _torch_warnings_ignored():
-        dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    _load(state, reader, _SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
     return state[fqn]
+
+
+def _load(state: dict[str, Any], reader: SafeReader, planner: _SafeLoadPlanner) -> None:
+    try:
+        with _torch_warnings_ignored():
+            dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        # torch's is no Exception, and wraps whatever was raised, a KeyboardInterrupt too.
+        cause = next((raised for raised, _ in error.failures.values()), error)
+        if isinstance(cause, LoadError) or not isinstance(cause, (Exception, CheckpointException)):
+            raise cause from None
+        raise LoadError(f"{reader.path} cannot be read: {cause!r}. Nothing was loaded.") from cause
 
 
 @contextmanager

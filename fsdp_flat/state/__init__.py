@@ -1,7 +1,7 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
 from fsdp_flat.state.boxed import BoxedTensor, boxes_of
-from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, TypedStateDict, codec_of, settings_for
+from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, codec_of, settings_for
 from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
@@ -9,6 +9,7 @@ from fsdp_flat.state.model_dicts import (
     get_state_dict_type,
     save_model,
     set_state_dict_type,
+    state_dict_in,
     state_dict_type,
     with_wrapper_versions,
 )
@@ -43,7 +44,6 @@ __all__ = [
     "StateDictCodec",
     "StatePart",
     "StateShard",
-    "TypedStateDict",
     "boxes_of",
     "codec_of",
     "contents_of",
@@ -67,6 +67,7 @@ __all__ = [
     "save_unit",
     "set_state_dict_type",
     "settings_for",
+    "state_dict_in",
     "state_dict_type",
     "template_states",
     "with_wrapper_versions",

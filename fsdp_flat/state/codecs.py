@@ -5,7 +5,6 @@ A new state-dict type is a member of ``api.StateDictType``, a subclass of ``Stat
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -36,7 +35,6 @@ __all__ = [
     "DEFAULT_SETTINGS",
     "FULL",
     "CodecRow",
-    "TypedStateDict",
     "codec_of",
     "decoder_of",
     "settings_for",
@@ -92,20 +90,6 @@ def decoder_of(value: Any) -> StateDictCodec:
             if codec is not None and codec.reads(value):
                 return codec
     return FULL
-
-
-class TypedStateDict(OrderedDict[str, Any]):
-    """Collects a state dict of one type, whichever type is set on the wrappers: pass it as ``destination``.
-
-    torch passes ``destination`` to every module below, so nothing is set on the model.
-
-    Attributes:
-        settings: the type and its options.
-    """
-
-    def __init__(self, settings: StateDictSettings) -> None:
-        super().__init__()
-        self.settings = settings
 
 
 def settings_for(

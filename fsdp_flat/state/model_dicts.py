@@ -18,10 +18,17 @@ from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
-from fsdp_flat.state.codecs import TypedStateDict, codec_of, settings_for
+from fsdp_flat.state.codecs import codec_of, settings_for
 from fsdp_flat.state.model_state import gather_units, save_unit
 
-__all__ = ["get_state_dict_type", "save_model", "set_state_dict_type", "state_dict_type", "with_wrapper_versions"]
+__all__ = [
+    "get_state_dict_type",
+    "save_model",
+    "set_state_dict_type",
+    "state_dict_in",
+    "state_dict_type",
+    "with_wrapper_versions",
+]
 
 
 def set_state_dict_type(
@@ -97,6 +104,26 @@ def state_dict_type(
             unit.state_dict_settings = previous
 
 
+# By unit, settings that replace its own while a model's state dict is made.
+_forced: ContextVar[Mapping[Unit, StateDictSettings]] = ContextVar("fsdp_flat_forced", default=MappingProxyType({}))
+
+
+def state_dict_in(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
+    """Return a model's state dict in the type of ``settings``, whichever is set on its wrappers.
+
+    Nothing is set on the model or passed to ``state_dict``, which its modules may override.
+
+    Args:
+        model: a wrapper, or a module that holds wrappers.
+        settings: the type and its options.
+    """
+    token = _forced.set({**_forced.get(), **dict.fromkeys(units_of(model), settings)})
+    try:
+        return model.state_dict()
+    finally:
+        _forced.reset(token)
+
+
 # For each unit of the saves in progress, the tensors gathered for the save that it belongs to.
 _saves: ContextVar[Mapping[Unit, dict[Unit, Any]]] = ContextVar("fsdp_flat_saves", default=MappingProxyType({}))
 
@@ -122,8 +149,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     prefix = kwargs.get("prefix", "")
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
-    given, saves = kwargs.get("destination"), _saves.get()
-    settings = given.settings if isinstance(given, TypedStateDict) else unit.state_dict_settings
+    saves, settings = _saves.get(), _forced.get().get(unit, unit.state_dict_settings)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
