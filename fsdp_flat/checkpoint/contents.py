@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -170,9 +171,12 @@ class CheckpointValues:
             return zlib.crc32(name.encode()) % replicas.size == replicas.rank
 
         def has_own_rows(name: str) -> bool:
-            # Without original parameters all ranks of a shard group have the same rows.
+            # Ranks with elements of a parameter have the same row: the one with the first element sends it.
             param = by_name.get(name)
-            return param is None or param.is_original or param.rank_group.rank == 0
+            if param is None:
+                return True
+            run = param.local_shard.in_param
+            return param.rank_group.rank == 0 if math.prod(param.shape) == 0 else run.start == 0 and not run.is_empty
 
         def mine(values: dict[str, Any]) -> dict[str, Any]:
             return {name: value for name, value in values.items() if is_mine(name, value)}

@@ -9,10 +9,12 @@ storage of torch.distributed.checkpoint, is not used: it writes a file only from
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import BinaryIO
 
@@ -52,7 +54,11 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         """Size of the tensor's data in bytes."""
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def fits(self, start: int, stop: int) -> bool:
+        """Return whether the bytes from ``start`` to ``stop`` can be the tensor's data."""
+        return start >= 0 and stop - start == self.nbytes and all(size >= 0 for size in self.shape)
 
 
 class FileWriter:
@@ -121,7 +127,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         The tensors by name, and the header's strings.
 
     Raises:
-        LoadError: not a safetensors file, or a truncated one.
+        LoadError: not a safetensors file, a truncated one, or one whose header contradicts itself.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -131,20 +137,30 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         try:
             header = json.loads(file.read(length))
             metadata: dict[str, str] = header.pop("__metadata__", {})
-            infos = {name: TensorInfo(_DTYPES[entry["dtype"]], tuple(entry["shape"])) for name, entry in header.items()}
-            starts = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
-            end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            infos = {
+                name: TensorInfo(_DTYPES[entry["dtype"]], tuple(map(index, entry["shape"])))
+                for name, entry in header.items()
+            }
+            ranges = {name: [index(at) for at in entry["data_offsets"]] for name, entry in header.items()}
+            end = 8 + length + max((stop for _, stop in ranges.values()), default=0)
+            wrong = [name for name, info in infos.items() if not info.fits(*ranges[name])]
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise LoadError(f"The header of {path} cannot be read ({error!r}); is it a safetensors file?") from error
         if end != size:
             raise LoadError(f"{path} has {size} bytes; expected {end}. It is truncated or was altered.")
+        if wrong:
+            info = infos[wrong[0]]
+            raise LoadError(
+                f"The header of {path} contradicts itself: {wrong[0]!r} of shape {info.shape} and {info.dtype} has "
+                f"{info.nbytes} bytes, but its data_offsets are {ranges[wrong[0]]}."
+            )
         # torch wants memory that may be written; a private copy of a page is made only if it is.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     found = {}
     for name, info in infos.items():
-        numel, start = torch.Size(info.shape).numel(), starts[name]
+        numel = torch.Size(info.shape).numel()
         if numel:
-            flat = torch.frombuffer(mapped, dtype=info.dtype, count=numel, offset=start)
+            flat = torch.frombuffer(mapped, dtype=info.dtype, count=numel, offset=8 + length + ranges[name][0])
         else:
             flat = torch.empty(0, dtype=info.dtype)
         found[name] = flat.view(info.shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import json
@@ -32,6 +33,7 @@ from fsdp_flat import (
     save_full,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.checkpoint.contents import CheckpointValues, unpacked
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, PhaseError, RankMismatchError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
@@ -536,6 +538,34 @@ def test_ranks_synchronize_five_times_in_a_save(
             save_checkpoint(tmp_path, model, own_optimizer, {"rank": rank}, background=background).wait()
         # A barrier through the store comes first; then integers, the lengths and texts of what is written, the outcome.
         assert record.counts() == {"all_gather": 3, "gather": 1}
+
+
+@KINDS
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD", "NO_SHARD"])
+@on_ranks(4)
+def test_one_rank_sends_the_states_of_a_parameter_that_are_no_tensors(
+    strategy: str, use_orig_params: bool, tmp_path: Path, rank: int
+) -> None:
+    mesh = {"device_mesh": init_device_mesh("cpu", (2, 2))} if strategy == "HYBRID_SHARD" else {}
+    model = shard(seeded(WithScalar), strategy, by_blocks=False, use_orig_params=use_orig_params, **mesh)
+    optimizer = adamw(model)
+    train(model, optimizer, rank % 2, range(1))
+    sent: list[str] = []
+
+    def read(values: CheckpointValues, each_rows: Any) -> bytes:
+        for text in filter(None, each_rows):
+            sent.extend(unpacked(base64.b64decode(text)))
+        return write(values, each_rows)
+
+    write = CheckpointValues.plain_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointValues, "plain_of", read)
+        save_checkpoint(tmp_path, model, optimizer)
+    names = FSDP.optim_state_dict(model, optimizer)["state"]
+    assert sorted(sent) == (sorted(names) if rank == 0 else [])
+    dist.barrier()
+    load_checkpoint(tmp_path, model, optimizer)
+    assert all(row["step"] == 1.0 for row in optimizer.state.values())
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -311,6 +312,38 @@ def test_files_that_do_not_fit_are_named_on_every_rank_and_nothing_is_loaded(
     with pytest.raises(LoadError if rank == 0 else PeerFailureError, match=text if rank == 0 else "Rank 0"):
         load_full(model, path)
     assert_equal(whole_state(model), before)
+
+
+@pytest.mark.parametrize(
+    "shape, offsets, text",
+    [
+        ([5], [0, 20], None),
+        ([0, 3], [20, 20], None),
+        ([50], [0, 20], "contradicts itself: 'a' of shape (50,) and torch.float32 has 200 bytes"),
+        ([3], [0, 20], "contradicts itself"),
+        ([5], [-4, 16], "contradicts itself"),
+        ([-5], [20, 0], "contradicts itself"),
+        ([2**62, 4], [0, 0], "contradicts itself"),
+        ([-1, -5], [0, 20], "contradicts itself"),
+        ([5], [0.0, 20.0], "cannot be read"),
+        ([5.0], [0, 20], "cannot be read"),
+        ([5], [0, 20, 20], "cannot be read"),
+    ],
+)
+def test_a_header_whose_shapes_and_places_contradict_each_other_is_refused(
+    shape: list[Any], offsets: list[Any], text: str | None, tmp_path: Path
+) -> None:
+    whole = {"dtype": "F32", "shape": [5], "data_offsets": [0, 20]}
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": offsets}, "whole": whole}).encode()
+    path = tmp_path / "made.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + torch.arange(5.0).numpy().tobytes())
+    if text is None:
+        found, _ = read_safetensors(path)
+        assert found["a"].shape == torch.Size(shape)
+        assert torch.equal(found["whole"], torch.arange(5.0))
+        return
+    with pytest.raises(LoadError, match=re.escape(text)):
+        read_safetensors(path)
 
 
 @on_ranks(2)
