@@ -20,6 +20,8 @@ written for FSDP1 still works.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "FsdpFlatError",
     "LoadError",
@@ -32,6 +34,7 @@ __all__ = [
     "TiedParameterError",
     "UnsupportedError",
     "UsageError",
+    "some_of",
 ]
 
 
@@ -77,3 +80,9 @@ class UnsupportedError(FsdpFlatError, NotImplementedError):
 
 class LoadError(FsdpFlatError, RuntimeError):
     """Raised if a state dict does not fit the model it is loaded into."""
+
+
+def some_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
+    """Join up to ``most`` of the items for an error text, and the number of the rest."""
+    shown = separator.join(items[:most])
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

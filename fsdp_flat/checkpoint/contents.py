@@ -15,7 +15,7 @@ from torch import nn
 from fsdp_flat.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.consensus import Consensus
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state import (
@@ -262,8 +262,7 @@ def model_template(model: nn.Module, reader: Any) -> tuple[dict[str, torch.Tenso
         if name in saved and tuple(saved[name].size) != tuple(value.shape)
     ]
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise LoadError(f"{reader.path} does not fit the model: {'; '.join(problems[:5])}{more}. Nothing was loaded.")
+        raise LoadError(f"{reader.path} does not fit the model: {some_of(problems, 5, '; ')}. Nothing was loaded.")
     return template, own
 
 

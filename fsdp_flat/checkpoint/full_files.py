@@ -17,7 +17,7 @@ from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
 from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_on, shard_group
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.runtime import check_idle, units_of
 
 __all__ = ["load_full", "save_full"]
@@ -290,17 +290,12 @@ def _compare(
         if (name := source.name_for(entry.name)) is not None and source.tensors[name].shape != entry.shape
     ]
     if strict and missing:
-        problems.append(f"missing: {_some(missing)}")
+        problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
     if strict and unexpected:
-        problems.append(f"not in the model: {_some(unexpected)}")
+        problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
     if problems:
         raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
     return missing, unexpected
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(map(repr, names[:5]))
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
 
 
 @dataclass(frozen=True, slots=True)

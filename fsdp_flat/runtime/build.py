@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, true_on_any_rank
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.flat import (
     FlatParamHandle,
     HandleSpec,
@@ -215,20 +215,20 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
     An auto-wrap policy makes each a separate unit in full precision; this warning is for models without a policy.
     """
     asked = precision.full_precision_modules
-    full = [path for path, child in modules if precision.is_full_in(child) and not isinstance(child, asked)]
+    full = [repr(path) for path, child in modules if precision.is_full_in(child) and not isinstance(child, asked)]
     if full:
         warnings.warn(
-            f"Batch norm {_some(full)} of unit {name!r} stays in full precision, inputs cast to it and outputs back: "
-            f"its running statistics are not in {precision.param_dtype}, so its parameters cannot be. To choose "
+            f"Batch norm {some_of(full, 4)} of unit {name!r} stays in full precision, inputs cast to it and outputs "
+            f"back: its running statistics are not in {precision.param_dtype}, so its parameters cannot be. To choose "
             "yourself, pass MixedPrecision(full_precision_modules=...), an auto_wrap_policy (which makes it a unit in "
             f"full precision), or buffer_dtype={precision.param_dtype}.",
             stacklevel=7,
         )
-    rounded = [path for path, child in modules if precision.rounds_statistics_of(child)]
+    rounded = [repr(path) for path, child in modules if precision.rounds_statistics_of(child)]
     if rounded:
         warnings.warn(
-            f"Batch norm {_some(rounded)} of unit {name!r} updates its running statistics in {precision.buffer_dtype}, "
-            "which loses small changes. To keep it in full precision, pass MixedPrecision(full_precision_modules="
+            f"Batch norm {some_of(rounded, 4)} of unit {name!r} updates its running statistics in "
+            f"{precision.buffer_dtype}, which loses small changes. To keep it in full precision, pass MixedPrecision(full_precision_modules="
             "(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in low precision, also pass "
             "_module_classes_to_ignore=().",
             stacklevel=7,
@@ -307,7 +307,8 @@ def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) ->
         groups.setdefault((entry.param.dtype, entry.param.requires_grad, full), []).append(entry)
     if not options.use_orig_params and len(groups) > 1:
         described = "; ".join(
-            f"{dtype}, requires_grad={grad}{', full precision' if full else ''}: {_some([e.fqn for e in group])}"
+            f"{dtype}, requires_grad={grad}{', full precision' if full else ''}: "
+            f"{some_of([repr(entry.fqn) for entry in group], 4)}"
             for (dtype, grad, full), group in groups.items()
         )
         raise OptionError(
@@ -316,11 +317,6 @@ def _grouped(params: Sequence[ManagedParam], name: str, options: UnitOptions) ->
             "wrap them in units of their own."
         )
     return [(group, full) for (_, _, full), group in groups.items()]
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(repr(name) for name in names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
 
 
 def owners_of_ties(

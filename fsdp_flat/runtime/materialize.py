@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
-from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError
+from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError, some_of
 from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import SyncStates
 
@@ -86,9 +86,9 @@ def materialize(
     ]
     if left:
         raise OptionError(
-            f"param_init_fn left parameters on the meta device: {', '.join(left[:5])}"
-            f"{' and more' if len(left) > 5 else ''}. It is called with every module and has to give each one's own "
-            "tensors memory, as in module.to_empty(device=..., recurse=False), and then values."
+            f"param_init_fn left parameters on the meta device: {some_of(left, 5)}. It is called with every module and "
+            "has to give each one's own tensors memory, as in module.to_empty(device=..., recurse=False), and then "
+            "values."
         )
     return True
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from fsdp_flat.api import OptimStateKeyType
 from fsdp_flat.comm import exchange_if_different
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.param_index import ParamIndex
 
@@ -200,18 +200,14 @@ def check_groups(index: ParamIndex, own: Sequence[Mapping[str, Any]], given: Seq
             moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
     if lacking or moved or len(own) != len(given):
         found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-        found += [f"no group with {_some(lacking)}"] if lacking else []
-        found += [f"other groups for {_some(moved)}"] if moved else []
+        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
         raise OptionError(
             f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
             f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
             "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the state "
             "dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
         )
-
-
-def _some(found: list[str]) -> str:
-    return ", ".join(found[:6]) + (f" and {len(found) - 6} more" if len(found) > 6 else "")
 
 
 def rekey(

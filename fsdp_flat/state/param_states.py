@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, exchange_ints
-from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError
+from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.handlers import refuse_split
 from fsdp_flat.state.optim_contents import OptimContents
@@ -339,9 +339,7 @@ def _check_lacking(
                 lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
     if lacking:
         told = "; ".join(
-            f"rank {rank} lacks {names} of {', '.join(params[:12])}"
-            + (f" and {len(params) - 12} more" if len(params) > 12 else "")
-            for (rank, names), params in lacking.items()
+            f"rank {rank} lacks {names} of {some_of(params, 12)}" for (rank, names), params in lacking.items()
         )
         raise UsageError(
             f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the "

@@ -13,6 +13,7 @@ from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
+from fsdp_flat.errors import some_of
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.handlers import merged_states
 from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups
@@ -155,10 +156,9 @@ def _warn_of_gaps(states: Sequence[ParamState]) -> None:
     ]
     if found:
         warnings.warn(
-            f"The optimizer of rank {dist.get_rank()} has states, but none of {', '.join(found[:6])}"
-            f"{f' and {len(found) - 6} more' if len(found) > 6 else ''}, of which the rank holds elements. That is "
-            "right for parameters that have had no gradient yet. With boxes=True ranks do not compare what they have: "
-            "if another rank has these states, the checkpoint is incomplete.",
+            f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
+            "rank holds elements. That is right for parameters that have had no gradient yet. With boxes=True ranks do "
+            "not compare what they have: if another rank has these states, the checkpoint is incomplete.",
             stacklevel=5,
         )
 

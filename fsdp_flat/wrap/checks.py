@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.layout import join_fqn
 from fsdp_flat.wrap.policies import PolicyObject, flatten_classes, not_a_collection
 from fsdp_flat.wrap.tree import describe_module, named_children
@@ -121,9 +121,9 @@ def check_uniform_requires_grad(
         if by_kind[True] and by_kind[False] and not kwargs.get("use_orig_params", False):
             raise OptionError(
                 f"{describe_module(unit, path)} would be one unit with trainable and frozen parameters, which needs "
-                f"use_orig_params=True.\n  requires_grad=True: {_listed(by_kind[True])}\n  requires_grad=False: "
-                f"{_listed(by_kind[False])}\nPass use_orig_params=True, or choose a policy that puts them into "
-                "separate units."
+                f"use_orig_params=True.\n  requires_grad=True: {some_of(by_kind[True], _MAX_LISTED)}\n"
+                f"  requires_grad=False: {some_of(by_kind[False], _MAX_LISTED)}\n"
+                "Pass use_orig_params=True, or choose a policy that puts them into separate units."
             )
 
 
@@ -243,12 +243,6 @@ def _full_name(cls: type) -> str:
 
 def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({count} module{'' if count == 1 else 's'})" for name, count in counts.items())
-
-
-def _listed(names: list[str]) -> str:
-    """Join the names, or the first of them and the number of the rest."""
-    shown = ", ".join(names[:_MAX_LISTED])
-    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
 
 
 def _warn(text: str) -> None:
