@@ -20,8 +20,6 @@ written for FSDP1 still works.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 __all__ = [
     "FsdpFlatError",
     "LoadError",
@@ -82,7 +80,7 @@ class LoadError(FsdpFlatError, RuntimeError):
     """Raised if a state dict does not fit the model it is loaded into."""
 
 
-def some_of(items: Sequence[str], most: int, separator: str = ", ") -> str:
+def some_of(items: list[str] | tuple[str, ...], most: int, separator: str = ", ") -> str:
     """Join up to ``most`` of the items for an error text, and the number of the rest."""
     shown = separator.join(items[:most])
     return shown if len(items) <= most else f"{shown} and {len(items) - most} more"

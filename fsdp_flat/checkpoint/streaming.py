@@ -16,7 +16,6 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state import (
     IndexedParam,
     ParamIndex,
-    local_shard_of,
     plan_full_transfer,
 )
 
@@ -54,7 +53,7 @@ class StateEntry:
         if self.value is not None:
             return self.value
         assert self.param is not None
-        return local_shard_of(self.param.handle, self.param.index)
+        return self.param.local
 
 
 def entries_of(

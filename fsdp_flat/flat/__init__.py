@@ -26,6 +26,7 @@ from fsdp_flat.flat.tensor_adapter import (
     adapter_of,
     check_adapter,
 )
+from fsdp_flat.flat.views import views_of
 from fsdp_flat.flat.walk import (
     FlattenedBy,
     ManagedParam,
@@ -71,4 +72,5 @@ __all__ = [
     "to_local_param",
     "unguarded",
     "unsharded_shape",
+    "views_of",
 ]

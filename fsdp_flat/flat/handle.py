@@ -20,7 +20,7 @@ from fsdp_flat.flat.guards import new_flat_parameter, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
-from fsdp_flat.flat.views import FlatViews, OrigViews, Views
+from fsdp_flat.flat.views import FlatViews, OrigViews, Views, views_of
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, alignment_numel
 
@@ -247,9 +247,8 @@ class FlatParamHandle:
         shard = torch.empty(
             self.layout.shard_numel, dtype=self.orig_dtype, device=spec.shard_device, pin_memory=spec.offloads
         )
-        own = self.layout.shard(spec.rank)
-        for padding in self.layout.paddings():
-            shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
+        for padding in self.layout.shard_paddings(spec.rank):
+            shard[padding.to_slice()].zero_()
         for local_shard in self.layout.local_shards(spec.rank):
             flat = params[local_shard.index].param.detach().reshape(-1)
             shard[local_shard.in_shard.to_slice()].copy_(flat[local_shard.in_param.to_slice()])
@@ -274,8 +273,7 @@ class FlatParamHandle:
 
     def _new_unsharded_params(self, params: Sequence[ManagedParam], buffer: FlatBuffer) -> list[nn.Parameter]:
         unsharded_params = []
-        for entry, param_info in zip(params, self.layout.param_infos, strict=True):
-            view = buffer.tensor[param_info.interval.to_slice()].view(param_info.shape)
+        for entry, view in zip(params, views_of(buffer.tensor, self.layout), strict=True):
             # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
             unsharded_param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
             # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.

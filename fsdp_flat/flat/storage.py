@@ -12,7 +12,7 @@ from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
 from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, apply_hooks, run_grad_hooks
 from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
-from fsdp_flat.flat.views import Views
+from fsdp_flat.flat.views import Views, views_of
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout
 
@@ -146,9 +146,7 @@ class FlatGradBuffer:
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
         flat = self._buffer.tensor
-        self._places = [
-            flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos
-        ]
+        self._places = views_of(flat, layout)
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
@@ -455,9 +453,9 @@ class HandleGradients:
     def register_full(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
         """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
         with unguarded():
-            for index, (is_there, param_info) in enumerate(zip(there, self._layout.param_infos, strict=True)):
+            for index, (is_there, grad) in enumerate(zip(there, views_of(whole, self._layout), strict=True)):
                 if is_there:
-                    self._views.set_shown_grad(index, whole[param_info.interval.to_slice()].view(param_info.shape))
+                    self._views.set_shown_grad(index, grad)
 
     def restore_shard(self, own: torch.Tensor) -> None:
         """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :meth:`register_full`."""

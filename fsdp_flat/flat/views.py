@@ -31,7 +31,7 @@ from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-__all__ = ["FlatViews", "OrigViews", "Views", "VisibleParam"]
+__all__ = ["FlatViews", "OrigViews", "Views", "VisibleParam", "views_of"]
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -43,6 +43,11 @@ def _unguarded(method: _Method) -> _Method:
             return method(*args, **kwargs)
 
     return cast(_Method, run)
+
+
+def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
+    """Return each parameter of a tensor like the flat buffer (1-D, ``layout.numel``), as a view of its shape."""
+    return [flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -232,22 +237,15 @@ class Views:
             return True
         return self.unsharded_params[index].untyped_storage()._cdata == self._storages[index]
 
-    # -- full parameters -----------------------------------------------------------------------------------------
+    def local(self, index: int) -> torch.Tensor:
+        """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
+        return self.flat_param.data[self.local_shards[index].in_shard.to_slice()]
 
-    def register_full_params(self, whole: torch.Tensor) -> None:
-        """Point the modules at full Parameters, views of ``whole`` (1-D, ``layout.numel``), for summon_full_params."""
-        self.use_full_tensors(
-            [whole[param_info.interval.to_slice()].view(param_info.shape) for param_info in self.layout.param_infos]
-        )
+    # -- full parameters -----------------------------------------------------------------------------------------
 
     def unflatten(self, whole: torch.Tensor) -> None:
         """Register ordinary Parameters with the values of ``whole`` (1-D, ``layout.numel``) permanently."""
-        self.use_full_tensors(
-            [
-                whole[param_info.interval.to_slice()].view(param_info.shape).clone()
-                for param_info in self.layout.param_infos
-            ]
-        )
+        self.use_full_tensors([view.clone() for view in views_of(whole, self.layout)])
         self._saved_grads = None
         for entry in self.params:
             entry.param.__dict__.pop("_fsdp_flattened", None)
@@ -414,7 +412,7 @@ class OrigViews(Views):
     def _write_back(self, index: int, data: torch.Tensor) -> None:
         self.bump_version()
         param_info, local_shard = self.layout.param_infos[index], self.local_shards[index]
-        target = self.flat_param.data[local_shard.in_shard.to_slice()]
+        target = self.local(index)
         if data.shape == target.shape:
             target.copy_(data)
         elif tuple(data.shape) == param_info.shape:
@@ -477,7 +475,8 @@ class FlatViews(Views):
         self.use_sharded_views()
 
     def show_names(self) -> None:
-        self.register_full_params(torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta"))
+        blank = torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta")
+        self.use_full_tensors(views_of(blank, self.layout))
 
     def remove(self) -> None:
         self.module._parameters[FLAT_PARAM] = None

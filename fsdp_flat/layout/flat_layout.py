@@ -286,6 +286,16 @@ class FlatLayout:
         starts = (*self._starts, self.numel)
         return tuple(Interval(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
+    def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
+        """Return the padding intervals of a rank's shard, in order, relative to the shard.
+
+        Raises:
+            OptionError: if there is no such rank.
+        """
+        own = self.shard(rank)
+        found = (own.intersect(padding).shift(-own.start) for padding in self.paddings())
+        return tuple(padding for padding in found if not padding.is_empty)
+
     def describe(self) -> str:
         """Return one short line for error texts."""
         names = repr(self.param_infos[0].fqn)

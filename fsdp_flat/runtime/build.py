@@ -97,7 +97,7 @@ def build_unit(
     for handle in handles:
         for index, param_info in enumerate(handle.layout.param_infos):
             if param_info.fqn in unwritten_params:
-                unwritten.append(Unwritten(param_info.fqn, partial(_held, handle, index), is_param=True))
+                unwritten.append(Unwritten(param_info.fqn, partial(handle.views.local, index), is_param=True))
     unit.unwritten = unwritten if on_meta else None
     for child in full_precision:
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
@@ -204,11 +204,6 @@ def _unwritten_buffers(modules: Sequence[tuple[str, nn.Module]]) -> list[Unwritt
     ]
 
 
-def _held(handle: FlatParamHandle, index: int) -> torch.Tensor:
-    """Return this rank's local shard of a parameter."""
-    return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
-
-
 def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, precision: Precision) -> None:
     """Warn of batch norms that cannot run in low precision, or that lose statistics there.
 
@@ -228,9 +223,9 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
     if rounded:
         warnings.warn(
             f"Batch norm {some_of(rounded, 4)} of unit {name!r} updates its running statistics in "
-            f"{precision.buffer_dtype}, which loses small changes. To keep it in full precision, pass MixedPrecision(full_precision_modules="
-            "(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in low precision, also pass "
-            "_module_classes_to_ignore=().",
+            f"{precision.buffer_dtype}, which loses small changes. To keep it in full precision, pass "
+            "MixedPrecision(full_precision_modules=(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in "
+            "low precision, also pass _module_classes_to_ignore=().",
             stacklevel=7,
         )
 

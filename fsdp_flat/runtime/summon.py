@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdp_flat.comm import true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.flat import FlatParamHandle, modules_of, views_of
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
 
@@ -76,7 +76,7 @@ def _shown(unit: Unit, whole: FullParams, *, already: bool) -> Iterator[None]:
     try:
         if whole.is_shown:
             for handle, tensor in whole.by_handle.items():
-                handle.views.register_full_params(tensor)
+                handle.views.use_full_tensors(views_of(tensor, handle.layout))
         yield
     finally:
         for handle in unit.handles:
@@ -177,7 +177,7 @@ def _written_back(unit: Unit, whole: FullParams) -> Iterator[None]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
                     handle.views.bump_version()
                 for local_shard in handle.layout.local_shards(unit.options.groups.shard.rank):
-                    target = handle.flat_param.data[local_shard.in_shard.to_slice()]
+                    target = handle.views.local(local_shard.index)
                     source = handle.views.shown(local_shard.index).detach().reshape(-1)[local_shard.in_param.to_slice()]
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)

@@ -23,7 +23,7 @@ from fsdp_flat.state.optim_dicts import (
     rekey_optim_state_dict,
     save_full_or_sharded,
 )
-from fsdp_flat.state.param_index import IndexedParam, ParamIndex, local_shard_of, rank_groups_of
+from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.param_states import Peers
 from fsdp_flat.state.save_states import save_optim_state
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
@@ -52,7 +52,6 @@ __all__ = [
     "load_full_or_sharded",
     "load_optim_state",
     "load_unit",
-    "local_shard_of",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "ordered_params",

@@ -310,9 +310,8 @@ def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
     layout = param.handle.layout
     shard = torch.empty(layout.shard_numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
-    own = layout.shard(param.rank_group.rank)
-    for padding in layout.paddings():
-        shard[own.intersect(padding).shift(-own.start).to_slice()].zero_()
+    for padding in layout.shard_paddings(param.rank_group.rank):
+        shard[padding.to_slice()].zero_()
     return shard
 
 

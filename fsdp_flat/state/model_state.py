@@ -22,7 +22,7 @@ from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import BOXES, FULL, codec_of, decoder_of
-from fsdp_flat.state.param_index import IndexedParam, local_shard_of, params_of, rank_groups_of
+from fsdp_flat.state.param_index import IndexedParam, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
 __all__ = ["LOADING", "LoadReport", "gather_units", "load_unit", "save_unit"]
@@ -69,7 +69,7 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
 
 
 def _shard_of(param: IndexedParam) -> StateShard:
-    return StateShard(param, local_shard_of(param.handle, param.index), param.fqn, param.shape)
+    return StateShard(param, param.local, param.fqn, param.shape)
 
 
 def _flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:

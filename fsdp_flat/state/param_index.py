@@ -15,7 +15,7 @@ from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import EvenPartition, LocalShard, clean_fqn
 from fsdp_flat.runtime import Unit, unit_of
 
-__all__ = ["IndexedParam", "ParamIndex", "local_shard_of", "params_of", "rank_groups_of"]
+__all__ = ["IndexedParam", "ParamIndex", "params_of", "rank_groups_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +63,11 @@ class IndexedParam:
     def local_shard(self) -> LocalShard:
         """Elements of this rank."""
         return self.handle.views.local_shards[self.index]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's local shard (1-D), a view of the flat shard; see ``Views.local``."""
+        return self.handle.views.local(self.index)
 
     @property
     def partition(self) -> EvenPartition:
@@ -184,11 +189,3 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
             for entry in handle.views.params:
                 found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
     return [rank_group for rank_group in found if rank_group.size > 1]
-
-
-def local_shard_of(handle: FlatParamHandle, index: int) -> torch.Tensor:
-    """Return this rank's local shard of one parameter (1-D), a view of the flat shard.
-
-    Call ``handle.adopt_changes`` first: the shard holds assigned parameters only after that.
-    """
-    return handle.flat_param.data[handle.views.local_shards[index].in_shard.to_slice()]
