@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -23,7 +22,7 @@ from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_f
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
+from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
 from fsdp_flat.runtime.phase import Phase, Weights
@@ -33,8 +32,6 @@ from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
-# A program that evaluates with gradients enabled never runs backward through its iterations.
-_MAX_PENDING_ITERATIONS = 32
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
 _GRADS_PER_POLL = 4
 _ORDER = ErrorTexts(
@@ -73,8 +70,7 @@ class Schedule(CommContext):
         self._num_grads_ready = 0
         self._position = 0
         self._iteration: Iteration | None = None
-        # Iterations that no backward has reached yet, the same on every rank.
-        self._pending_iterations: list[Iteration] = []
+        self._pending = PendingIterations()
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
@@ -107,9 +103,7 @@ class Schedule(CommContext):
             self.trace = self.trace if self.trace is not None else before.trace
             self._position = max(self._position, before._position)
             if before.root in self.units:
-                self._pending_iterations.extend(
-                    it for it in before._pending_iterations if it not in self._pending_iterations
-                )
+                self._pending.adopt(before._pending)
         unit.use_context(self)
         for handle in unit.handles:
             handle.grads.on_ready = partial(self.grads_ready, unit)
@@ -154,7 +148,7 @@ class Schedule(CommContext):
             self.rank_checks.before_iteration()
             self._iteration = Iteration()
             if self._iteration.trains:
-                self._pending_iterations = [*self._pending_iterations[-_MAX_PENDING_ITERATIONS:], self._iteration]
+                self._pending.add(self._iteration)
             self.streams.shards_written()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
@@ -205,9 +199,7 @@ class Schedule(CommContext):
         self._last_order[self._iteration.order[0]] = self._iteration.order
         if not self._iteration.expects_backward:
             self._free_kept_buffers()
-            self._pending_iterations = [
-                iteration for iteration in self._pending_iterations if iteration is not self._iteration
-            ]
+            self._pending.remove([self._iteration])
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.reshard()
@@ -233,7 +225,7 @@ class Schedule(CommContext):
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
         self._iteration = None
         self.open_groups.clear()
-        self._pending_iterations = []
+        self._pending = PendingIterations()
         self.backward = None
         self._callback = None
         self._used.clear()
@@ -295,30 +287,12 @@ class Schedule(CommContext):
                     self.abort()
                     raise
             self.backward = Backward(self._join, self._take_turn)
-            self.backward.include(self._iterations_of_backward())
+            self.backward.include(self._pending.of_backward(self._exchange.any_rank))
             # Only autograd holds the callback: if it is freed without having run, the backward has raised.
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
         return self.backward
-
-    def _iterations_of_backward(self) -> list[Iteration]:
-        """Return the iterations that the running backward goes through on any rank, among those that await one.
-
-        If several await one, ranks exchange flags, because a unit's post-backward runs at the first of its forwards. An
-        iteration that is missing here, because of an earlier backward, is included when it is reached.
-        """
-        included = [iteration.is_in_backward for iteration in self._pending_iterations]
-        if len(self._pending_iterations) > 1:
-            flags = self._exchange.any_rank(
-                [*included, *[iteration.is_alive for iteration in self._pending_iterations]]
-            )
-            included, alive = flags[: len(included)], flags[len(included) :]
-        else:
-            alive = [True] * len(included)
-        found = list(compress(self._pending_iterations, included))
-        self._pending_iterations = list(compress(self._pending_iterations, alive))
-        return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
@@ -424,9 +398,7 @@ class Schedule(CommContext):
         self.backward = None
         self._callback = None
         if not backward.keeps_graph:
-            self._pending_iterations = [
-                iteration for iteration in self._pending_iterations if iteration not in backward.iterations
-            ]
+            self._pending.remove(backward.iterations)
         self.pool.clear()
         self.root.log_event("end_of_backward")
 
