@@ -228,7 +228,7 @@ class Backward:
                 self._take_turn(event.unit)
 
     def _needs_unshard(self, event: Event) -> bool:
-        return event.in_grad or event.unit not in self._returning
+        return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._returning)
 
     def next_all_gather(self, after: Unit) -> Unit | None:
         """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
