@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, member_of
 from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.precision import Precision
@@ -100,18 +100,12 @@ class BackgroundWork:
 
 
 def prefetch_from(value: object) -> BackwardPrefetch | None:
-    """Convert ``value`` to a ``BackwardPrefetch`` member or None; members of torch's own enum are matched by name.
+    """Convert ``value``, a ``BackwardPrefetch`` member (or torch's) or None, to our own member or None.
 
     Raises:
         OptionError: ``value`` is anything else.
     """
-    if value is None or isinstance(value, BackwardPrefetch):
-        return value
-    name = str(getattr(value, "name", None))
-    if type(value).__name__ == "BackwardPrefetch" and name in BackwardPrefetch.__members__:
-        return BackwardPrefetch[name]
-    choices = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
-    raise OptionError(f"backward_prefetch must be one of {choices} or None; got {value!r}.")
+    return None if value is None else member_of(BackwardPrefetch, value, "backward_prefetch", others=" or None")
 
 
 def sync_states_from(value: object) -> SyncStates:

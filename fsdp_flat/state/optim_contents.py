@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import OptimStateKeyType
+from fsdp_flat.api import OptimStateKeyType, member_of
 from fsdp_flat.comm import exchange_if_different
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.layout import clean_fqn
@@ -232,9 +232,7 @@ def rekey(
             the parameter at its position.
         PhaseError: ``key_type`` is not an ``OptimStateKeyType``.
     """
-    member = getattr(key_type, "name", None)
-    if type(key_type).__name__ != "OptimStateKeyType" or member not in OptimStateKeyType.__members__:
-        raise PhaseError(f"optim_state_key_type must be an OptimStateKeyType; got {key_type!r}.")
+    wanted = member_of(OptimStateKeyType, key_type, "optim_state_key_type", error=PhaseError)
     kinds = {type(key) for key in given["state"]}
     if len(kinds) > 1:
         raise OptionError(
@@ -242,7 +240,7 @@ def rekey(
         )
     index = ParamIndex(model)
     order = [index.fqns_of(param)[0] for param in params]
-    to_names = member == "PARAM_NAME"
+    to_names = wanted is OptimStateKeyType.PARAM_NAME
     free = {position for position, param in enumerate(params) if param in any_shape}
     _check_shapes({key: row for key, row in given["state"].items() if key not in free}, index, params, order)
     if kinds and (str in kinds) == to_names:
