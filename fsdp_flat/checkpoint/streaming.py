@@ -10,14 +10,10 @@ import torch
 from torch import nn
 
 from fsdp_flat.checkpoint.contents import boxed_state_dict
-from fsdp_flat.comm import RankGroup, Transfers
+from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.state import (
-    IndexedParam,
-    ParamIndex,
-    plan_full_transfer,
-)
+from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, redistribute
 
 __all__ = [
     "StateEntry",
@@ -122,15 +118,13 @@ def full_tensor_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
     """
     if entry.param is None:
         return None if entry.value is None else entry.value.clone()
-    rank_group, own = entry.param.rank_group, entry.held()
+    rank_group, adapter = entry.param.rank_group, entry.param.adapter
+    shard = StateShard(entry.param, entry.held(), entry.name, entry.param.shape)
     # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
-    part = own.new_empty(entry.param.shape) if dst in (None, rank_group.rank) else None
-    channels = Transfers(rank_group, entry.param.unit.options.device)
-    transfer_plan = plan_full_transfer(entry.param.handle, entry.param.index, rank_group.rank, dst)
-    channels.add(transfer_plan, own, None if part is None else part.view(-1))
-    channels.wait()
-    return None if part is None else entry.param.adapter.full_tensor(entry.param.adapter.from_local(part))
+    part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
+    redistribute([shard.transfer_to(dst, part)])
+    return None if part is None else adapter.full_tensor(adapter.from_local(part))
 
 
 def iter_full_state_dict(

@@ -2,7 +2,6 @@
 
 from fsdp_flat.state.boxed import BoxedTensor, boxes_of
 from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, codec_of, settings_for
-from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
 from fsdp_flat.state.model_dicts import (
@@ -26,7 +25,7 @@ from fsdp_flat.state.optim_dicts import (
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.param_states import Peers
 from fsdp_flat.state.save_states import save_optim_state
-from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, redistribute
 
 __all__ = [
     "CODECS",
@@ -55,8 +54,8 @@ __all__ = [
     "optim_state_dict",
     "optim_state_dict_to_load",
     "ordered_params",
-    "plan_full_transfer",
     "rank_groups_of",
+    "redistribute",
     "register_optim_state_handler",
     "rekey",
     "rekey_optim_state_dict",
