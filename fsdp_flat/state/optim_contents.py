@@ -47,7 +47,7 @@ class OptimContents:
 
 
 def contents_of(
-    optim: Any, state_dict: Mapping[str, Any] | None = None, model: nn.Module | None = None
+    optim: Any, state_dict: Mapping[str, Any] | None = None, index: ParamIndex | None = None
 ) -> OptimContents:
     """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
 
@@ -55,7 +55,7 @@ def contents_of(
         optim: the optimizer.
         state_dict: replaces the optimizer's own state and settings; keyed by position, or by the names of
             ``model.named_parameters()``, as in torch's named optimizer.
-        model: the model that these names belong to.
+        index: the parameters of the model that these names belong to.
 
     Raises:
         OptionError: a key is neither a position nor such a name.
@@ -64,7 +64,7 @@ def contents_of(
     owners = getattr(optim, "state_owners", {})
     if state_dict is None:
         return OptimContents(params, optim.state, tuple(optim.param_groups), owners)
-    shown_names = {} if model is None else ParamIndex(model).shown_names
+    shown_names = {} if index is None else index.shown_names
     by_name = {clean_fqn(name): param for param, name in shown_names.items()}
 
     def of(key: Any) -> nn.Parameter:

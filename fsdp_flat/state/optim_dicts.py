@@ -16,6 +16,7 @@ from fsdp_flat.state.codecs import DEFAULT_SETTINGS, codec_of
 from fsdp_flat.state.load_states import load_optim_state
 from fsdp_flat.state.model_dicts import get_state_dict_type
 from fsdp_flat.state.optim_contents import contents_of, ordered_params, rekey
+from fsdp_flat.state.param_index import ParamIndex
 from fsdp_flat.state.save_states import save_optim_state
 
 __all__ = [
@@ -59,7 +60,8 @@ def optim_state_dict(
     settings = get_state_dict_type(model) or DEFAULT_SETTINGS
     config = settings.optim_state_dict_config
     codec = codec_of(settings.state_dict_type, config)
-    return save_optim_state(model, contents_of(optim, optim_state_dict, model), codec, config)
+    index = ParamIndex(model)
+    return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec, config)
 
 
 def optim_state_dict_to_load(
@@ -161,8 +163,8 @@ def save_full_or_sharded(
     kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
     if full_state_dict:
         kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
-    contents = contents_of(optim, optim_state_dict, model)
-    return save_optim_state(model, contents, codec_of(kind, config), config)
+    index = ParamIndex(model)
+    return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec_of(kind, config), config)
 
 
 def load_full_or_sharded(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
@@ -31,7 +30,7 @@ Groups = list[dict[str, Any]] | None
 
 
 def save_optim_state(
-    model: nn.Module,
+    index: ParamIndex,
     contents: OptimContents,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
@@ -43,7 +42,7 @@ def save_optim_state(
     Every rank must call this.
 
     Args:
-        model: the model that the optimizer's parameters belong to.
+        index: the parameters of the model that the optimizer's belong to.
         contents: the optimizer's contents.
         codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
             communicated except with registered handlers, owned parameters or ``peers``.
@@ -60,7 +59,6 @@ def save_optim_state(
             call this.
         PeerFailureError: another rank raised one of these.
     """
-    index = ParamIndex(model)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
     alone = not codec.communicates and (peers is not None or not shared)
