@@ -22,6 +22,7 @@ __all__ = [
     "check_groups",
     "complete_groups",
     "contents_of",
+    "copied_state",
     "merged_params",
     "named_groups",
     "ordered_params",
@@ -77,6 +78,19 @@ def contents_of(
     given = state_dict.get("param_groups")
     groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
     return OptimContents(params, state, groups, owners)
+
+
+def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
+    """Return a copy of an optimizer's state, so that neither the optimizer nor a state dict changes the other's.
+
+    Args:
+        value: a tensor, detached in the copy, or any other value.
+        device: device of a tensor's copy; None keeps its own.
+    """
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    return value.clone() if device is None else value.to(device, copy=True)
 
 
 def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:

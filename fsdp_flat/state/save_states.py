@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,9 +12,10 @@ import torch.distributed as dist
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.errors import some_of
+from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.handlers import merged_states
-from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups
+from fsdp_flat.state.optim_contents import OptimContents, complete_groups, copied_state, merged_params, named_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
 from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, compare_states, read_states
 from fsdp_flat.state.shards import StateDictCodec, StateShard
@@ -129,15 +129,11 @@ def _by_name(
     held = set(contents.params)
     for param, name in index.others.items():
         if param in held and param in contents.state:
-            by_name[name] = {key: _copied(value, offload) for key, value in contents.state[param].items()}
+            by_name[name] = {
+                key: copied_state(value, "cpu" if offload or is_scalar(value) else None)
+                for key, value in contents.state[param].items()
+            }
     return by_name
-
-
-def _copied(value: Any, offload: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    value = value.detach().clone()
-    return value.cpu() if offload or value.dim() == 0 else value
 
 
 def _read_alone(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
