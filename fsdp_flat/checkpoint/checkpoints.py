@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -31,6 +30,7 @@ from fsdp_flat.comm import digest_of
 from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
 from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
 from fsdp_flat.state import OptimContents, ParamIndex, contents_of, load_optim_state
+from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
@@ -169,7 +169,7 @@ def _wait_for_last(model: nn.Module) -> None:
     background = units[0].background if units else None
     text = "" if background is None else background.finish()
     if text:
-        warnings.warn(text, stacklevel=3)
+        warn_user(text, stacklevel=3)
 
 
 def _background_of(model: nn.Module, together: Consensus) -> BackgroundWork:
@@ -382,7 +382,7 @@ def load_checkpoint(
             return None
         raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
     if skipped and together.rank == 0:
-        warnings.warn(f"Loading {found.path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
+        warn_user(f"Loading {found.path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
     extra = _load(found, model, optim, together)
     return LoadedCheckpoint(found.step, found.path, extra, tuple(skipped))
 

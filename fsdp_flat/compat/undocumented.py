@@ -6,7 +6,6 @@ state: they read the unit or call the functions of the packages below.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -34,6 +33,7 @@ from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, flat_param_name
 from fsdp_flat.runtime import Schedule, Unit, check_idle, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "UndocumentedMembers",
@@ -368,7 +368,7 @@ class UndocumentedMembers(nn.Module):
 
 
 def _warn_legacy(name: str, instead: str) -> None:
-    warnings.warn(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
+    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
 
 
 def _get_grad_norm(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -15,6 +14,7 @@ from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, member_o
 from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime.precision import Precision
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "BackgroundWork",
@@ -165,7 +165,7 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-        warnings.warn(
+        warn_user(
             f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index.",
             stacklevel=6,
         )

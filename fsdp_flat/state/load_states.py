@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -27,6 +26,7 @@ from fsdp_flat.state.optim_contents import check_groups, copied_state
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
 from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.state.shards import LoadPlan, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["load_optim_state", "template_states"]
 
@@ -281,18 +281,18 @@ def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Map
         if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
     ]
     if found:
-        warnings.warn(
+        warn_user(
             f"The optimizer state dict has states of {len(found)} parameter(s) that this optimizer does not hold, "
             f"{found[0]!r} the first; they are left out.",
-            stacklevel=6,
+            stacklevel=5,
         )
     known = {*(param.fqn for param in index.params), *index.others.values()}
     unknown = [name for name in by_name if name not in known]
     if unknown:
-        warnings.warn(
+        warn_user(
             f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
             "the first; they are left out.",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import codec_of, settings_for
 from fsdp_flat.state.model_state import gather_units, save_unit
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "get_state_dict_type",
@@ -142,7 +142,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         kwargs: the same by keyword.
     """
     if args:
-        warnings.warn("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=3)
+        warn_user("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=3)
         kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
     unit = unit_of(wrapper)
     assert unit is not None

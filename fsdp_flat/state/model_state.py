@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import BOXES, FULL, codec_of, decoder_of
 from fsdp_flat.state.param_index import IndexedParam, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["LOADING", "LoadReport", "gather_units", "load_unit", "save_unit"]
 
@@ -105,7 +105,7 @@ def save_unit(
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
-        warnings.warn(
+        warn_user(
             f"Unit {unit.name!r} is not sharded, so its entries of the {'local' if codec.is_flat else 'sharded'} state "
             "dict are full tensors.",
             stacklevel=4,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from fsdp_flat.state.optim_contents import OptimContents, complete_groups, copie
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
 from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, compare_states, read_states
 from fsdp_flat.state.shards import StateDictCodec, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["save_optim_state"]
 
@@ -149,7 +149,7 @@ def _warn_of_gaps(states: Sequence[ParamState]) -> None:
         str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
     ]
     if found:
-        warnings.warn(
+        warn_user(
             f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
             "rank holds elements. That is right for parameters that have had no gradient yet. With boxes=True ranks do "
             "not compare what they have: if another rank has these states, the checkpoint is incomplete.",
