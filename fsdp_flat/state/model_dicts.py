@@ -108,6 +108,11 @@ def state_dict_type(
 _forced: ContextVar[Mapping[Unit, StateDictSettings]] = ContextVar("fsdp_flat_forced", default=MappingProxyType({}))
 
 
+def _settings_of(unit: Unit) -> StateDictSettings:
+    """Return the settings by which a unit is saved now."""
+    return _forced.get().get(unit, unit.state_dict_settings)
+
+
 def state_dict_in(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
     """Return a model's state dict in the type of ``settings``, whichever is set on its wrappers.
 
@@ -149,7 +154,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     prefix = kwargs.get("prefix", "")
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
-    saves, settings = _saves.get(), _forced.get().get(unit, unit.state_dict_settings)
+    saves, settings = _saves.get(), _settings_of(unit)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
@@ -165,7 +170,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
             if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
                 # A nested wrapper with different settings all-gathers by itself.
-                alike = [each for each in units if each.state_dict_settings == settings]
+                alike = [each for each in units if _settings_of(each) == settings]
                 gathered.update(gather_units(alike, codec, config))
         inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
         state = save_unit(unit, codec, config, prefix, inner, gathered=own)
