@@ -53,7 +53,7 @@ class StateEntry:
 
 
 def entries_of(
-    model: nn.Module, *, keep: Callable[[str], bool] | None = None, trainable_only: bool = False
+    model: nn.Module, *, keep: Callable[[str], bool] | None, trainable_only: bool = False
 ) -> list[StateEntry]:
     """List the entries of a model's state dict in its order, without communication.
 

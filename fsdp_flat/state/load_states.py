@@ -42,11 +42,11 @@ def load_optim_state(
     params: Sequence[nn.Parameter],
     given: Mapping[str, Any] | None,
     *,
-    own_groups: Sequence[Mapping[str, Any]] | None = None,
+    own_groups: Sequence[Mapping[str, Any]] | None,
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
-    owners: Mapping[nn.Parameter, int] | None = None,
+    owners: Mapping[nn.Parameter, int] | None,
 ) -> dict[str, Any]:
     """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
 

@@ -84,7 +84,7 @@ def save_unit(
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     *,
-    gathered: Sequence[Any] | None = None,
+    gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Add the entries of one unit's subtree to a state dict.
 
@@ -97,7 +97,7 @@ def save_unit(
         prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it.
-        gathered: the result of :func:`gather_units` for the unit.
+        gathered: the result of :func:`gather_units` for the unit, or None.
     """
     if codec.shows_full:
         return _save_full(unit, config, prefix, inner, gathered)
