@@ -106,12 +106,16 @@ class TensorTransfer:
     nbytes: int
 
 
-def redistribute(transfers: Iterable[TensorTransfer]) -> None:
+def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
     Every rank of the groups must call this with the same tensors in the same order.
+
+    Args:
+        transfers: the transfers.
+        channels: those of earlier calls, to create none; they are free again afterwards.
     """
-    channels = P2PChannels()
+    channels = P2PChannels() if channels is None else channels
     for each in transfers:
         transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
         channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
