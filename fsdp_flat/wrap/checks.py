@@ -166,7 +166,7 @@ def _classes_in(value: Any, where: str) -> tuple[type, ...] | None:
     return None if iter(value) is value else flatten_classes(value, where)
 
 
-def warn_full_precision(root: nn.Module, modules: Sequence[nn.Module]) -> None:
+def warn_full_precision(root: nn.Module, modules: Sequence[nn.Module], *, stacklevel: int) -> None:
     """Warn if some modules keep full precision under mixed precision and a policy."""
     if modules:
         counts = Counter(type(module).__name__ for module in modules)
@@ -174,11 +174,13 @@ def warn_full_precision(root: nn.Module, modules: Sequence[nn.Module]) -> None:
             f"mixed_precision and auto_wrap_policy are both given for {type(root).__name__}, which has modules that "
             f"stay in full precision: {_counted(counts)}. Each becomes a unit of its own with mixed_precision=None. "
             "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=()).",
-            stacklevel=6,
+            stacklevel=stacklevel,
         )
 
 
-def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter]) -> None:
+def warn_no_match(
+    root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter], *, stacklevel: int
+) -> None:
     """Warn if a policy by class selected no units but was likely meant to.
 
     This is likely if the classes match nothing at all, or only ignored modules of a model that could be split.
@@ -192,7 +194,7 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
             warn_user(
                 f"auto_wrap_policy matches no module of {kind}, so the whole model becomes one unit. The policy names\n"
                 f"{nearest}\nPass the very classes that the model is made of.",
-                stacklevel=6,
+                stacklevel=stacklevel,
             )
             return
     elif isinstance(root, tuple(classes)):
@@ -202,10 +204,12 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
     )
     if num_with_params > 1:
         what = "matches only ignored modules" if classes else "names no class"
-        warn_user(f"auto_wrap_policy {what} of {kind}, so all the rest of the model becomes one unit.", stacklevel=6)
+        warn_user(
+            f"auto_wrap_policy {what} of {kind}, so all the rest of the model becomes one unit.", stacklevel=stacklevel
+        )
 
 
-def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
+def warn_unmatched(root: nn.Module, classes: Sequence[type], *, stacklevel: int) -> None:
     """Warn if some of the classes that a policy names match nothing, while others do."""
     unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in root.modules())]
     if unmatched:
@@ -213,7 +217,7 @@ def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
         warn_user(
             f"auto_wrap_policy names classes of which {type(root).__name__} has no module, so they give no units:\n"
             f"{nearest}\nPass the very classes that the model is made of.",
-            stacklevel=6,
+            stacklevel=stacklevel,
         )
 
 

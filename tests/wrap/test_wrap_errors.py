@@ -41,6 +41,7 @@ def plan(root: nn.Module, policy: Any, *, ignored: set[nn.Module] | None = None,
         ignored_params={param for module in modules for param in module.parameters()},
         root_kwargs=root_kwargs(**changes),
         is_wrapped=lambda module: isinstance(module, Wrapper),
+        stacklevel=2,
     )
 
 
@@ -275,6 +276,7 @@ def test_classes_that_match_nothing_are_a_warning_with_the_nearest_names_and_cou
         made = plan(Transformer(), CLASS_POLICIES[kind]({TransformerBlok, nn.Conv2d}))
     assert made.units == ()
     assert len(caught) == 1
+    assert caught[0].filename == __file__
     text = str(caught[0].message)
     assert "matches no module of Transformer" in text
     assert "TransformerBlok: nearest in the model: tests.wrap.zoo.Transformer (1 module)" in text

@@ -80,16 +80,18 @@ def test_units_do_not_share_their_arguments() -> None:
 
 def test_the_plan_lists_every_module_that_stays_in_full_precision() -> None:
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    with pytest.warns(UserWarning, match=r"BatchNorm1d \(2 modules\)"):
+    with pytest.warns(UserWarning, match=r"BatchNorm1d \(2 modules\)") as caught:
         made = plan_units(
             model,
             ModuleWrapPolicy({nn.Linear}),
             ignored_modules={model[2]},
             ignored_params=set(model[2].parameters()),
             root_kwargs=root_kwargs(mixed_precision=MixedPrecision(param_dtype=torch.bfloat16)),
+            stacklevel=2,
         )
     assert made.full_precision == (model[0], model[2])
     assert [unit.fqn for unit in made.units] == ["0", "1"]
+    assert caught[0].filename == __file__
 
 
 def test_overrides_on_a_module_reach_the_units_of_a_function_policy() -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import OptimStateKeyType, StateDictType
+from fsdp_flat import OptimStateKeyType, StateDictType, plan
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import on_ranks
 from tests.wrapper.models import Block, seeded, shard
@@ -57,6 +57,7 @@ def rekey(model: Any) -> None:
 CALLS: dict[str, Callable[[Any, Any], object]] = {
     "policy without a match": lambda *_: FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({nn.LSTM})),
     "policy with one match": lambda *_: FSDP(seeded(), auto_wrap_policy=ModuleWrapPolicy({Block, nn.LSTM})),
+    "plan": lambda *_: plan(seeded(), 2, auto_wrap_policy=ModuleWrapPolicy({nn.LSTM})),
     "container": lambda *_: FSDP(nn.ModuleList([nn.Linear(2, 2)])),
     "module that is ignored": lambda *_: ignore_itself(),
     "failing reset_parameters": lambda *_: initialise(),
