@@ -23,6 +23,7 @@ LAYERS = {
     "state": 3,
     "checkpoint": TOP,
     "compat": TOP,
+    "composable": TOP,
     "fully_sharded_data_parallel": TOP,
     "run": TOP,
     "migrate": TOP,

@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
-from fsdp_flat.comm.flat_collectives import Collectives, EmptyLike, Pending, own_slice
+from fsdp_flat.comm.flat_collectives import (
+    Collectives,
+    EmptyLike,
+    Pending,
+    PlaceRows,
+    begin_staged_all_gather,
+    own_slice,
+)
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import OptionError
 
@@ -120,6 +127,12 @@ class CustomCollectives:
         assert self._rank_group.group is not None
         work = self._all_gather(full, own_slice(full, self._rank_group), self._rank_group.group, async_op=True)
         return Pending([work], full)
+
+    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        """Implement :class:`Collectives`."""
+        if self._all_gather is None:
+            return self._own.begin_all_gather_rows(own, place)
+        return begin_staged_all_gather(self, self._rank_group, own, place)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         """Implement :class:`Collectives`."""

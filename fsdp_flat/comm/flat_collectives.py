@@ -25,7 +25,16 @@ from fsdp_flat.comm.failures import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shm import ExpectedMessage, HostTransport, transport_of
 
-__all__ = ["Collectives", "EmptyLike", "Pending", "begin_all_reduce", "collectives_for", "own_slice"]
+__all__ = [
+    "Collectives",
+    "EmptyLike",
+    "Pending",
+    "PlaceRows",
+    "begin_all_reduce",
+    "begin_staged_all_gather",
+    "collectives_for",
+    "own_slice",
+]
 
 
 class Pending:
@@ -79,12 +88,19 @@ class Pending:
 
 EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 
+PlaceRows = Callable[[int, torch.Tensor], None]
+"""Copies ``(first rank, rows)`` to where they belong; ``rows`` is 2-D, each row the input of one more rank."""
+
 
 class Collectives(Protocol):
     """Describes the collectives of one shard group on flat tensors."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
+        ...
+
+    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        """Begin to all-gather ``own`` (1-D), whose elements from every rank ``place`` copies to where they belong."""
         ...
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
@@ -101,6 +117,22 @@ def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
     """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
     numel = full.numel() // rank_group.size
     return full[rank_group.rank * numel : (rank_group.rank + 1) * numel]
+
+
+def begin_staged_all_gather(
+    collectives: Collectives, rank_group: RankGroup, own: torch.Tensor, place: PlaceRows
+) -> Pending:
+    """Implement ``begin_all_gather_rows`` by an all-gather into a temporary tensor in rank order."""
+    staging = own.new_empty(rank_group.size * own.numel())
+    own_slice(staging, rank_group).copy_(own)
+    pending = collectives.begin_all_gather(staging)
+
+    def finish() -> torch.Tensor:
+        with torch.no_grad():
+            place(0, pending.wait().view(rank_group.size, -1))
+        return own
+
+    return Pending([pending], own, finish, alive=(staging,))
 
 
 def begin_all_reduce(
@@ -125,6 +157,15 @@ class _RankGroupCollectives:
         self.rank = rank_group.rank
         self.size = rank_group.size
         self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        raise NotImplementedError
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        raise NotImplementedError
+
+    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        return begin_staged_all_gather(self, self.rank_group, own, place)
 
 
 class BackendCollectives(_RankGroupCollectives):
@@ -203,6 +244,12 @@ class HostCollectives(_RankGroupCollectives):
         messages = self._expect("gather", chunks[self.rank].nbytes)
         return Pending(messages.values(), full, lambda: _filled(full, chunks, messages))
 
+    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        self._transport.send("gather", [(own, self._others)], unit=self._unit)
+        messages = self._expect("gather", own.nbytes)
+        place(self.rank, own.view(1, -1))
+        return Pending(messages.values(), own, lambda: _placed(own, place, messages))
+
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         chunks = full.chunk(self.size)
         self._transport.send("reduction", [(chunks[rank], (rank,)) for rank in self._others], unit=self._unit)
@@ -225,6 +272,14 @@ def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict
         chunks[rank].copy_(message.content(full.dtype))
         message.close()
     return full
+
+
+def _placed(own: torch.Tensor, place: PlaceRows, messages: dict[int, ExpectedMessage]) -> torch.Tensor:
+    with torch.no_grad():
+        for rank, message in messages.items():
+            place(rank, message.content(own.dtype).view(1, -1))
+            message.close()
+    return own
 
 
 class CpuCollectives(_RankGroupCollectives):
@@ -252,6 +307,9 @@ class CpuCollectives(_RankGroupCollectives):
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return self._choose().begin_all_gather(full)
+
+    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        return self._choose().begin_all_gather_rows(own, place)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         return self._choose().begin_reduce_scatter(full, empty_like)

@@ -17,6 +17,7 @@ from torch import nn
 from fsdp_flat import flat
 from fsdp_flat.api import ShardingStrategy
 from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import Interval, LocalShard
 from fsdp_flat.runtime import Phase, Unit, check_idle
 
@@ -209,10 +210,10 @@ class FlatParamHandle:
     @property
     def sharded_grad(self) -> torch.Tensor | None:
         """The gradient of the shard, 1-D and padded like it; with original parameters it is assembled at each read."""
-        grads = self._real.grads
-        if not any(grads.exist()):
+        views = self._real.views
+        if not any(have_grads(views)):
             return None
-        return grads.shard() if self._use_orig_params else self._real.flat_param.grad
+        return sharded_grad_of(views) if self._use_orig_params else self._real.flat_param.grad
 
     def is_sharded(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` has the shard's size."""

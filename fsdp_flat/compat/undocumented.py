@@ -32,12 +32,11 @@ from fsdp_flat.compat.semi_private import (
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import Schedule, Unit, check_idle, reset_schedule, units_of
+from fsdp_flat.runtime import Schedule, Unit, UnshardHandle, check_idle, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 
 __all__ = [
     "UndocumentedMembers",
-    "UnshardHandle",
     "_get_fqn_to_param",
     "_get_grad_norm",
     "_get_param_to_fqn",
@@ -53,22 +52,6 @@ _optim_state_dict_type_to_config: Mapping[Any, type] = MappingProxyType(
 )
 _ARGUMENT = "The constructor's argument."
 _ARGUMENT_OR_DEFAULTS = "The constructor's argument; without one, the defaults."
-
-
-class UnshardHandle:
-    """Waits for an all-gather that ``wrapper._unshard(async_op=True)`` has begun.
-
-    Args:
-        unit: the unit that is being unsharded.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-
-    def wait(self) -> None:
-        """Wait until the parameters are unsharded; a second call does nothing."""
-        if not self._unit.is_sharded:
-            self._unit.finish_unshard()
 
 
 class _UnknownWrapper(dict[str, str]):
@@ -108,7 +91,7 @@ class UndocumentedMembers(nn.Module):
     _use_orig_params = derived("_unit.options.use_orig_params")
     _use_full_prec_in_eval = derived("_unit.options.precision.full_in_eval")
     _device_mesh = derived("_unit.options.groups.mesh")
-    _sync_gradients = derived("_unit.sync_gradients")
+    _sync_gradients = derived("_unit.control.sync_gradients")
     _comm_hook = derived("_unit.policy.hook")
     _comm_hook_state = derived("_unit.policy.hook_state")
     _state_dict_type = derived("_unit.state_dict_settings.state_dict_type")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import RankGroup, begin_all_reduce
-from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor
+from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_adapter
 from fsdp_flat.runtime import Unit
 
 __all__ = ["clip_grads", "local_norm"]
@@ -46,7 +46,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
         for handle in unit.handles:
             device = device or handle.spec.device
             managed.update(handle.views.visible_params())
-            for adapter, grad in handle.grads.by_adapter():
+            for adapter, grad in grads_by_adapter(handle.views):
                 # Keys do not depend on gradients: every rank must exchange the same norms.
                 local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(rank_group, adapter), [])
                 if grad is not None:

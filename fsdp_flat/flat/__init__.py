@@ -8,6 +8,8 @@ from fsdp_flat.flat._torch import (
     node_will_run,
     pytree_children,
 )
+from fsdp_flat.flat.arrangement import Place, views_of
+from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,
     ShardedPlaceholder,
@@ -17,6 +19,13 @@ from fsdp_flat.flat.guards import (
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.shown_grads import (
+    grads_by_adapter,
+    have_grads,
+    restore_sharded_grad,
+    sharded_grad_of,
+    show_full_grads,
+)
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,
@@ -26,7 +35,6 @@ from fsdp_flat.flat.tensor_adapter import (
     adapter_of,
     check_adapter,
 )
-from fsdp_flat.flat.views import views_of
 from fsdp_flat.flat.walk import (
     FlattenedBy,
     ManagedParam,
@@ -43,12 +51,15 @@ __all__ = [
     "PLAIN",
     "AliasBuffer",
     "DTensorAdapter",
+    "DTensorViews",
     "FlatParamHandle",
     "FlatParameter",
     "FlattenedBy",
     "HandleSpec",
     "ManagedParam",
     "MemoryPool",
+    "Place",
+    "RowSharding",
     "ShardState",
     "ShardedPlaceholder",
     "Site",
@@ -62,13 +73,18 @@ __all__ = [
     "dynamo_disabled",
     "dynamo_disabled_here",
     "enable_torch_function",
+    "grads_by_adapter",
+    "have_grads",
     "in_backward",
     "inside_wrappers",
     "modules_of",
     "named_sites",
     "node_will_run",
     "pytree_children",
+    "restore_sharded_grad",
     "set_grad",
+    "sharded_grad_of",
+    "show_full_grads",
     "to_local_param",
     "unguarded",
     "unsharded_shape",

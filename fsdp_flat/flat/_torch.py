@@ -12,11 +12,16 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo.decorators
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, _pytree
 
 __all__ = [
     "active_compiler",
+    "concatenated_mesh",
+    "dtensor_like",
     "dynamo_disabled",
     "dynamo_disabled_here",
     "in_backward",
@@ -25,7 +30,9 @@ __all__ = [
     "pytree_children",
     "register_as_plain_tensor",
     "set_versions",
+    "strided_shard",
     "swap_memory",
+    "without_torch_function",
 ]
 
 # Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
@@ -65,6 +72,35 @@ def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
+def dtensor_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor of ``local`` with the mesh, placements and global shape of the DTensor ``like``.
+
+    ``DTensor.from_local`` computes these anew and records an autograd node: too slow for each gradient of each step.
+    """
+    assert isinstance(like, DTensor)
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def strided_shard(dim: int, num_parts: int) -> Placement:
+    """Return the placement of a dim that a later mesh dim has split into ``num_parts`` before."""
+    return _StridedShard(dim, split_factor=num_parts)
+
+
+def concatenated_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
+    """Return the mesh with the dims of both, which are slices of one mesh.
+
+    torch exports no function for this. Before torch 2.10 the slice is made by the names of the dims.
+    """
+    concatenate = getattr(DeviceMesh, "_concatenate", None)
+    if concatenate is not None:
+        return cast(DeviceMesh, concatenate([first, second]))
+    from torch.distributed.device_mesh import _mesh_resources
+
+    root = _mesh_resources.get_root_mesh(first)
+    names = (*(first.mesh_dim_names or ()), *(second.mesh_dim_names or ()))
+    return root[names]
+
+
 def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
     """Have torch treat a class as plain tensors in optimizers, clipping and averaging; return whether this torch can.
 
@@ -81,6 +117,18 @@ def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def without_torch_function(method: _Function) -> _Function:
+    """Run ``method`` without the checks of tensor subclasses, which torch has as a context manager only."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return method(*args, **kwargs)
+
+    return cast(_Function, run)
+
 
 _REASON = (
     "fsdp_flat all-gathers and frees parameters here, outside of any graph. The wrapped module is compiled; "

@@ -16,13 +16,15 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions
+from fsdp_flat.flat.arrangement import Place, local_part, place_rows, views_of
+from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
-from fsdp_flat.flat.views import FlatViews, OrigViews, Views, views_of
+from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
-from fsdp_flat.layout import FlatLayout, alignment_numel
+from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
 __all__ = ["FlatParamHandle", "HandleSpec", "ShardState"]
 
@@ -63,6 +65,7 @@ class HandleSpec:
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         master_dtype: dtype of the shard; None keeps the original one.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
+        rows: shards each parameter by itself and shows DTensors; None for a flat layout.
     """
 
     unit_name: str
@@ -77,6 +80,7 @@ class HandleSpec:
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     keep_reduce_dtype: bool = False
+    rows: RowSharding | None = None
 
     @property
     def offloads(self) -> bool:
@@ -99,15 +103,23 @@ class UnshardedParams:
 
     Args:
         buffer: the buffer.
-        own_slice: this rank's slice of it.
+        own_slice: this rank's slice of it; None if ``place`` fills it.
+        place: copies shards of ranks into it, for a row layout over several ranks.
         params: the parameters that modules see; each has a version counter of its own.
     """
 
-    __slots__ = ("_versions", "buffer", "own_slice", "params")
+    __slots__ = ("_versions", "buffer", "own_slice", "params", "place")
 
-    def __init__(self, buffer: FlatBuffer, own_slice: torch.Tensor, params: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        buffer: FlatBuffer,
+        own_slice: torch.Tensor | None,
+        place: Place | None,
+        params: Sequence[nn.Parameter],
+    ) -> None:
         self.buffer = buffer
         self.own_slice = own_slice
+        self.place = place
         self.params = tuple(params)
         self._versions: tuple[int, ...] | None = None
         self.free(MemoryPool())
@@ -154,12 +166,7 @@ class FlatParamHandle:
         first = params[0].param
         trainable = first.dtype.is_floating_point and first.requires_grad
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
-        self.layout = FlatLayout.build(
-            [(entry.fqn, tuple(entry.shape)) for entry in params],
-            world_size=spec.world_size,
-            align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
-            tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
-        )
+        self.layout = self._layout_of(params)
         check_before_first_step()
         is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
         self.flat_param = new_flat_parameter(
@@ -169,22 +176,29 @@ class FlatParamHandle:
         self._attach(params)
         self._mark_params()
 
+    def _layout_of(self, params: Sequence[ManagedParam]) -> FlatLayout:
+        spec, named = self.spec, [(entry.fqn, tuple(entry.shape)) for entry in params]
+        if spec.rows is not None:
+            return RowLayout.of_rows(named, spec.rows.dims_of(params), world_size=spec.world_size)
+        return FlatLayout.build(
+            named,
+            world_size=spec.world_size,
+            align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
+            tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
+        )
+
     def _attach(self, params: Sequence[ManagedParam]) -> None:
         """Create buffers, views and gradients around the shard."""
         spec = self.spec
         self.pool = MemoryPool()
         self._state = ShardState.SHARDED
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
-        kind = OrigViews if spec.use_orig_params else FlatViews
-        self.views = kind(
-            params,
-            self._use_compute_dtype(params),
-            self.layout,
-            spec.rank,
-            self.flat_param,
-            spec.module,
-            spec.unit_name,
-        )
+        unsharded_params = self._use_compute_dtype(params)
+        common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
+        if spec.rows is not None:
+            self.views = DTensorViews(spec.rows, params, unsharded_params, *common)
+        else:
+            self.views = (OrigViews if spec.use_orig_params else FlatViews)(params, unsharded_params, *common)
         self.grads = HandleGradients(params, self.views)
         self._prepare_grads()
 
@@ -250,8 +264,8 @@ class FlatParamHandle:
         for padding in self.layout.shard_paddings(spec.rank):
             shard[padding.to_slice()].zero_()
         for local_shard in self.layout.local_shards(spec.rank):
-            flat = params[local_shard.index].param.detach().reshape(-1)
-            shard[local_shard.in_shard.to_slice()].copy_(flat[local_shard.in_param.to_slice()])
+            param = params[local_shard.index].param.detach()
+            shard[local_shard.in_shard.to_slice()].copy_(local_part(self.layout, local_shard.index, spec.rank, param))
         return shard
 
     def _use_compute_dtype(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
@@ -259,8 +273,12 @@ class FlatParamHandle:
         unsharded = self._by_dtype.get(self.compute_dtype)
         if unsharded is None:
             buffer = self._new_buffer()
-            own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
-            unsharded = UnshardedParams(buffer, own, self._new_unsharded_params(params, buffer))
+            own = place = None
+            if isinstance(self.layout, RowLayout) and self.layout.world_size > 1:
+                place = place_rows(buffer.tensor, self.layout)
+            else:
+                own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
+            unsharded = UnshardedParams(buffer, own, place, self._new_unsharded_params(params, buffer))
             self._by_dtype[self.compute_dtype] = unsharded
         self.buffer, self._unsharded = unsharded.buffer, unsharded
         return unsharded.params
@@ -314,18 +332,28 @@ class FlatParamHandle:
             )
         self._state = target
 
-    def begin_unshard(self) -> torch.Tensor:
-        """Allocate the buffer, copy the local shard into place, and return the buffer for the all-gather."""
+    def begin_unshard(self) -> tuple[torch.Tensor, Place | None]:
+        """Allocate the buffer, and return the input of its all-gather.
+
+        Returns:
+            The buffer, with the local shard in place, and None; or the shard in the compute dtype, and a function that
+            places the shards of ranks in the buffer.
+        """
+        if isinstance(self.views, DTensorViews):
+            self.views.check_materialized()
         self._move(ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         with unguarded():
             shard = self.flat_param.data
         if self._offloads:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
-            self._unsharded.own_slice.copy_(shard.to(self.spec.device, non_blocking=True))
-        elif not isinstance(self.buffer, AliasBuffer):
-            self._unsharded.own_slice.copy_(shard)
-        return self.buffer.tensor
+            shard = shard.to(self.spec.device, non_blocking=True)
+        unsharded = self._unsharded
+        if unsharded.own_slice is None:
+            return shard.to(self.compute_dtype), unsharded.place
+        if not isinstance(self.buffer, AliasBuffer):
+            unsharded.own_slice.copy_(shard)
+        return self.buffer.tensor, None
 
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
@@ -374,6 +402,11 @@ class FlatParamHandle:
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         with unguarded():
+            if isinstance(self.views, DTensorViews) and self.flat_param.is_meta:
+                assigned = self.views.assigned
+                if any(param.is_meta for param in assigned):
+                    return
+                self.convert(lambda tensor: torch.empty_like(tensor, device=assigned[0].device))
             if not self._is_current(self.flat_param.data):
                 self.convert(lambda tensor: tensor)
             self.views.adopt_changes()

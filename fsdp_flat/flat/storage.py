@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
+from fsdp_flat.flat.arrangement import views_of
 from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, apply_hooks, run_grad_hooks
-from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
-from fsdp_flat.flat.views import Views, views_of
+from fsdp_flat.flat.tensor_adapter import PLAIN
+from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import ManagedParam
-from fsdp_flat.layout import FlatLayout
+from fsdp_flat.layout import FlatLayout, RowLayout
 
 __all__ = ["AliasBuffer", "FlatBuffer", "FlatGradBuffer", "HandleGradients", "MemoryPool"]
 
@@ -141,12 +142,22 @@ class FlatGradBuffer:
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = ("_buffer", "_paddings", "_places", "_waiting", "grads_ready", "is_exposed", "num_grads_ready")
+    __slots__ = (
+        "_buffer",
+        "_layout",
+        "_paddings",
+        "_places",
+        "_waiting",
+        "grads_ready",
+        "is_exposed",
+        "num_grads_ready",
+    )
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
         flat = self._buffer.tensor
-        self._places = views_of(flat, layout)
+        self._layout = layout
+        self._places = _grad_places(flat, layout)
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
@@ -174,7 +185,8 @@ class FlatGradBuffer:
         elif index in self._waiting:
             self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
         else:
-            self._places[index].add_(grad)
+            for place, piece in zip(self._places[index], _split_grad(grad, self._layout, index), strict=True):
+                place.add_(piece)
 
     def forget(self, index: int) -> None:
         """Drop the gradient of parameter ``index``."""
@@ -182,7 +194,7 @@ class FlatGradBuffer:
             self.grads_ready[index] = 0
             self.num_grads_ready -= 1
             if self._waiting.pop(index, None) is None and self._buffer.nbytes:
-                self._places[index].zero_()
+                torch._foreach_zero_(self._places[index])
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
@@ -190,11 +202,14 @@ class FlatGradBuffer:
             self._buffer.alloc(pool)
             for padding in self._paddings:
                 padding.zero_()
-            for place, there in zip(self._places, self.grads_ready, strict=True):
+            for places, there in zip(self._places, self.grads_ready, strict=True):
                 if not there:
-                    place.zero_()
+                    torch._foreach_zero_(places)
         if self._waiting:
-            torch._foreach_copy_([self._places[index] for index in self._waiting], list(self._waiting.values()))
+            torch._foreach_copy_(
+                [place for index in self._waiting for place in self._places[index]],
+                [piece for index, grad in self._waiting.items() for piece in _split_grad(grad, self._layout, index)],
+            )
             self._waiting.clear()
         return self._buffer.tensor
 
@@ -203,6 +218,36 @@ class FlatGradBuffer:
         self._buffer.free(pool)
         self.grads_ready = bytearray(len(self._places))
         self.num_grads_ready = 0
+
+
+def _grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tensor]]:
+    """Return the places of each parameter's gradient in a flat gradient; :func:`_split_grad` splits alike."""
+    if not isinstance(layout, RowLayout):
+        return [[view] for view in views_of(flat, layout)]
+    ranks = flat.view(layout.world_size, layout.shard_numel)
+    places = []
+    for index, (chunk, shape) in enumerate(zip(layout.chunks, layout.chunk_shapes, strict=True)):
+        by_rank = ranks[:, chunk.to_slice()].view(layout.world_size, *shape)
+        full, rest = _full_ranks(layout, index)
+        places.append([by_rank[:full], by_rank[full, :rest]] if rest else [by_rank[:full]])
+    return places
+
+
+def _split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:
+    """Split the gradient of a parameter (the parameter's shape) by the places of :func:`_grad_places`."""
+    if not isinstance(layout, RowLayout):
+        return [grad]
+    dim, step = layout.dims[index], layout.chunk_shapes[index][layout.dims[index]]
+    full, rest = _full_ranks(layout, index)
+    whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
+    return [whole, grad.narrow(dim, full * step, rest)] if rest else [whole]
+
+
+def _full_ranks(layout: RowLayout, index: int) -> tuple[int, int]:
+    """Return the number of ranks with a chunk without padding, and the number of rows of the next rank."""
+    dim = layout.dims[index]
+    rows, step = layout.param_infos[index].shape[dim], layout.chunk_shapes[index][dim]
+    return (rows // step, rows % step) if step else (layout.world_size, 0)
 
 
 class HandleGradients:
@@ -362,7 +407,7 @@ class HandleGradients:
             pool: gives memory if the gradient is not in a flat buffer yet.
             convert: converts a tensor to the shard's dtype and device.
         """
-        if self._buffer is None or self._unreduced:
+        if self._buffer is None or self._unreduced or not self._views.exposes_unreduced:
             return
         self._buffer.is_exposed = True
         rank = self._views.rank
@@ -425,7 +470,7 @@ class HandleGradients:
             # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
             if each.is_elsewhere or not any(used[each.indices.start : each.indices.stop]):
                 continue
-            grad = each.part_of(shard_grad)
+            grad = each.as_grad(each.part_of(shard_grad))
             if each.param is self._views.flat_param:
                 with unguarded():
                     hooks = each.param._backward_hooks
@@ -435,45 +480,6 @@ class HandleGradients:
                     hooked.append(each.param)
         for param in hooked:
             run_grad_hooks(param)
-
-    def shard(self) -> torch.Tensor:
-        """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""
-        with unguarded():
-            whole = torch.zeros_like(self._views.flat_param.data)
-            for each, grad in zip(self._views.visible, self._views.grads(), strict=True):
-                if grad is not None:
-                    each.part_of(whole).copy_(grad)
-        return whole
-
-    def exist(self) -> list[bool]:
-        """Return for each original parameter whether this rank's local shard has a gradient."""
-        grads = zip(self._views.visible, self._views.grads(), strict=True)
-        return [grad is not None for each, grad in grads for _ in each.indices]
-
-    def register_full(self, whole: torch.Tensor, there: Sequence[bool]) -> None:
-        """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
-        with unguarded():
-            for index, (is_there, grad) in enumerate(zip(there, views_of(whole, self._layout), strict=True)):
-                if is_there:
-                    self._views.set_shown_grad(index, grad)
-
-    def restore_shard(self, own: torch.Tensor) -> None:
-        """Copy ``own`` (1-D, ``shard_numel``) into this rank's gradient after :meth:`register_full`."""
-        with unguarded():
-            for each, grad in zip(self._views.visible, self._views.grads(), strict=True):
-                if grad is not None:
-                    grad.copy_(each.part_of(own))
-
-    def by_adapter(self) -> Iterator[tuple[TensorAdapter, torch.Tensor | None]]:
-        """Iterate over this rank's gradients for the optimizer, each with the adapter of its parameter."""
-        params, local_shards = self._views.params, self._views.local_shards
-        for each, grad in zip(self._views.visible, self._views.grads(), strict=True):
-            if len(each.indices) == 1 or not self._adapters:
-                yield params[each.indices.start].adapter, grad
-                continue
-            for index in each.indices:
-                part = None if grad is None else grad[local_shards[index].in_shard.to_slice()]
-                yield params[index].adapter, part
 
 
 def _grad_hook(gradients: HandleGradients, index: int) -> Callable[[torch.Tensor], None]:

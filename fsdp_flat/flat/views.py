@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -25,29 +25,25 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class, unguarded
+from fsdp_flat.flat._torch import without_torch_function
+from fsdp_flat.flat.arrangement import views_of
+from fsdp_flat.flat.guards import (
+    ShardedParameter,
+    ShardedPlaceholder,
+    module_guard,
+    set_sharded_class,
+    unguarded,
+)
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-__all__ = ["FlatViews", "OrigViews", "Views", "VisibleParam", "views_of"]
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+__all__ = ["FlatViews", "OrigViews", "Views", "VisibleParam"]
 
 
-def _unguarded(method: _Method) -> _Method:
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with unguarded():
-            return method(*args, **kwargs)
-
-    return cast(_Method, run)
-
-
-def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
-    """Return each parameter of a tensor like the flat buffer (1-D, ``layout.numel``), as a view of its shape."""
-    return [flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos]
+def _identity(grad: torch.Tensor) -> torch.Tensor:
+    return grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +57,7 @@ class VisibleParam:
         in_shard: its elements in the rank's shard; None for all.
         shape: its shape where nothing is sharded, else None for one dim.
         is_elsewhere: it has elements, but none on this rank.
+        as_grad: makes its gradient from a tensor of its local shape; the identity for plain parameters.
     """
 
     param: nn.Parameter
@@ -69,6 +66,7 @@ class VisibleParam:
     in_shard: slice | None = None
     shape: tuple[int, ...] | None = None
     is_elsewhere: bool = False
+    as_grad: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the parameter's elements of a tensor like the shard, in the parameter's shape."""
@@ -91,9 +89,11 @@ class Views:
     Attributes:
         local_shards: this rank's local shard of each parameter.
         visible: the parameters that an optimizer holds.
+        exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
     """
 
     visible: tuple[VisibleParam, ...]
+    exposes_unreduced = True
 
     def __init__(
         self,
@@ -114,18 +114,20 @@ class Views:
         self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
         self._saved_grads: list[torch.Tensor | None] | None = None
+        self._guard_hooks = self._guards()
+        self.use_unsharded_params(unsharded_params)
+
+    def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
+        """Return the hooks that raise when modules are called with sharded parameters."""
         guards: dict[nn.Module, Callable[..., NoReturn]] = {}
-        if layout.world_size > 1:
-            for entry, param_info in zip(params, layout.param_infos, strict=True):
+        if self.layout.world_size > 1:
+            for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
                 for site in entry.sites:
                     guard = module_guard(lambda: self.unit_name, param_info.fqn, param_info.shape)
                     guards.setdefault(site.module, guard)
         # Several units may guard one module.
         key = f"fsdp_flat_guard_{id(self)}"
-        self._guard_hooks: list[tuple[Any, str, Callable[..., NoReturn]]] = [
-            (module._forward_pre_hooks, key, guard) for module, guard in guards.items()
-        ]
-        self.use_unsharded_params(unsharded_params)
+        return [(module._forward_pre_hooks, key, guard) for module, guard in guards.items()]
 
     # -- the implementations differ in these ---------------------------------------------------------------------
 
@@ -336,7 +338,7 @@ class OrigViews(Views):
             for site in entry.sites
         ]
 
-    @_unguarded
+    @without_torch_function
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self._saved_grads = self.grads()
         self.use_sharded_views()
@@ -351,7 +353,7 @@ class OrigViews(Views):
                 for site in entry.sites:
                     site.module._parameters[site.name] = shown
 
-    @_unguarded
+    @without_torch_function
     def unregister_full_params(self) -> None:
         if self._saved_grads is None:
             return
@@ -369,7 +371,7 @@ class OrigViews(Views):
         for parameters, name, _, _ in self._bindings:
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
-    @_unguarded
+    @without_torch_function
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
         for each in self.visible:
@@ -385,13 +387,13 @@ class OrigViews(Views):
     def kept(self) -> dict[nn.Parameter, nn.Parameter]:
         return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
 
-    @_unguarded
+    @without_torch_function
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         for entry, now, was in zip(self.params, shown, before, strict=True):
             if now != was:
                 entry.param.requires_grad_(now)
 
-    @_unguarded
+    @without_torch_function
     def adopt_changes(self) -> None:
         unchanged = [parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings]
         if all(unchanged) and self._pointers == tuple([each.param.data_ptr() for each in self.visible]):

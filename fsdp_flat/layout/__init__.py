@@ -19,6 +19,7 @@ from fsdp_flat.layout.fqn import (
 )
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition, IrregularPartition, Partition, ReplicatedPartition
+from fsdp_flat.layout.row_layout import RowLayout
 from fsdp_flat.layout.transfer_plan import TransferPlan, chunk_partition, chunk_rows, chunk_shape, plan_transfer
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "ParamInfo",
     "Partition",
     "ReplicatedPartition",
+    "RowLayout",
     "TransferPlan",
     "alignment_numel",
     "boxes",

@@ -2,12 +2,20 @@
 
 from fsdp_flat.runtime.build import handles_of, owners_of_ties
 from fsdp_flat.runtime.compiled import hide_compiled_name
-from fsdp_flat.runtime.construction import Arguments, construct
+from fsdp_flat.runtime.construction import Arguments, build_rows, construct
 from fsdp_flat.runtime.duplicate import convert_unit, copy_wrapper
-from fsdp_flat.runtime.forward import forward, participate, register_forward_method, unshard_for
+from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.ignored import resolve_ignored
-from fsdp_flat.runtime.options import BackgroundWork, UnitOptions
-from fsdp_flat.runtime.precision import precision_from
+from fsdp_flat.runtime.options import BackgroundWork, Ignored, UnitOptions, compute_device_from
+from fsdp_flat.runtime.other_forwards import (
+    UnshardHandle,
+    participate,
+    register_forward_method,
+    run_module,
+    unshard_for,
+)
+from fsdp_flat.runtime.phase import Phase
+from fsdp_flat.runtime.precision import precision_from, precision_of_rows
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
     clear_gradients,
@@ -17,7 +25,7 @@ from fsdp_flat.runtime.reduction_settings import (
 )
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
 from fsdp_flat.runtime.unwrap import unwrap
 
@@ -25,13 +33,17 @@ __all__ = [
     "LOW_PRECISION_HOOKS",
     "Arguments",
     "BackgroundWork",
+    "Ignored",
     "Phase",
     "Schedule",
     "Unit",
     "UnitOptions",
+    "UnshardHandle",
     "average_buffers",
+    "build_rows",
     "check_idle",
     "clear_gradients",
+    "compute_device_from",
     "construct",
     "convert_unit",
     "copy_wrapper",
@@ -42,9 +54,11 @@ __all__ = [
     "owners_of_ties",
     "participate",
     "precision_from",
+    "precision_of_rows",
     "register_forward_method",
     "reset_schedule",
     "resolve_ignored",
+    "run_module",
     "schedule_of",
     "set_comm_hook",
     "set_divide_factor",

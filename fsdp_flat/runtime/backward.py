@@ -26,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.flat import node_will_run
-from fsdp_flat.runtime.unit import Unit, Weights
+from fsdp_flat.runtime.phase import Weights
+from fsdp_flat.runtime.unit import Unit
 
 __all__ = ["Backward", "Event", "ForwardRecord", "Iteration"]
 

@@ -39,7 +39,15 @@ from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precis
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
-__all__ = ["agree_on_structure", "build_unit", "describe_structure", "handles_of", "own_buffers", "owners_of_ties"]
+__all__ = [
+    "agree_on_structure",
+    "build_row_unit",
+    "build_unit",
+    "describe_structure",
+    "handles_of",
+    "own_buffers",
+    "owners_of_ties",
+]
 
 Owners = Mapping[nn.Parameter, nn.Module]
 _WRAPPING = ErrorTexts(
@@ -106,6 +114,33 @@ def build_unit(
         # torch.compile and transformers read these two attributes of every managed submodule.
         child.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=options.use_orig_params)
         hide_compiled_name(child)
+    return unit
+
+
+def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, *, unit_id: int) -> Unit:
+    """Build a unit whose parameters are sharded one by one; those on the meta device stay there.
+
+    Args:
+        module: the module, or a container of several.
+        name: the unit's name in errors.
+        options: the unit's validated options.
+        ignored: parameters that are not managed.
+        unit_id: id of the unit, the same on every rank.
+    """
+    modules = [(path, child) for path, child in _own_modules(module) if unit_of(child) is None]
+    if not any(tensor.is_meta for _, child in modules for tensor in child._parameters.values() if tensor is not None):
+        move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=True)
+    nested = units_of(module)
+    params = _managed_params(module, name, ignored, {}, nested)
+    groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
+    for entry in params:
+        check_adapter(entry.adapter, entry.fqn, groups)
+    _check_renormalisation(modules, options, ignored)
+    handles = handles_of(params, module, name, options)
+    own = [child for _, child in modules]
+    unit = Unit(module, name, options, handles, ignored, BufferCasts(module, (), None), StoredTensors(own), unit_id)
+    for inner in nested:
+        inner.is_nested = True
     return unit
 
 
@@ -268,6 +303,7 @@ def _spec(
         reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
         master_dtype=precision.master_dtype,
         keep_reduce_dtype=precision.keep_low_precision_grads,
+        rows=options.rows,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +16,14 @@ from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, Sharding
 from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from, true_on_any_rank
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.build import agree_on_structure, build_unit, describe_structure, own_buffers, owners_of_ties
+from fsdp_flat.runtime.build import (
+    agree_on_structure,
+    build_row_unit,
+    build_unit,
+    describe_structure,
+    own_buffers,
+    owners_of_ties,
+)
 from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
@@ -31,7 +38,7 @@ from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units, warn_no_forward
 
-__all__ = ["Arguments", "construct"]
+__all__ = ["Arguments", "build_rows", "construct"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +222,29 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         keep_full_precision(exempt)
     # The id of the root has no name in it: that is the class, which may differ between ranks.
     return _build(module, type(module).__name__, options, ignored, tree, digest_of(f"{tree.call}/".encode()))
+
+
+def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Ignored) -> Unit:
+    """Build the unit of modules whose parameters are sharded one by one, without communication.
+
+    Every rank must call this in the same order.
+
+    Args:
+        members: the modules; nested units are already built.
+        options: the unit's validated options, with ``rows``.
+        ignored: parameters that are not managed.
+
+    Raises:
+        OptionError: a parameter cannot be sharded.
+        TiedParameterError: another unit already manages a parameter.
+    """
+    module = members[0] if len(members) == 1 else nn.ModuleList(members)
+    name = ", ".join(type(member).__name__ for member in members)
+    group = options.groups.primary.group
+    unit_id = digest_of(f"{_count_call(group)}/rows".encode())
+    unit = build_row_unit(module, name, options, ignored, unit_id=unit_id)
+    unit.members = tuple(members)
+    return unit
 
 
 def _build(module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, tree: _Tree, unit_id: int) -> Unit:

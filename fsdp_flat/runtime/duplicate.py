@@ -18,11 +18,12 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, copy_flat_parameter
-from fsdp_flat.runtime.forward import register_forward_method
 from fsdp_flat.runtime.options import Ignored
+from fsdp_flat.runtime.other_forwards import register_forward_method
+from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import check_idle
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 __all__ = ["convert_unit", "copy_wrapper"]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,15 +13,16 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 
 from fsdp_flat.comm import profiled
-from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
+from fsdp_flat.runtime.phase import Weights
+from fsdp_flat.runtime.precision import cast_floats
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
-from fsdp_flat.runtime.unit import Unit, Weights, unit_of
+from fsdp_flat.runtime.unit import Unit, unit_of
 
-__all__ = ["forward", "participate", "register_forward_method", "unshard_for"]
+__all__ = ["UnitForward", "forward", "run_forward"]
 
 
 @dynamo_disabled_here
@@ -40,129 +40,28 @@ def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     unit = unit_of(self)
     if unit is None:
         unit = cast(Unit, self._unit)  # raises: the wrapper is not in use any more
-    return _run_forward(self, unit, args, kwargs, wrapped)
+    return run_forward(self, unit, args, kwargs, wrapped)
 
 
 @dynamo_disabled_here
-def _run_forward(
+def run_forward(
     wrapper: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
 ) -> Any:
     """Run ``call`` (the wrapped module, or a method of it) with the unit's parameters unsharded.
 
     Every rank of the unit's groups must call this in the same order of units.
     """
-    forward = _Forward(wrapper, unit, compiler=active_compiler())
+    forward = UnitForward(wrapper, unit, compiler=active_compiler())
     try:
         args, kwargs = forward.enter(args, kwargs)
         output = call(*args, **kwargs)
     except BaseException as error:
         forward.fail(error)
         raise
-    forward.leave(output)
-    return output
+    return forward.leave(output)
 
 
-@contextmanager
-def unshard_for(module: nn.Module) -> Iterator[None]:
-    """Unshard the parameters of the units at and below ``module`` inside the block, also for autograd.
-
-    Results computed inside may be used in a loss: the gradients reach the parameters, which stay unsharded until the
-    end of that backward. To inspect or change parameters use ``summon_full_params``.
-
-    Every rank must enter this. The block counts as a forward of the units.
-
-    Args:
-        module: a wrapper, or any module that holds wrappers.
-
-    Raises:
-        PhaseError: inside ``summon_full_params``.
-    """
-    entered: list[_Forward] = []
-    try:
-        for child in list(module.modules()):
-            unit = unit_of(child)
-            if unit is not None:
-                forward = _Forward(child, unit)
-                entered.append(forward)
-                forward.enter((), {})
-        yield
-    except BaseException as error:
-        for forward in reversed(entered):
-            forward.fail(error)
-        raise
-    for forward in reversed(entered):
-        forward.leave_open()
-
-
-@dynamo_disabled
-def participate(module: nn.Module, *inputs: Any) -> None:
-    """Join the collectives of units that other ranks run and this rank skips, without computing anything.
-
-    Every rank of a unit's groups must run the unit equally often. If a model branches on its input (experts without
-    tokens, a batch without images), the rank that skips a unit calls this instead, at the same point of its
-    forward. In backward it adds zeros to the unit's gradient, so that the result is the mean over all ranks::
-
-        for expert, tokens in zip(self.experts, routed):
-            if len(tokens):
-                outputs.append(expert(tokens))
-            else:
-                participate(expert, tokens)
-
-    Args:
-        module: a wrapper, or any module that holds wrappers; without wrappers nothing happens. Units nested in a unit
-            follow in the order of their registration, in which the other ranks must run them.
-        inputs: the inputs that the module would have got. Only whether their tensors require gradients matters, and
-            only for units without trainable parameters, which other ranks unshard in backward for the gradients of
-            their inputs. Without inputs, gradients are assumed to be required.
-
-    Raises:
-        PhaseError: inside ``summon_full_params``.
-    """
-    unit = unit_of(module)
-    if unit is not None:
-        _run_forward(module, unit, (), {}, functools.partial(_participate_below, module, inputs))
-    else:
-        _participate_below(module, inputs)
-
-
-def _participate_below(module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor | None:
-    """Run the units below ``module``; return a tensor that requires gradients if the outputs of ``module`` would."""
-    for child in module.children():
-        participate(child, *inputs)
-    needs_grad = not inputs or bool(differentiable_tensors(inputs))
-    return torch.zeros(()).requires_grad_() * 1 if needs_grad else None
-
-
-def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Make a method of a wrapped module run with unsharded parameters, as its forward does.
-
-    Args:
-        module: a wrapper. Any other module is ignored, as by FSDP2's ``register_fsdp_forward_method``.
-        method_name: name of a method of the wrapped module, ``"generate"`` for example.
-
-    Raises:
-        OptionError: the wrapped module has no such method.
-    """
-    unit = unit_of(module)
-    if unit is None:
-        return
-    method = getattr(module._modules[FSDP_WRAPPED_MODULE], method_name, None)
-    if not callable(method):
-        raise OptionError(
-            f"{type(unit.module).__name__} has no method {method_name!r} to run with unsharded parameters."
-        )
-
-    @functools.wraps(method)
-    def gathered(*args: Any, **kwargs: Any) -> Any:
-        # Look it up again: the wrapped module may have been replaced since (activation checkpointing, torch.compile).
-        wrapped = module._modules[FSDP_WRAPPED_MODULE]
-        return _run_forward(module, unit, args, kwargs, getattr(wrapped, method_name))
-
-    module.__dict__[method_name] = gathered
-    unit.forward_methods.add(method_name)
-
-
-class _Forward:
+class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
     __slots__ = ("_entered", "_hooked_inputs", "_outermost", "_record", "_schedule", "_unit")
@@ -186,25 +85,33 @@ class _Forward:
 
     @dynamo_disabled
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Unshard the parameters, prefetch the next unit, and prepare the inputs."""
+        """Unshard the parameters, prefetch the next unit, and prepare the inputs.
+
+        In a unit of several modules this is called for each; all after the first only prepare the inputs.
+        """
         unit, schedule, record = self._unit, self._schedule, self._record
         with profiled("pre_forward", unit.name):
-            unit.log_event("pre_forward")
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
-            if record.iteration is not None and schedule.rank_checks.in_forward:
-                schedule.rank_checks.before_forward(unit)
-            unit.enter_forward()
-            self._entered = True
-            schedule.mark_in_use(unit)
-            record.weights = unit.weights(record.weights.full_precision)
-            if record.iteration is not None:
-                schedule.prefetch_forward(unit)
+            if not self._entered:
+                self._unshard()
             if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):
                 args, kwargs = unit.cast_inputs(args, kwargs)
             if unit.handles and torch.is_grad_enabled():
                 args, kwargs = _hook_inputs(record, args, kwargs, self._hooked_inputs)
         return args, kwargs
+
+    def _unshard(self) -> None:
+        unit, schedule, record = self._unit, self._schedule, self._record
+        unit.log_event("pre_forward")
+        if record.iteration is not None and schedule.rank_checks.in_forward:
+            schedule.rank_checks.before_forward(unit)
+        unit.enter_forward()
+        self._entered = True
+        schedule.mark_in_use(unit)
+        record.weights = unit.weights(record.weights.full_precision)
+        if record.iteration is not None:
+            schedule.prefetch_forward(unit)
 
     @dynamo_disabled
     def fail(self, error: BaseException) -> None:
@@ -223,19 +130,35 @@ class _Forward:
             self._schedule.end_iteration()
 
     @dynamo_disabled
-    def leave(self, output: Any) -> None:
-        """Hook the outputs, and reshard the parameters or keep them for backward.
+    def pass_through(self, output: Any) -> Any:
+        """Hook and return the outputs of a module that is not the last of its unit to run."""
+        for hooked in self._hooked_inputs:
+            hooked.follow_changes()
+        self._hooked_inputs.clear()
+        output = self._cast(output)
+        _hook_outputs(self._record, output, always=self._outermost)
+        return output
+
+    @dynamo_disabled
+    def leave(self, output: Any) -> Any:
+        """Hook the outputs, and reshard the parameters or keep them for backward; return the outputs.
 
         A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
         a generator, or stored outside of the model.
         """
         for hooked in self._hooked_inputs:
             hooked.follow_changes()
+        output = self._cast(output)
         if _hook_outputs(self._record, output, always=self._outermost):
             self._close(True)
         else:
             hidden = torch.is_grad_enabled() and any(handle.grads.are_in_a_graph for handle in self._unit.handles)
             self._close(hidden, open_ended=hidden)
+        return output
+
+    def _cast(self, output: Any) -> Any:
+        dtype = self._unit.options.precision.output_dtype
+        return output if dtype is None else cast_floats(output, dtype)
 
     def leave_open(self) -> None:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
@@ -243,10 +166,17 @@ class _Forward:
 
     def _close(self, returns: bool, *, open_ended: bool = False) -> None:
         unit, schedule, record = self._unit, self._schedule, self._record
+        if self._outermost:
+            # Units of several modules of which some did not run.
+            groups = list(schedule.open_groups.values())
+            schedule.open_groups.clear()
+            for group in groups:
+                group.forward.leave_open()
         with profiled("post_forward", unit.name):
             unit.log_event("post_forward")
             iteration = record.iteration
-            reshards = unit.options.strategy.reshard_after_forward and unit is not schedule.root and unit.holds_copies
+            wanted = unit.control.reshard_after_forward
+            reshards = (unit is not schedule.root if wanted is None else wanted) and unit.holds_copies
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)

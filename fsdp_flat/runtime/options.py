@@ -14,6 +14,7 @@ from torch import nn
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
 from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime.precision import Precision
 
 __all__ = [
@@ -56,6 +57,7 @@ class UnitOptions:
         precision: dtypes and casts.
         offload_params: shards and gradients, and so the optimizer, live on the CPU.
         param_init_fn: initialises a module that is on the meta device.
+        rows: shards each parameter by itself and shows DTensors; None for flat parameters.
         mixed_precision, cpu_offload: the constructor's arguments, which the wrapper shows.
     """
 
@@ -71,6 +73,7 @@ class UnitOptions:
     precision: Precision
     offload_params: bool
     param_init_fn: Callable[[nn.Module], None] | None
+    rows: RowSharding | None = None
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
 

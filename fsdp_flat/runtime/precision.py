@@ -19,7 +19,16 @@ from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.tensors import map_tensors
 
-__all__ = ["BufferCasts", "InputCast", "Precision", "drop_full_precision", "keep_full_precision", "precision_from"]
+__all__ = [
+    "BufferCasts",
+    "InputCast",
+    "Precision",
+    "cast_floats",
+    "drop_full_precision",
+    "keep_full_precision",
+    "precision_from",
+    "precision_of_rows",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +38,7 @@ class Precision:
     Attributes:
         full_in_eval: forwards in eval mode run in full precision (``FSDP_USE_FULL_PREC_IN_EVAL=1``).
         ignored_classes: ``_module_classes_to_ignore``.
+        output_dtype: dtype to which floating-point outputs of the unit are cast; None leaves them.
     """
 
     param_dtype: torch.dtype | None
@@ -42,6 +52,7 @@ class Precision:
     uncast_inputs: frozenset[str]
     full_in_eval: bool
     ignored_classes: tuple[type[nn.Module], ...] = ()
+    output_dtype: torch.dtype | None = None
 
     def is_full_in(self, module: nn.Module) -> bool:
         """Return whether a module of a unit with this precision nevertheless computes in full precision.
@@ -70,6 +81,33 @@ class Precision:
             return None
         dtype = next((b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()), None)
         return dtype and (self.buffer_dtype or dtype)
+
+
+def precision_of_rows(policy: Any) -> Precision:
+    """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`.
+
+    Raises:
+        OptionTypeError: ``policy`` or one of its dtypes has the wrong type.
+    """
+    if not any(kind.__name__ == "MixedPrecisionPolicy" for kind in type(policy).__mro__):
+        raise OptionTypeError(f"mp_policy must be a MixedPrecisionPolicy; got {type(policy).__name__}.")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise OptionTypeError(f"MixedPrecisionPolicy.{name} must be a torch.dtype or None; got {dtype!r}.")
+    return Precision(
+        param_dtype=policy.param_dtype,
+        reduce_dtype=policy.reduce_dtype or policy.param_dtype,
+        buffer_dtype=None,
+        keep_low_precision_grads=False,
+        cast_forward_inputs=policy.cast_forward_inputs,
+        cast_root_forward_inputs=False,
+        master_dtype=None,
+        full_precision_modules=(),
+        uncast_inputs=frozenset(),
+        full_in_eval=False,
+        output_dtype=policy.output_dtype,
+    )
 
 
 def precision_from(value: Any) -> Precision:
@@ -102,6 +140,11 @@ def precision_from(value: Any) -> Precision:
         full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         ignored_classes=tuple(getattr(value, "_module_classes_to_ignore", ())),
     )
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value``, any structure of tensors, with floating-point tensors cast to ``dtype``."""
+    return map_tensors(value, partial(_cast, dtype))
 
 
 def _classes(value: Any) -> tuple[type[nn.Module], ...]:

@@ -25,15 +25,15 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
     """
     if mode not in ("local", "sharded"):
         raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
-    if not all(unit.sync_gradients for unit in units):
+    if not all(unit.control.sync_gradients for unit in units):
         raise PhaseError("no_sync was entered inside no_sync; one level is enough.")
     for unit in units:
-        unit.sync_gradients = mode == "sharded"
+        unit.control.sync_gradients = mode == "sharded"
     try:
         yield
     finally:
         for unit in units:
-            unit.sync_gradients = True
+            unit.control.sync_gradients = True
 
 
 def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:

@@ -26,8 +26,9 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
+from fsdp_flat.runtime.phase import Phase, Weights
 from fsdp_flat.runtime.reduction import CommContext
-from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
+from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
@@ -56,13 +57,14 @@ class Schedule(CommContext):
         units: every unit, parents before children.
         backward: the running backward, or None.
         rank_checks: what ranks compare in their first steps.
+        open_groups: open forwards of units of several modules.
         looked_for_compiled: every module of the tree was searched for the mark of torch.compile.
         warned_uncompiled: a warning has said that torch.compile skips units.
     """
 
     def __init__(self, root_module: nn.Module) -> None:
         units = {name: unit for name, module in root_module.named_modules() if (unit := unit_of(module)) is not None}
-        self.units = list(units.values())
+        self.units = list(dict.fromkeys(units.values()))
         self.root = self.units[0]
         super().__init__(self.root.options.device)
         self.backward: Backward | None = None
@@ -76,6 +78,7 @@ class Schedule(CommContext):
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: Unit | None = None
         self._last_run: Unit | None = None
+        self.open_groups: dict[Unit, Any] = {}
         self.looked_for_compiled = False
         self.warned_uncompiled = False
         self._buffers_full: bool | None = None
@@ -229,6 +232,7 @@ class Schedule(CommContext):
     def abort(self) -> None:
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
         self._iteration = None
+        self.open_groups.clear()
         self._pending_iterations = []
         self.backward = None
         self._callback = None
@@ -284,7 +288,7 @@ class Schedule(CommContext):
         if self.backward is not None and (self._callback is None or self._callback() is None):
             self.abort()
         if self.backward is None:
-            if self.root.sync_gradients:
+            if self._reduces:
                 try:
                     self.rank_checks.before_backward()
                 except (PeerFailureError, RankMismatchError):
@@ -379,7 +383,7 @@ class Schedule(CommContext):
             return  # it is under two roots, and the other root's schedule runs it
         with profiled("post_backward", unit.name):
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
-            if unit.sync_gradients:
+            if unit.control.sync_gradients:
                 for handle in unit.handles:
                     if handle.is_trainable:
                         self._take_grads_ready(handle)
@@ -409,11 +413,12 @@ class Schedule(CommContext):
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
             self.rank_checks.after_backward()
-            if not self.root.sync_gradients:
-                for handle in [handle for unit in self.units for handle in unit.handles]:
-                    handle.expose_unreduced_grads(self.streams.copy_to)
+            waiting = [unit for unit in self.units if not unit.control.sync_gradients]
+            for handle in [handle for unit in waiting for handle in unit.handles]:
+                handle.expose_unreduced_grads(self.streams.copy_to)
+            if waiting:
                 self.streams.wait_for_host_copies()
-            else:
+            if self._reduces:
                 with self._unmanaged.walked_once():
                     self._exchange_and_set_grads()
         self.backward = None
@@ -424,6 +429,11 @@ class Schedule(CommContext):
             ]
         self.pool.clear()
         self.root.log_event("end_of_backward")
+
+    @property
+    def _reduces(self) -> bool:
+        """True if gradients of any unit are reduced at the end of a backward; the same on every rank."""
+        return any(unit.control.sync_gradients for unit in self.units)
 
     def _exchange_and_set_grads(self) -> None:
         # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
@@ -437,7 +447,8 @@ class Schedule(CommContext):
             self._unmanaged.compare(outcome.to_compare)
 
     def _set_sharded_grads(self) -> Outcome:
-        handles = [handle for unit in self.units for handle in unit.handles]
+        reduced = [unit for unit in self.units if unit.control.sync_gradients]
+        handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
         self._exchange.begin(
@@ -451,7 +462,7 @@ class Schedule(CommContext):
         if outcome.differing is not None:
             self._raise_different(outcome.differing)
         self.collectives.clear()
-        for unit in self.units if unreduced else ():
+        for unit in reduced if unreduced else ():
             for handle in unit.handles:
                 if handle in unreduced:
                     unit.begin_reduction(handle)

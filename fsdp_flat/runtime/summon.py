@@ -11,9 +11,18 @@ from torch import nn
 
 from fsdp_flat.comm import true_on_any_rank
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
-from fsdp_flat.flat import FlatParamHandle, modules_of, views_of
+from fsdp_flat.flat import (
+    FlatParamHandle,
+    have_grads,
+    modules_of,
+    restore_sharded_grad,
+    sharded_grad_of,
+    show_full_grads,
+    views_of,
+)
+from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
+from fsdp_flat.runtime.unit import FullParams, Unit, unit_of
 
 __all__ = ["check_idle", "full_params", "summon_full_params"]
 
@@ -213,7 +222,7 @@ def _check_reduced(units: Sequence[Unit]) -> None:
 
 
 def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
-    return handle.grads.shard()
+    return sharded_grad_of(handle.views)
 
 
 def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
@@ -221,7 +230,7 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
 
     A rank without elements of a parameter has none.
     """
-    flags = [handle.grads.exist() for handle in unit.handles]
+    flags = [have_grads(handle.views) for handle in unit.handles]
     if unit.options.use_orig_params:
         own = [flag for row in flags for flag in row]
         anywhere = iter(true_on_any_rank(own, [unit.options.groups.shard], unit.options.device))
@@ -235,11 +244,11 @@ def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     wholes = unit.all_gather_full(shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
-        handle.grads.register_full(whole, there[handle])
+        show_full_grads(handle.views, whole, there[handle])
     try:
         yield
     finally:
         rank = unit.options.groups.shard.rank
         for handle, whole in zip(unit.handles, wholes, strict=True):
             own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
-            handle.grads.restore_shard(own)
+            restore_sharded_grad(handle.views, own)

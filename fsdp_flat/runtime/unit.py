@@ -10,8 +10,6 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,38 +27,17 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
+from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
+from fsdp_flat.runtime.phase import Phase, Weights
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
 
-__all__ = ["FullParams", "Phase", "Unit", "Weights", "unit_of", "units_of"]
+__all__ = ["FullParams", "Unit", "unit_of", "units_of"]
 
 _logger = logging.getLogger("fsdp_flat")
-
-
-class Phase(Enum):
-    """Enumerates the states of a unit within a step."""
-
-    IDLE = "idle"
-    FORWARD = "in forward"
-    BACKWARD = "in backward"
-    SUMMONED = "inside summon_full_params"
-
-
-class Weights(NamedTuple):
-    """Identifies the weights with which a forward ran; its backward needs the same.
-
-    Attributes:
-        full_precision: they were unsharded in the original dtype.
-        storage_epoch: number of times that conversions had replaced the shards.
-        version: a number that changes with their values.
-    """
-
-    full_precision: bool
-    storage_epoch: int = -1
-    version: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +67,9 @@ class Unit:
         unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
 
     Attributes:
+        members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
         phase: the state of the step; written by this class and by ``summon_full_params``.
-        sync_gradients: False inside ``no_sync``.
+        control: the switches that a caller may change between steps.
         state_dict_settings: the state-dict type and its options, set by ``set_state_dict_type``.
         context: streams, memory and records shared with the other units of the tree.
         policy: settings for combining gradients over ranks.
@@ -119,6 +97,7 @@ class Unit:
         unit_id: int,
     ) -> None:
         self.module = module
+        self.members: tuple[nn.Module, ...] = (module,)
         self.unit_id = unit_id
         self.ignored = ignored
         self.buffers = buffers
@@ -129,7 +108,7 @@ class Unit:
         self.options = options
         self.handles = handles
         self.phase = Phase.IDLE
-        self.sync_gradients = True
+        self.control = UnitControl(None if options.strategy.reshard_after_forward else False)
         kind = StateDictType.FULL_STATE_DICT
         self.state_dict_settings = StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
         self.context = CommContext(options.device)
@@ -241,10 +220,14 @@ class Unit:
         ):
             for handle in self.handles:
                 handle.adopt_changes()
-                full = handle.begin_unshard()
+                tensor, place = handle.begin_unshard()
                 if collectives is not None:
                     self._issued.append(("all-gather", self))
-                    self._pending_all_gathers.append(collectives.begin_all_gather(full))
+                    self._pending_all_gathers.append(
+                        collectives.begin_all_gather(tensor)
+                        if place is None
+                        else collectives.begin_all_gather_rows(tensor, place)
+                    )
             if self.options.offload_params and context.streams.is_accelerator:
                 context.streams.shards_read()
 
@@ -452,7 +435,11 @@ class Unit:
         self._held_for_graph = keeps_graph
         if self._depth > 0:
             return
-        if not keeps_graph and (self.sync_gradients or self.options.strategy.reshard_after_forward):
+        control = self.control
+        wanted = control.reshard_after_backward
+        if wanted is None:
+            wanted = control.sync_gradients or control.reshard_after_forward is not False
+        if not keeps_graph and wanted:
             self.reshard()
         elif not self.is_sharded:
             self.finish_unshard()
@@ -497,4 +484,4 @@ def unit_of(module: nn.Module) -> Unit | None:
 
 def units_of(module: nn.Module) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children."""
-    return [unit for child in modules_of(module) if (unit := unit_of(child)) is not None]
+    return list(dict.fromkeys(unit for child in modules_of(module) if (unit := unit_of(child)) is not None))

@@ -59,7 +59,7 @@ def whole_flat(handle: FlatParamHandle) -> torch.Tensor:
 
 def gather(handle: FlatParamHandle, flat: torch.Tensor | None = None) -> None:
     own = handle.layout.shard(handle.spec.rank).to_slice()
-    buffer = handle.begin_unshard()
+    buffer, _ = handle.begin_unshard()
     assert_equal(buffer[own], handle.flat_param.data, what="the own slice")
     buffer.copy_(whole_flat(handle) if flat is None else flat)
     handle.finish_unshard()
@@ -158,7 +158,7 @@ def test_values_that_the_optimizer_changes_are_gathered_next(use_orig_params: bo
             param.mul_(2.0)
     assert handle.views.version() != before
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.begin_unshard()[own], 2 * whole_flat(handle)[own])
+    assert_equal(handle.begin_unshard()[0][own], 2 * whole_flat(handle)[own])
 
 
 # -- what users assign between steps ---------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def test_a_new_flat_shard_is_taken_over(use_orig_params: bool) -> None:
     handle.flat_param.data = fresh
     handle.adopt_changes()
     own = handle.layout.shard(0).to_slice()
-    assert_equal(handle.begin_unshard()[own], fresh)
+    assert_equal(handle.begin_unshard()[0][own], fresh)
     if use_orig_params:
         assert_equal(module.weight.detach(), fresh[handle.views.local_shards[0].in_shard.to_slice()])
 

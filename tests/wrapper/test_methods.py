@@ -231,7 +231,7 @@ def test_no_sync_twice_or_on_a_nested_wrapper_is_an_error(rank: int) -> None:
     # After the errors, and after an exception inside, gradients are reduced again.
     with pytest.raises(KeyError), model.no_sync():
         raise KeyError
-    assert all(wrapper._unit.sync_gradients for wrapper in FSDP.fsdp_modules(model))
+    assert all(wrapper._unit.control.sync_gradients for wrapper in FSDP.fsdp_modules(model))
 
 
 # ------------------------------------------------------------------------------------------- conversions

@@ -1,0 +1,15 @@
+"""Provides FSDP2's interface, ``fully_shard``, on the engine of the wrapper class (layer 6)."""
+
+from fsdp_flat.composable.fsdp_module import FSDPModule
+from fsdp_flat.composable.fully_sharding import fully_shard
+from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_flat.runtime import UnshardHandle
+
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "UnshardHandle",
+    "fully_shard",
+]

@@ -1,0 +1,130 @@
+"""Defines the class that ``fully_shard`` adds to a module's bases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from fsdp_flat import runtime
+from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.runtime import Unit, UnshardHandle
+
+__all__ = ["FSDPModule", "hook_state_dicts", "sharded_class"]
+
+
+class FSDPModule(nn.Module):
+    """Shards the parameters of a module that :func:`fully_shard` was called on; its class inherits from this one."""
+
+    @property
+    def _own_unit(self) -> Unit:
+        unit = runtime.unit_of(self)
+        assert unit is not None
+        return unit
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        return runtime.units_of(self) if recurse else [self._own_unit]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Create a module of the original class, for containers that create others of their own class (slices)."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with its parameters unsharded. Every rank of the mesh must call this."""
+        return runtime.run_module(self, args, kwargs, super().__call__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        """Refuse to be copied, as FSDP2's modules do.
+
+        Raises:
+            OptionTypeError: (a TypeError) always.
+        """
+        raise OptionTypeError(
+            f"A module that fully_shard was called on cannot be copied ({type(self).__name__}). Copy it before, or "
+            "build a second one and load the first one's state dict."
+        )
+
+    # -- sharded and unsharded state -------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather the parameters of this module's unit. Every rank of the mesh must call this.
+
+        Args:
+            async_op: return at once; the parameters are in place after ``wait`` of the result, or once the forward
+                has begun.
+
+        Returns:
+            The handle with ``async_op``, else None.
+        """
+        unit = self._own_unit
+        if not async_op:
+            unit.unshard()
+            return None
+        unit.begin_unshard()
+        return UnshardHandle(unit)
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters of this module's unit; the module then holds sharded DTensors."""
+        self._own_unit.reshard()
+
+    # -- control ---------------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Reduce gradients in later backwards, or accumulate unreduced ones (gradient accumulation)."""
+        for unit in self._units(recurse):
+            unit.control.sync_gradients = requires_gradient_sync
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free unsharded parameters after forward, or keep them for backward."""
+        for unit in self._units(recurse):
+            unit.control.reshard_after_forward = reshard_after_forward
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free unsharded parameters after backward, or keep them for the next forward."""
+        for unit in self._units(recurse):
+            unit.control.reshard_after_backward = reshard_after_backward
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's sum of gradients over ranks by ``factor`` instead of the number of ranks."""
+        runtime.set_divide_factor([self._own_unit], factor)
+
+    # -- conversions -----------------------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""
+        apply_to_others = super()._apply
+        runtime.convert_unit(self._own_unit, fn, lambda: apply_to_others(fn, recurse))
+        return self
+
+
+def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of ``kind`` and :class:`FSDPModule` for sharded modules of class ``kind``."""
+    found = _classes.get(kind)
+    if found is None:
+        found = _classes[kind] = cast("type[nn.Module]", type(f"FSDP{kind.__name__}", (FSDPModule, kind), {}))
+    return found
+
+
+# Modules of one class get one class, as code that compares or pickles classes expects.
+_classes: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
+
+
+def hook_state_dicts(unit: Unit) -> None:
+    """Have the state dicts of a unit's modules show sharded parameters."""
+    reshard = partial(_show_shards, unit)
+    sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
+    for module in dict.fromkeys(site.module for site in sites):
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
+
+
+def _show_shards(unit: Unit, *_: Any) -> None:
+    """Reshard a unit before a state dict is taken or loaded."""
+    runtime.check_idle(unit, "state_dict or load_state_dict")
+    unit.reshard()
+    for handle in unit.handles:
+        handle.adopt_changes()

@@ -1,0 +1,42 @@
+"""Defines the option classes of ``fully_shard``, with the names and fields of FSDP2's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Holds the dtypes of a unit. Sharded parameters and their gradients keep the parameters' own dtype.
+
+    Attributes:
+        param_dtype: dtype of unsharded parameters, and so of compute; None keeps the original one.
+        reduce_dtype: dtype in which gradients are reduced; None is ``param_dtype``.
+        output_dtype: dtype to which floating-point outputs of the forward are cast; None leaves them.
+        cast_forward_inputs: cast floating-point inputs of the forward to ``param_dtype``.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+
+@dataclass
+class OffloadPolicy:
+    """Stands for no offloading; its subclass :class:`CPUOffloadPolicy` offloads."""
+
+
+@dataclass
+class CPUOffloadPolicy(OffloadPolicy):
+    """Keeps sharded parameters, gradients and so the optimizer's states in host memory.
+
+    Attributes:
+        pin_memory: accepted; host memory of an accelerator's shards is always pinned.
+    """
+
+    pin_memory: bool = True

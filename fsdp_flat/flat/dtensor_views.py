@@ -1,0 +1,247 @@
+"""Shows each sharded parameter as a DTensor, as FSDP2 does: the views of a row layout.
+
+Outside of compute ``module.weight`` is an ``nn.Parameter`` that is a DTensor, under its own name, whose local tensor is
+a view of this rank's shard. State dicts, optimizers and gradient clipping are therefore those of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.weak import TensorWeakRef
+
+from fsdp_flat.errors import UnsupportedError, UsageError, some_of
+from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, strided_shard
+from fsdp_flat.flat.tensor_adapter import DTensorAdapter
+from fsdp_flat.flat.views import Views, VisibleParam
+from fsdp_flat.flat.walk import ManagedParam
+from fsdp_flat.layout import FlatLayout, RowLayout
+
+__all__ = ["DTensorViews", "RowSharding"]
+
+
+@dataclass(frozen=True, slots=True)
+class RowSharding:
+    """Configures the DTensors of a handle.
+
+    Attributes:
+        mesh: the data-parallel mesh; its last dim shards, another one replicates.
+        dim_of: returns the dim along which a parameter is sharded.
+    """
+
+    mesh: DeviceMesh
+    dim_of: Callable[[nn.Parameter], int]
+
+    def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
+        """Return the sharded dim of each parameter, non-negative."""
+        dims = [self.dim_of(entry.param) for entry in params]
+        return [dim + entry.param.dim() if dim < 0 else dim for dim, entry in zip(dims, params, strict=True)]
+
+    def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
+        """Create the DTensor of a parameter whose part on this rank is ``local``."""
+        mesh, shape = self.mesh, entry.adapter.full_shape(tuple(entry.shape))
+        own: list[Any] = [Replicate()] * (mesh.ndim - 1)
+        if isinstance(entry.adapter, DTensorAdapter):
+            # Tensor parallelism has sharded the parameter already; each of its parts is sharded here again.
+            inner = entry.adapter.placements
+            num_parts = 1
+            for mesh_dim, placement in enumerate(inner):
+                if isinstance(placement, Shard) and placement.dim == dim:
+                    num_parts *= entry.adapter.mesh.size(mesh_dim)
+            own += [Shard(dim) if num_parts == 1 else strided_shard(dim, num_parts), *inner]
+            mesh = concatenated_mesh(mesh, entry.adapter.mesh)
+        else:
+            own.append(Shard(dim))
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, own, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class DTensorViews(Views):
+    """Implements :class:`Views` with DTensors.
+
+    Args:
+        rows: mesh and sharded dims.
+        params: the managed parameters, in layout order; others replace them in their modules.
+        unsharded_params: as for :class:`Views`.
+        layout: the row layout.
+        args: the other arguments of :class:`Views`.
+    """
+
+    exposes_unreduced = False
+    layout: RowLayout
+
+    def __init__(
+        self,
+        rows: RowSharding,
+        params: Sequence[ManagedParam],
+        unsharded_params: Sequence[nn.Parameter],
+        layout: FlatLayout,
+        *args: Any,
+    ) -> None:
+        assert isinstance(layout, RowLayout)
+        self._rows = rows
+        rank, flat_param = args[0], args[1]
+        entries = []
+        for index, entry in enumerate(params):
+            local = _local_of(layout, index, rank, flat_param.data)
+            dtensor = rows.template(entry, layout.dims[index], local)
+            shown = nn.Parameter(dtensor, requires_grad=entry.param.requires_grad)
+            shown.__dict__.update({key: value for key, value in entry.param.__dict__.items() if key != "_is_param"})
+            # Only a weak reference to the original is kept, so that its memory is freed.
+            replaced = entry.replaced or TensorWeakRef(entry.param)
+            entries.append(replace(entry, param=shown, replaced=replaced))
+        super().__init__(entries, unsharded_params, layout, *args)
+        self._show(self.params)
+
+    def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
+        return []  # operations on DTensors are defined, and mixing them with plain tensors raises
+
+    def _show(self, params: Sequence[ManagedParam]) -> None:
+        """Use these parameters, whose local tensors are views of the shard, from now on."""
+        self.params = tuple(params)
+        self.visible = tuple(
+            VisibleParam(
+                entry.param,
+                range(index, index + 1),
+                partial(self.describe, index),
+                self.local_shards[index].in_shard.to_slice(),
+                self.layout.local_shape(index, self.rank),
+                as_grad=partial(dtensor_like, entry.param),
+            )
+            for index, entry in enumerate(self.params)
+        )
+        self._pointers = [_data(entry.param).data_ptr() for entry in self.params]
+        self._bindings = self._bind()
+        self.use_sharded_views()
+
+    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        return [
+            (site.module._parameters, site.name, unsharded_param, entry.param)
+            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
+            for site in entry.sites
+        ]
+
+    def grads(self) -> list[torch.Tensor | None]:
+        found = [each.param.grad for each in self.visible]
+        return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
+
+    def version(self) -> int:
+        return (
+            self.flat_param._version
+            + self._num_rewrites
+            + sum([entry.param._version + _data(entry.param)._version for entry in self.params])
+        )
+
+    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        for entry, now, was in zip(self.params, shown, before, strict=True):
+            if now != was:
+                entry.param.requires_grad_(now)
+
+    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
+        raise UnsupportedError(
+            f"Unit {self.unit_name!r} was made by fully_shard, whose parameters are DTensors. Read a full parameter "
+            "with param.full_tensor(), and write one with torch.distributed.tensor.distribute_tensor and copy_."
+        )
+
+    def unregister_full_params(self) -> None:
+        pass
+
+    def remove(self) -> None:
+        for parameters, name, _, _ in self._bindings:
+            # Not None, which modules that rebuild their list of weights after a conversion (nn.RNN) would keep.
+            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
+
+    # -- changes ---------------------------------------------------------------------------------------------------
+
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
+        params = []
+        for index, entry in enumerate(self.params):
+            local = _local_of(self.layout, index, self.rank, self.flat_param.data)
+            before, param = entry.param, entry.param
+            if (local.dtype, local.device) == (param.dtype, param.device):
+                param._local_tensor = local  # type: ignore[attr-defined]
+            else:
+                # A DTensor cannot change its dtype or device.
+                grad, before.grad = before.grad, None
+                param = nn.Parameter(
+                    self._rows.template(entry, self.layout.dims[index], local), requires_grad=before.requires_grad
+                )
+                param.__dict__.update({key: value for key, value in before.__dict__.items() if key != "_is_param"})
+                if grad is not None:
+                    param.grad = dtensor_like(param, _data(grad).to(local.device, local.dtype))
+            params.append(replace(entry, param=param))
+        self._show(params)
+
+    @property
+    def assigned(self) -> list[nn.Parameter]:
+        """The tensors that the modules hold in place of the parameters, by parameter."""
+        found = []
+        for entry in self.params:
+            held = [site.module._parameters.get(site.name) for site in entry.sites]
+            found.append(next((each for each in held if each is not None and each is not entry.param), entry.param))
+        return found
+
+    def adopt_changes(self) -> None:
+        unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
+        if unchanged and self._pointers == [_data(entry.param).data_ptr() for entry in self.params]:
+            return
+        params = list(self.params)
+        for index, current in enumerate(self.assigned):
+            if current is params[index].param and _data(current).data_ptr() == self._pointers[index]:
+                continue
+            params[index] = replace(params[index], param=self._adopted(index, current))
+        self._show(params)
+
+    def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
+        """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
+        shape = self.layout.local_shape(index, self.rank)
+        if not isinstance(current, DTensor) or tuple(current._local_tensor.shape) != shape:
+            held = f"a {type(current.data).__name__} of shape {tuple(_data(current).shape)}"
+            raise UsageError(
+                f"Parameter {self.describe(index)} was replaced by {held} on rank {self.rank}; expected a DTensor with "
+                f"the local shape {shape}. Convert full tensors by torch.distributed.tensor.distribute_tensor(tensor, "
+                "param.device_mesh, param.placements)."
+            )
+        self.bump_version()
+        local = _local_of(self.layout, index, self.rank, self.flat_param.data)
+        with torch.no_grad():
+            local.copy_(current._local_tensor)
+        if (local.dtype, local.device) != (current.dtype, current.device):
+            old = self.params[index]
+            template = self._rows.template(old, self.layout.dims[index], local)
+            return nn.Parameter(template, requires_grad=current.requires_grad)
+        current._local_tensor = local
+        current._fsdp_flattened = self.params[index].param._fsdp_flattened  # type: ignore[attr-defined]
+        return current
+
+    def check_materialized(self) -> None:
+        """Check that no parameter is on the meta device.
+
+        Raises:
+            UsageError: some are; the text names them.
+        """
+        if self.flat_param.is_meta:
+            meta = [self.describe(index) for index, param in enumerate(self.assigned) if param.is_meta]
+            raise UsageError(
+                f"{len(meta)} parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
+                "and initialise them, or load a state dict with assign=True, before the first forward."
+            )
+
+
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _local_of(layout: RowLayout, index: int, rank: int, shard: torch.Tensor) -> torch.Tensor:
+    return shard[layout.local_shard(index, rank).in_shard.to_slice()].view(layout.local_shape(index, rank))

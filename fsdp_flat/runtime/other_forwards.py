@@ -1,0 +1,189 @@
+"""Runs a unit in other ways than by calling its wrapper: as several modules, by a method, for a block of code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import dynamo_disabled, dynamo_disabled_here
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE
+from fsdp_flat.runtime.forward import UnitForward, run_forward
+from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.tensors import differentiable_tensors
+from fsdp_flat.runtime.unit import Unit, unit_of
+
+__all__ = ["UnshardHandle", "participate", "register_forward_method", "run_module", "unshard_for"]
+
+
+class UnshardHandle:
+    """Waits for the all-gather of a unit that ``unshard(async_op=True)`` has begun.
+
+    Args:
+        unit: the unit that is being unsharded; None if there is nothing to wait for.
+    """
+
+    def __init__(self, unit: Unit | None) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """Wait for the all-gather, and point the modules at the unsharded parameters; a second call does nothing."""
+        unit, self._unit = self._unit, None
+        if unit is not None and not unit.is_sharded:
+            unit.unshard()
+
+
+@dynamo_disabled_here
+def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+    """Run ``call``, the module's own ``__call__``, with the parameters of the module's unit unsharded.
+
+    If the unit has several modules, its forward begins with the first of them to run and ends with the last.
+    """
+    unit = unit_of(module)
+    assert unit is not None
+    if len(unit.members) == 1:
+        return run_forward(module, unit, args, kwargs, call)
+    schedule = schedule_of(module, unit)
+    if schedule.recomputes:
+        return run_forward(module, unit, args, kwargs, call)
+    group = schedule.open_groups.get(unit)
+    if group is None:
+        group = schedule.open_groups[unit] = _GroupForward(UnitForward(module, unit), set(unit.members))
+    try:
+        args, kwargs = group.forward.enter(args, kwargs)
+        output = call(*args, **kwargs)
+    except BaseException as error:
+        schedule.open_groups.pop(unit, None)
+        group.forward.fail(error)
+        raise
+    group.waiting.discard(module)
+    if group.waiting:
+        return group.forward.pass_through(output)
+    del schedule.open_groups[unit]
+    return group.forward.leave(output)
+
+
+@dataclass(slots=True)
+class _GroupForward:
+    """Holds the open forward of a unit of several modules.
+
+    Attributes:
+        forward: the forward.
+        waiting: the modules that have not run.
+    """
+
+    forward: UnitForward
+    waiting: set[nn.Module]
+
+
+@contextmanager
+def unshard_for(module: nn.Module) -> Iterator[None]:
+    """Unshard the parameters of the units at and below ``module`` inside the block, also for autograd.
+
+    Results computed inside may be used in a loss: the gradients reach the parameters, which stay unsharded until the
+    end of that backward. To inspect or change parameters use ``summon_full_params``.
+
+    Every rank must enter this. The block counts as a forward of the units.
+
+    Args:
+        module: a wrapper, or any module that holds wrappers.
+
+    Raises:
+        PhaseError: inside ``summon_full_params``.
+    """
+    entered: list[UnitForward] = []
+    try:
+        for child in list(module.modules()):
+            unit = unit_of(child)
+            if unit is not None:
+                forward = UnitForward(child, unit)
+                entered.append(forward)
+                forward.enter((), {})
+        yield
+    except BaseException as error:
+        for forward in reversed(entered):
+            forward.fail(error)
+        raise
+    for forward in reversed(entered):
+        forward.leave_open()
+
+
+@dynamo_disabled
+def participate(module: nn.Module, *inputs: Any) -> None:
+    """Join the collectives of units that other ranks run and this rank skips, without computing anything.
+
+    Every rank of a unit's groups must run the unit equally often. If a model branches on its input (experts without
+    tokens, a batch without images), the rank that skips a unit calls this instead, at the same point of its
+    forward. In backward it adds zeros to the unit's gradient, so that the result is the mean over all ranks::
+
+        for expert, tokens in zip(self.experts, routed):
+            if len(tokens):
+                outputs.append(expert(tokens))
+            else:
+                participate(expert, tokens)
+
+    Args:
+        module: a wrapper, or any module that holds wrappers; without wrappers nothing happens. Units nested in a unit
+            follow in the order of their registration, in which the other ranks must run them.
+        inputs: the inputs that the module would have got. Only whether their tensors require gradients matters, and
+            only for units without trainable parameters, which other ranks unshard in backward for the gradients of
+            their inputs. Without inputs, gradients are assumed to be required.
+
+    Raises:
+        PhaseError: inside ``summon_full_params``.
+    """
+    unit = unit_of(module)
+    if unit is not None:
+        run_forward(module, unit, (), {}, functools.partial(_participate_below, module, inputs))
+    else:
+        _participate_below(module, inputs)
+
+
+def _participate_below(module: nn.Module, inputs: tuple[Any, ...]) -> torch.Tensor | None:
+    """Run the units below ``module``; return a tensor that requires gradients if the outputs of ``module`` would."""
+    for child in module.children():
+        participate(child, *inputs)
+    needs_grad = not inputs or bool(differentiable_tensors(inputs))
+    return torch.zeros(()).requires_grad_() * 1 if needs_grad else None
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Make a method of a wrapped module run with unsharded parameters, as its forward does.
+
+    Args:
+        module: a wrapper. Any other module is ignored, as by FSDP2's ``register_fsdp_forward_method``.
+        method_name: name of a method of the wrapped module, ``"generate"`` for example.
+
+    Raises:
+        OptionError: the wrapped module has no such method.
+    """
+    unit = unit_of(module)
+    if unit is None:
+        return
+    # A wrapper's module is looked up at each call: it may be replaced (activation checkpointing, torch.compile).
+    inner = functools.partial(_wrapped_in, module)
+    method = getattr(inner(), method_name, None)
+    if not callable(method):
+        raise OptionError(
+            f"{type(unit.module).__name__} has no method {method_name!r} to run with unsharded parameters."
+        )
+    own = method if inner() is module else None
+
+    @functools.wraps(method)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        return run_forward(module, unit, args, kwargs, own or getattr(inner(), method_name))
+
+    module.__dict__[method_name] = gathered
+    unit.forward_methods.add(method_name)
+
+
+def _wrapped_in(module: nn.Module) -> nn.Module:
+    """Return the module inside a wrapper, or a module that is a unit itself."""
+    wrapped = module._modules.get(FSDP_WRAPPED_MODULE)
+    return module if wrapped is None else wrapped
