@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -27,6 +26,7 @@ from fsdp_flat.runtime import (
     precision_of_rows,
     unit_of,
 )
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["fully_shard"]
 
@@ -156,7 +156,7 @@ def _resharding(value: bool | int | None, num_shards: int) -> tuple[bool | None,
             f"shard ({possible}); got {value!r}."
         )
     if value == 1:
-        warnings.warn(
+        warn_user(
             "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
             "them.",
             stacklevel=3,
