@@ -409,9 +409,12 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     for name, param in root.named_parameters():
         if param not in ignored.params:
             fqn = clean_fqn(name)
-            check_adapter(adapter_of(param, fqn), fqn, groups)
-            # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-            shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
+            shape = f"of shape {tuple(param.shape)}"
+            if getattr(param, "_fsdp_flattened", False):
+                # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
+                shape = "sharded already"
+            else:
+                check_adapter(adapter_of(param, fqn), fqn, groups)
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 
