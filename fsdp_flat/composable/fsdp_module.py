@@ -73,11 +73,6 @@ class FSDPModule(nn.Module):
 
     # -- control ---------------------------------------------------------------------------------------------------
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in later backwards, or accumulate unreduced ones (gradient accumulation)."""
-        for unit in self._units(recurse):
-            unit.control.sync_gradients = requires_gradient_sync
-
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Free unsharded parameters after forward, or keep them for backward."""
         for unit in self._units(recurse):
@@ -88,9 +83,17 @@ class FSDPModule(nn.Module):
         for unit in self._units(recurse):
             unit.control.reshard_after_backward = reshard_after_backward
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's sum of gradients over ranks by ``factor`` instead of the number of ranks."""
-        runtime.set_divide_factor([self._own_unit], factor)
+    # -- gradients and communication -------------------------------------------------------------------------------
+
+    set_requires_gradient_sync = runtime.set_requires_gradient_sync
+    set_requires_all_reduce = runtime.set_requires_all_reduce
+    set_gradient_divide_factor = runtime.set_gradient_divide_factor
+    set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
+    set_force_sum_reduction_for_comms = runtime.set_force_sum_reduction_for_comms
+    set_all_reduce_hook = runtime.set_all_reduce_hook
+    set_post_optim_event = runtime.set_post_optim_event
+    set_reduce_scatter_max_input_buffers = runtime.set_reduce_scatter_max_input_buffers
+    set_reduce_scatter_unused_params = runtime.set_reduce_scatter_unused_params
 
     # -- conversions -----------------------------------------------------------------------------------------------
 

@@ -11,7 +11,13 @@ from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
 from fsdp_flat.flat.arrangement import views_of
 from fsdp_flat.flat.guards import unguarded
-from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, apply_hooks, run_grad_hooks
+from fsdp_flat.flat.sharded_grad import (
+    ReduceScatteredGrad,
+    UnreducedLocalGrad,
+    accumulate_grad,
+    apply_hooks,
+    run_grad_hooks,
+)
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import ManagedParam
@@ -262,6 +268,7 @@ class HandleGradients:
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
+        partial: gradient that a later backward completes; None if there is none.
     """
 
     buffer_dtype: torch.dtype
@@ -278,6 +285,7 @@ class HandleGradients:
         self._buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
+        self.partial: ReduceScatteredGrad | None = None
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
@@ -388,7 +396,7 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = None
+        self._buffer = self.partial = None
         for shown in self._unreduced:
             shown.take_back()
         self._unreduced = []

@@ -155,7 +155,7 @@ class Schedule(CommContext):
             self._iteration = Iteration()
             if self._iteration.trains:
                 self._pending_iterations = [*self._pending_iterations[-_MAX_PENDING_ITERATIONS:], self._iteration]
-            self.streams.shards_written()
+            self.streams.optimizer_stepped()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
             for whole in self._unsharded:
@@ -462,13 +462,14 @@ class Schedule(CommContext):
         if outcome.differing is not None:
             self._raise_different(outcome.differing)
         self.collectives.clear()
+        for unit in reduced:
+            if unit.policy.all_reduce:
+                unreduced.update(self.reductions.partial_without_result(unit.handles))
         for unit in reduced if unreduced else ():
             for handle in unit.handles:
                 if handle in unreduced:
                     unit.begin_reduction(handle)
-        shards = self.reductions.finish(self.streams)
-        for handle, shard in shards.items():
-            handle.grads.add_reduced(shard, used[handle])
+        self.reductions.set_grads(self.streams, used)
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:

@@ -455,7 +455,7 @@ class Unit:
             with profiled("reduce_scatter", self.name):
                 return Reduction(handle, self.options, self._step_collectives, context.streams, self.policy)
 
-        context.reductions.add(begin)
+        context.reductions.add(begin, self.policy.max_in_flight)
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
