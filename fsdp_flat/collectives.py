@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp_flat.comm import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
+from fsdp_flat.comm import AllGather, CollectiveChoice, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
 from fsdp_flat.runtime import units_of
 
 __all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceScatter", "use_collectives"]
@@ -21,7 +21,8 @@ def use_collectives(
 
     State dicts, ``summon_full_params`` and units that are not sharded keep the library's own. Objects made for
     ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` of torch's ``fully_shard`` are called the same
-    way; ``allocate`` is not used, since the units own their buffers. Every rank must choose the same.
+    way; ``allocate`` is not used, since the units own their buffers (the methods of these names use it). Every rank
+    must choose the same.
 
     Args:
         module: a wrapper, or any module that holds wrappers.
@@ -32,4 +33,5 @@ def use_collectives(
         PhaseError: a step is under way.
     """
     for unit in units_of(module):
-        unit.use_collectives(all_gather, reduce_scatter)
+        choice = CollectiveChoice(all_gather, reduce_scatter, reduce_group=unit.collective_choice.reduce_group)
+        unit.use_collectives(choice)

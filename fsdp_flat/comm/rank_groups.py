@@ -24,6 +24,7 @@ __all__ = [
     "is_fake",
     "moves_by_gloo",
     "resolve_groups",
+    "second_group",
 ]
 
 
@@ -139,6 +140,19 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = global_ranks(group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group
+
+
+def second_group(rank_group: RankGroup) -> RankGroup:
+    """Create another process group of the same ranks, whose collectives run beside those of the first.
+
+    Every rank of the group must call this.
+    """
+    assert rank_group.group is not None
+    ranks = global_ranks(rank_group.group)
+    is_part = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second")
+    assert isinstance(group, dist.ProcessGroup)
+    return RankGroup.of(group)
 
 
 def resolve_groups(

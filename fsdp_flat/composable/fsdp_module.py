@@ -94,6 +94,11 @@ class FSDPModule(nn.Module):
     set_post_optim_event = runtime.set_post_optim_event
     set_reduce_scatter_max_input_buffers = runtime.set_reduce_scatter_max_input_buffers
     set_reduce_scatter_unused_params = runtime.set_reduce_scatter_unused_params
+    set_allocate_memory_from_process_group_for_comm = runtime.set_allocate_memory_from_process_group_for_comm
+    set_custom_all_gather = runtime.set_custom_all_gather
+    set_custom_reduce_scatter = runtime.set_custom_reduce_scatter
+    set_separate_reduce_scatter_group = runtime.set_separate_reduce_scatter_group
+    set_symm_mem_for_comm = runtime.set_symm_mem_for_comm
 
     # -- conversions -----------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Sets how the units of a tree accumulate, reduce and clear gradients."""
+"""Sets how units accumulate, reduce and clear gradients, also by methods of the wrapper and of FSDP2's front."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_failure
+from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
@@ -225,7 +225,8 @@ class Schedule(CommContext):
 
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
-        for rank_group in self.root.options.groups.rank_groups:
+        separate = self.root.collective_choice.reduce_group or ALONE
+        for rank_group in (*self.root.options.groups.rank_groups, separate):
             report_failure(rank_group, f"raised {type(error).__name__}: {error}")
         self.abort()
 

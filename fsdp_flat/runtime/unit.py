@@ -16,10 +16,10 @@ from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import (
-    AllGather,
+    CollectiveChoice,
+    Collectives,
     CustomCollectives,
     Pending,
-    ReduceScatter,
     collectives_for,
     profiled,
     unit_names,
@@ -73,6 +73,7 @@ class Unit:
         state_dict_settings: the state-dict type and its options, set by ``set_state_dict_type``.
         context: streams, memory and records shared with the other units of the tree.
         policy: settings for combining gradients over ranks.
+        collective_choice: the parts of its collectives that a caller has replaced.
         is_nested: an outer wrapper was built around this one.
         unsharded_version: version of the weights that are unsharded, or were last.
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
@@ -118,6 +119,7 @@ class Unit:
         self._collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
         # Used in steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
         self._step_collectives = self._collectives
+        self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
         # Storage epoch of the parameters that the buffers still hold although the unit is sharded.
         self._kept_epoch: int | None = None
@@ -149,22 +151,26 @@ class Unit:
         for handle in self.handles:
             handle.pool = context.pool
 
-    def use_collectives(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these collectives in later steps; None is the library's own. See ``fsdp_flat.collectives``.
+    def use_collectives(self, choice: CollectiveChoice) -> None:
+        """Use other collectives in later steps.
 
         Raises:
             PhaseError: a step is under way.
         """
-        if self._collectives is None:
-            return
         if self._pending_all_gathers or self.phase is not Phase.IDLE:
             raise PhaseError(
                 f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
                 "or a reduce-scatter under way. Replace them between steps."
             )
-        self._step_collectives = CustomCollectives(
-            self.options.groups.shard, self._collectives, all_gather, reduce_scatter
-        )
+        self.collective_choice = choice
+        if self._collectives is not None:
+            reductions: Collectives | None = self._collectives
+            if choice.reduce_group is not None:
+                device = self.options.device
+                reductions = collectives_for(choice.reduce_group, device, unit=self.unit_id, name=self.name)
+            assert reductions is not None
+            shard = self.options.groups.shard
+            self._step_collectives = CustomCollectives(shard, self._collectives, reductions, choice)
 
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
