@@ -39,7 +39,7 @@ from fsdp_flat.comm.small_messages import (
 from fsdp_flat.comm.store_barrier import barrier
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, profiled, streams_for, unrecorded
-from fsdp_flat.comm.transfers import P2PChannels, Transfers
+from fsdp_flat.comm.transfers import P2PChannels
 
 __all__ = [
     "ALONE",
@@ -60,7 +60,6 @@ __all__ = [
     "ShardingGroups",
     "Strategy",
     "Streams",
-    "Transfers",
     "agree",
     "backend_all_gather",
     "backend_reduce_scatter",
