@@ -75,7 +75,9 @@ def fully_shard(
         precision=precision_of_rows(mp_policy),
         offload_params=isinstance(offload_policy, CPUOffloadPolicy),
         param_init_fn=None,
-        rows=RowSharding(mesh, lambda param: _dim_of(param, shard_placement_fn)),
+        rows=RowSharding(
+            mesh, lambda param: _dim_of(param, shard_placement_fn), isinstance(offload_policy, CPUOffloadPolicy)
+        ),
     )
     ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
     unit = build_rows(members, options, ignored)
