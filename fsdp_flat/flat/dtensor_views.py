@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.errors import UnsupportedError, UsageError, some_of
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, is_in_a_graph, strided_shard
 from fsdp_flat.flat.tensor_adapter import DTensorAdapter
 from fsdp_flat.flat.views import Views, VisibleParam
@@ -44,9 +44,21 @@ class RowSharding:
     offloads: bool = False
 
     def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
-        """Return the sharded dim of each parameter, non-negative."""
-        dims = [self.dim_of(entry.param) for entry in params]
-        return [dim + entry.param.dim() if dim < 0 else dim for dim, entry in zip(dims, params, strict=True)]
+        """Return the sharded dim of each parameter, non-negative.
+
+        Raises:
+            OptionError: a parameter has no such dim.
+        """
+        dims = []
+        for entry in params:
+            given = self.dim_of(entry.original)
+            dims.append(given + entry.param.dim() if given < 0 else given)
+            if not 0 <= dims[-1] < max(1, entry.param.dim()):
+                raise OptionError(
+                    f"Parameter {entry.fqn!r} of shape {tuple(entry.shape)} has no dim {given} to shard; "
+                    "shard_placement_fn returned it."
+                )
+        return dims
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
         """Create the DTensor of a parameter whose part on this rank is ``local``."""
