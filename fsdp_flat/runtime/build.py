@@ -298,7 +298,7 @@ def _spec(
         num_ranks=options.groups.num_ranks,
         use_orig_params=options.use_orig_params,
         device=options.device if options.offload_params else device,
-        shard_device=torch.device("cpu") if options.offload_params else device,
+        shard_device=torch.device("cpu") if options.offload_params and device.type != "meta" else device,
         compute_dtype=precision.master_dtype if full else precision.param_dtype,
         reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
         master_dtype=precision.master_dtype,
