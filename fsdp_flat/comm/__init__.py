@@ -33,7 +33,7 @@ from fsdp_flat.comm.small_messages import (
 from fsdp_flat.comm.store_barrier import barrier
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, profiled, streams_for, unrecorded
-from fsdp_flat.comm.transfers import P2PChannels, Transfers
+from fsdp_flat.comm.transfers import P2PChannels
 
 __all__ = [
     "ALONE",
@@ -52,7 +52,6 @@ __all__ = [
     "ShardingGroups",
     "Strategy",
     "Streams",
-    "Transfers",
     "agree",
     "barrier",
     "begin_all_reduce",

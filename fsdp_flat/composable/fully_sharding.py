@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp_flat.api import ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
@@ -68,7 +68,7 @@ def fully_shard(
         device=device,
         device_given=True,
         use_orig_params=True,
-        backward_prefetch=None,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         forward_prefetch=False,
         limit_all_gathers=True,
         sync_states="warn",

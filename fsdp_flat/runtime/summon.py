@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -23,6 +22,7 @@ from fsdp_flat.flat import (
 from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import FullParams, Unit, unit_of
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["check_idle", "full_params", "summon_full_params"]
 
@@ -125,7 +125,7 @@ def summon_full_params(
             "only. Pass writeback=False, or rank0_only=False."
         )
     if offload_to_cpu and not rank0_only:
-        warnings.warn(
+        warn_user(
             "summon_full_params(offload_to_cpu=True, rank0_only=False) makes every rank hold a full copy on its CPU. "
             "Pass rank0_only=True unless every rank needs it.",
             stacklevel=3,

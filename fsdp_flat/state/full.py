@@ -4,7 +4,6 @@ result; a load copies this rank's part out of the given tensors and communicates
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import ReplicatedPartition, TransferPlan, plan_transfer
+from fsdp_flat.flat import PLAIN
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
 
-__all__ = ["FullCodec", "plan_full_transfer"]
+__all__ = ["FullCodec"]
 
 
 class FullCodec(StateDictCodec):
@@ -40,13 +38,10 @@ class FullCodec(StateDictCodec):
         def transfers() -> Iterator[TensorTransfer]:
             # Results are allocated one by one, as earlier transfers release their memory.
             for shard in shards:
-                rank_group, device = shard.param.rank_group, shard.param.unit.options.device
-                shape = shard.shape if dst in (None, rank_group.rank) else (0,)
-                target = torch.empty(shape, dtype=shard.local.dtype, device=device)
+                shape = shard.shape if dst in (None, shard.param.rank_group.rank) else (0,)
+                target = torch.empty(shape, dtype=shard.local.dtype, device=shard.param.unit.options.device)
                 found.append(target)
-                numel = math.prod(shard.shape)
-                wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * target.itemsize
-                yield TensorTransfer(rank_group, device, shard.held, wanted, shard.local, target.view(-1), nbytes)
+                yield shard.transfer_to(dst, target)
 
         with torch.no_grad():
             redistribute(transfers())
@@ -87,9 +82,3 @@ class FullCodec(StateDictCodec):
         local = full.reshape(-1)[run]
         # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
         plan.copy(target.local, local if is_read else local.clone())
-
-
-def plan_full_transfer(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> TransferPlan:
-    """Plan the transfers of rank ``rank`` of the shard group that unshard a parameter on rank ``dst`` (None: all)."""
-    held = handle.layout.partition(index)
-    return plan_transfer(held, ReplicatedPartition(held.numel, dst, held.size), rank)

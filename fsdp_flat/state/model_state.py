@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,17 +15,16 @@ from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn, flat_param_name, is_flat_param_name
 from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import BOXES, FULL, codec_of, decoder_of
 from fsdp_flat.state.param_index import IndexedParam, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["LOADING", "LoadReport", "gather_units", "load_unit", "save_unit"]
-
-_FLAT_NAME = re.compile(rf"{FLAT_PARAM}(_\d+)?")
 
 LOADING = ErrorTexts(
     "loading a state dict",
@@ -73,9 +70,8 @@ def _shard_of(param: IndexedParam) -> StateShard:
 
 
 def _flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
-    """Return this rank's part of a flat parameter, ``_flat_param``, ``_flat_param_1`` ... in the state dict."""
-    layout, position = handle.layout, unit.handles.index(handle)
-    name = prefix + (FLAT_PARAM if position == 0 else f"{FLAT_PARAM}_{position}")
+    """Return this rank's part of a flat parameter."""
+    layout, name = handle.layout, prefix + flat_param_name(unit.handles.index(handle))
     own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
     local = handle.flat_param.detach()[: own.numel]
     return StateShard(IndexedParam(unit, handle, 0, (name,)), local, name, (layout.unpadded_numel,))
@@ -88,7 +84,7 @@ def save_unit(
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     *,
-    gathered: Sequence[Any] | None = None,
+    gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Add the entries of one unit's subtree to a state dict.
 
@@ -101,7 +97,7 @@ def save_unit(
         prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it.
-        gathered: the result of :func:`gather_units` for the unit.
+        gathered: the result of :func:`gather_units` for the unit, or None.
     """
     if codec.shows_full:
         return _save_full(unit, config, prefix, inner, gathered)
@@ -109,7 +105,7 @@ def save_unit(
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
-        warnings.warn(
+        warn_user(
             f"Unit {unit.name!r} is not sharded, so its entries of the {'local' if codec.is_flat else 'sharded'} state "
             "dict are full tensors.",
             stacklevel=4,
@@ -354,7 +350,7 @@ def _prepare_load(
             name = key[len(prefix) :]
             # Names here are without wrapper prefixes; FSDP1 leaves torch.compile's "_orig_mod." in its state dicts.
             state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
-    flats = [key for key in state_dict if _FLAT_NAME.fullmatch(key, len(inner)) and key.startswith(inner)]
+    flats = [key for key in state_dict if key.startswith(inner) and is_flat_param_name(key[len(inner) :])]
     params = params_of(unit, prefix)
     if flats and params and not loads_flats:
         for key in flats:

@@ -90,7 +90,7 @@ class IndexedParam:
         return f"{self.fqn!r} of unit {self.unit.name!r}"
 
 
-def params_of(unit: Unit, prefix: str = "") -> list[IndexedParam]:
+def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
     """Return the parameters of one unit in the order of its handles; ``prefix`` goes before their names, with its dot.
 
     Every name of a tied parameter is included.

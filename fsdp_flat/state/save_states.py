@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.errors import some_of
+from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.handlers import merged_states
-from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups
+from fsdp_flat.state.optim_contents import OptimContents, complete_groups, copied_state, merged_params, named_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
 from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, compare_states, read_states
 from fsdp_flat.state.shards import StateDictCodec, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["save_optim_state"]
 
@@ -31,7 +30,7 @@ Groups = list[dict[str, Any]] | None
 
 
 def save_optim_state(
-    model: nn.Module,
+    index: ParamIndex,
     contents: OptimContents,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
@@ -43,7 +42,7 @@ def save_optim_state(
     Every rank must call this.
 
     Args:
-        model: the model that the optimizer's parameters belong to.
+        index: the parameters of the model that the optimizer's belong to.
         contents: the optimizer's contents.
         codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
             communicated except with registered handlers, owned parameters or ``peers``.
@@ -60,7 +59,6 @@ def save_optim_state(
             call this.
         PeerFailureError: another rank raised one of these.
     """
-    index = ParamIndex(model)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
     alone = not codec.communicates and (peers is not None or not shared)
@@ -131,15 +129,11 @@ def _by_name(
     held = set(contents.params)
     for param, name in index.others.items():
         if param in held and param in contents.state:
-            by_name[name] = {key: _copied(value, offload) for key, value in contents.state[param].items()}
+            by_name[name] = {
+                key: copied_state(value, "cpu" if offload or is_scalar(value) else None)
+                for key, value in contents.state[param].items()
+            }
     return by_name
-
-
-def _copied(value: Any, offload: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    value = value.detach().clone()
-    return value.cpu() if offload or value.dim() == 0 else value
 
 
 def _read_alone(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
@@ -155,7 +149,7 @@ def _warn_of_gaps(states: Sequence[ParamState]) -> None:
         str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
     ]
     if found:
-        warnings.warn(
+        warn_user(
             f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
             "rank holds elements. That is right for parameters that have had no gradient yet. With boxes=True ranks do "
             "not compare what they have: if another rank has these states, the checkpoint is incomplete.",
