@@ -34,7 +34,7 @@ class FullCodec(StateDictCodec):
 
         Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
         """
-        dst = 0 if getattr(config, "rank0_only", False) else None
+        dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
 
         def transfers() -> Iterator[TensorTransfer]:
@@ -51,10 +51,9 @@ class FullCodec(StateDictCodec):
 
     @final
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        is_elsewhere = bool(getattr(config, "rank0_only", False))
         return [
             None
-            if is_elsewhere and shard.param.rank_group.rank
+            if config.rank0_only and shard.param.rank_group.rank
             else self.stored(shard.param.adapter.from_local(unsharded), shard.param.adapter, config)
             for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
         ]

@@ -148,7 +148,7 @@ def _save_full(
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
-    keep = not getattr(config, "rank0_only", False) or unit.options.groups.primary.rank == 0
+    keep = not config.rank0_only or unit.options.groups.primary.rank == 0
     with _full_params_registered(unit, codec, gathered, config, keep=keep) as is_fresh:
         destination = inner()
         for param in params_of(unit, prefix):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType
-from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, StateDictConfig
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import TensorAdapter
 from fsdp_flat.state import CodecRow, LoadPlan, StateDictCodec, StateShard, codecs
@@ -78,8 +78,10 @@ class HalfConfig(StateDictConfig):
 
 
 @dataclass
-class HalfOptimConfig(FullOptimStateDictConfig):
+class HalfOptimConfig(OptimStateDictConfig):
     """Options for optimizers."""
+
+    rank0_only: bool = False
 
 
 class HalfCodec(FullCodec):
