@@ -6,9 +6,11 @@ host, else broadcasts into place and an exchange of slices. Elsewhere the backen
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
-from fsdp_flat.comm import AllGather, CollectiveChoice, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
+from fsdp_flat.comm import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
 from fsdp_flat.runtime import units_of
 
 __all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceScatter", "use_collectives"]
@@ -33,5 +35,5 @@ def use_collectives(
         PhaseError: a step is under way.
     """
     for unit in units_of(module):
-        choice = CollectiveChoice(all_gather, reduce_scatter, reduce_group=unit.collective_choice.reduce_group)
-        unit.use_collectives(choice)
+        choice = replace(unit.collective_choice, all_gather=all_gather, reduce_scatter=reduce_scatter)
+        unit.use_collectives(replace(choice, gather_memory=None, reduce_memory=None))

@@ -6,12 +6,12 @@ from fsdp_flat.comm.custom import (
     AllGather,
     Allocate,
     CollectiveChoice,
-    CustomCollectives,
     QuantizedAllGather,
     QuantizedReduceScatter,
     ReduceScatter,
     backend_all_gather,
     backend_reduce_scatter,
+    chosen_collectives,
     memory_of_group,
 )
 from fsdp_flat.comm.failures import report_failure, unit_names
@@ -25,6 +25,7 @@ from fsdp_flat.comm.rank_groups import (
     host_group,
     resolve_groups,
     second_group,
+    subgroup_of,
 )
 from fsdp_flat.comm.small_messages import (
     control_device,
@@ -49,7 +50,6 @@ __all__ = [
     "CollectiveChoice",
     "CollectiveLog",
     "Collectives",
-    "CustomCollectives",
     "ErrorTexts",
     "P2PChannels",
     "Pending",
@@ -65,6 +65,7 @@ __all__ = [
     "backend_reduce_scatter",
     "barrier",
     "begin_all_reduce",
+    "chosen_collectives",
     "collectives_for",
     "connected",
     "control_device",
@@ -86,6 +87,7 @@ __all__ = [
     "second_group",
     "strategy_from",
     "streams_for",
+    "subgroup_of",
     "true_on_any_rank",
     "unit_names",
     "unrecorded",

@@ -23,6 +23,7 @@ from fsdp_flat.comm.flat_collectives import (
     Pending,
     PlaceRows,
     begin_staged_all_gather,
+    collectives_for,
     own_slice,
 )
 from fsdp_flat.comm.rank_groups import RankGroup
@@ -39,6 +40,7 @@ __all__ = [
     "Work",
     "backend_all_gather",
     "backend_reduce_scatter",
+    "chosen_collectives",
     "memory_of_group",
 ]
 
@@ -123,6 +125,7 @@ class CollectiveChoice:
         gather_memory: allocates the outputs of all-gathers, which are copied from there; None uses the unit's buffers.
         reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
         reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
+        backend: the library's are the backend's, also where others are cheaper.
     """
 
     all_gather: AllGather | None = None
@@ -130,6 +133,29 @@ class CollectiveChoice:
     gather_memory: Allocate | None = None
     reduce_memory: Allocate | None = None
     reduce_group: RankGroup | None = None
+    backend: bool = False
+
+
+def chosen_collectives(
+    choice: CollectiveChoice, rank_group: RankGroup, device: torch.device, *, unit: int, name: str
+) -> Collectives | None:
+    """Return collectives of a group with the parts that a caller has replaced; None for a single rank.
+
+    Args:
+        choice: the replaced parts.
+        rank_group: the ranks.
+        device: the compute device.
+        unit: as for :func:`collectives_for`.
+        name: likewise.
+    """
+    own = collectives_for(rank_group, device, unit=unit, name=name, backend=choice.backend)
+    if own is None or choice == CollectiveChoice(backend=choice.backend):
+        return own
+    reductions: Collectives | None = own
+    if choice.reduce_group is not None:
+        reductions = collectives_for(choice.reduce_group, device, unit=unit, name=name, backend=choice.backend)
+    assert reductions is not None
+    return CustomCollectives(rank_group, own, reductions, choice)
 
 
 class CustomCollectives:

@@ -144,20 +144,10 @@ class FlatGradBuffer:
 
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
-        num_grads_ready: number of parameters with a gradient.
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_layout",
-        "_paddings",
-        "_places",
-        "_waiting",
-        "grads_ready",
-        "is_exposed",
-        "num_grads_ready",
-    )
+    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_waiting", "grads_ready", "is_exposed")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
@@ -167,13 +157,17 @@ class FlatGradBuffer:
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
-        self.num_grads_ready = 0
         self.is_exposed = False
         self._buffer.free(MemoryPool())
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the buffer has this dtype and device."""
         return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
+
+    @property
+    def num_grads_ready(self) -> int:
+        """Number of parameters with a gradient."""
+        return sum(self.grads_ready)
 
     @property
     def nbytes(self) -> int:
@@ -186,7 +180,6 @@ class FlatGradBuffer:
             grad = grad.to_dense()
         if not self.grads_ready[index]:
             self.grads_ready[index] = 1
-            self.num_grads_ready += 1
             self._waiting[index] = grad
         elif index in self._waiting:
             self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
@@ -198,7 +191,6 @@ class FlatGradBuffer:
         """Drop the gradient of parameter ``index``."""
         if self.grads_ready[index]:
             self.grads_ready[index] = 0
-            self.num_grads_ready -= 1
             if self._waiting.pop(index, None) is None and self._buffer.nbytes:
                 torch._foreach_zero_(self._places[index])
 
@@ -223,7 +215,6 @@ class FlatGradBuffer:
         """Drop all gradients and return the memory to ``pool``; no views of the buffer may be in use."""
         self._buffer.free(pool)
         self.grads_ready = bytearray(len(self._places))
-        self.num_grads_ready = 0
 
 
 def _grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tensor]]:

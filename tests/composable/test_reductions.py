@@ -242,16 +242,13 @@ class Operations:
 @pytest.mark.parametrize("enable", [None, False, True])
 @pytest.mark.parametrize("factor", [None, 3.0])
 def test_backends_get_sums_only(enable: bool | None, factor: float | None) -> None:
-    from fsdp_flat.comm.flat_collectives import BackendCollectives
-
     models = Beside.of(mesh=mesh(2, 2))
     for own, _ in models.units():
         if enable is not None:
             own.set_force_sum_reduction_for_comms(enable)
         if factor is not None:
             own.set_gradient_divide_factor(factor)
-    for unit in units_of(models.ours):
-        unit._step_collectives = BackendCollectives(unit.options.groups.shard)
+    models.ours.set_backend_collectives()
     with pytest.MonkeyPatch.context() as patch:
         operations = Operations(patch)
         models.backward(0, models=[models.ours])
