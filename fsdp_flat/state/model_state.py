@@ -122,7 +122,11 @@ def save_unit(
         destination.update(dict.fromkeys(shard.label for shard in shards))
     values = _gathered(shards, codec, config) if gathered is None else gathered
     for shard, value in zip(shards, values, strict=True):
-        destination.update((name, value) for name in shard.param.fqns if name in destination)
+        for name in shard.param.fqns:
+            if value is None:
+                destination.pop(name, None)
+            elif name in destination:
+                destination[name] = value
     unit.buffers.restore(destination, prefix)
     return destination
 

@@ -174,7 +174,7 @@ class StateDictCodec:
     is_flat = False
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return the values of a state dict, one per shard.
+        """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
         Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
         every rank of the shard groups must call this with the same tensors.
