@@ -32,7 +32,7 @@ KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "
 
 @dataclass(frozen=True)
 class Negated:
-    """The value of the toy type: this rank's elements with the sign changed, and their place in the tensor."""
+    """The value of the toy type: this rank's elements, negated, in float64, and their place in the tensor."""
 
     elements: torch.Tensor
     start: int
@@ -59,10 +59,13 @@ class NegatedCodec(StateDictCodec):
     communicates = False
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        return [Negated(-shard.local, shard.run.start, shard.full_shape) for shard in shards]
+        return [Negated(-shard.local.double(), shard.run.start, shard.full_shape) for shard in shards]
 
     def reads(self, value: Any) -> bool:
         return isinstance(value, Negated)
+
+    def decoded_dtype(self, value: Any) -> torch.dtype:
+        return torch.float32
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         if (value.start, value.elements.shape) != (target.run.start, target.local.shape):
@@ -145,7 +148,9 @@ def test_a_toy_type_saves_and_loads_a_model_and_adam(use_orig_params: bool) -> N
         assert all(isinstance(row["exp_avg"], Negated) for row in states["state"].values())
         with FSDP.state_dict_type(other, negated):
             other.load_state_dict(state)
-            other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, states))
+            loaded = FSDP.optim_state_dict_to_load(other, other_optimizer, states)
+        assert all(row["exp_avg"].dtype is torch.float32 for row in loaded["state"].values())
+        other_optimizer.load_state_dict(loaded)
     assert_equal(whole_state(other), expected[0])
     assert_equal(save(other, other_optimizer, FULL)[1]["state"], expected[1])
 
