@@ -19,6 +19,7 @@ from fsdp_flat.comm.rank_groups import (
     global_ranks,
     host_group,
     resolve_groups,
+    subgroup_of,
 )
 from fsdp_flat.comm.small_messages import (
     control_device,
@@ -74,6 +75,7 @@ __all__ = [
     "resolve_groups",
     "strategy_from",
     "streams_for",
+    "subgroup_of",
     "true_on_any_rank",
     "unit_names",
     "unrecorded",

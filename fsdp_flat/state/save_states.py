@@ -68,7 +68,6 @@ def save_optim_state(
     else:
         groups, states = _read_alone(index, contents) if alone else _agreed_states(index, contents)
     order = complete_groups(index, contents, groups, alone=alone)
-    to_zero = bool(getattr(config, "rank0_only", False))
     with torch.no_grad():
         values = encoded if peers is not None else _encoded(states, codec, config, on_owner=False)
         handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
@@ -76,10 +75,12 @@ def save_optim_state(
         if handled:
             merged = merged_states(
                 handled,
-                lambda position, size: 0 if to_zero else position % size if peers is not None else None,
+                lambda position, size: 0 if config.rank0_only else position % size if peers is not None else None,
                 offload=config.offload_to_cpu,
             )
-    if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
+    if config.rank0_only and any(
+        rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
+    ):
         return {}
     by_name = _by_name(index, contents, states, values, merged, offload=config.offload_to_cpu)
     placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])

@@ -166,13 +166,11 @@ class StateDictCodec:
     Attributes:
         communicates: encoding takes every rank of the shard groups.
         exchanges: decoding takes every rank of the shard groups.
-        shows_full: while a model is saved, its modules and their hooks see full parameters.
         is_flat: model state dicts have one value for each flat parameter, not for each parameter.
     """
 
     communicates = True
     exchanges = False
-    shows_full = False
     is_flat = False
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
