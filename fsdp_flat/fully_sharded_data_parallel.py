@@ -403,7 +403,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
         version that they were saved with, whether by a wrapped model or a plain one.
 
         FULL and LOCAL state dicts need no communication, nor do SHARDED ones whose values are all full tensors: a rank
-        may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this.
+        may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this;
+        a SHARDED load without any value (``strict=False``) waits for the other ranks too, which may have chunks.
 
         Args:
             state_dict: in the type that is set; SHARDED accepts full tensors as well.
