@@ -298,17 +298,6 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     register_comm_hook = runtime.register_comm_hook
     set_gradient_divide_factor = runtime.set_divide_factor_of_tree
-    # FSDP2's, for each unit; see the fully_shard front.
-    set_requires_all_reduce = runtime.set_requires_all_reduce
-    set_force_sum_reduction_for_comms = runtime.set_force_sum_reduction_for_comms
-    set_all_reduce_hook = runtime.set_all_reduce_hook
-    set_post_optim_event = runtime.set_post_optim_event
-    set_reduce_scatter_max_input_buffers = runtime.set_reduce_scatter_max_input_buffers
-    set_reduce_scatter_unused_params = runtime.set_reduce_scatter_unused_params
-    set_allocate_memory_from_process_group_for_comm = runtime.set_allocate_memory_from_process_group_for_comm
-    set_custom_all_gather = runtime.set_custom_all_gather
-    set_custom_reduce_scatter = runtime.set_custom_reduce_scatter
-    set_separate_reduce_scatter_group = runtime.set_separate_reduce_scatter_group
 
     summon_full_params = staticmethod(runtime.summon_full_params)
 

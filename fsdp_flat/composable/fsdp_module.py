@@ -48,22 +48,7 @@ class FSDPModule(ShardedModule):
             "build a second one and load the first one's state dict."
         )
 
-    # -- gradients and communication -------------------------------------------------------------------------------
-
-    set_requires_gradient_sync = runtime.set_requires_gradient_sync
-    set_requires_all_reduce = runtime.set_requires_all_reduce
-    set_gradient_divide_factor = runtime.set_gradient_divide_factor
     set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
-    set_force_sum_reduction_for_comms = runtime.set_force_sum_reduction_for_comms
-    set_all_reduce_hook = runtime.set_all_reduce_hook
-    set_post_optim_event = runtime.set_post_optim_event
-    set_reduce_scatter_max_input_buffers = runtime.set_reduce_scatter_max_input_buffers
-    set_reduce_scatter_unused_params = runtime.set_reduce_scatter_unused_params
-    set_allocate_memory_from_process_group_for_comm = runtime.set_allocate_memory_from_process_group_for_comm
-    set_custom_all_gather = runtime.set_custom_all_gather
-    set_custom_reduce_scatter = runtime.set_custom_reduce_scatter
-    set_separate_reduce_scatter_group = runtime.set_separate_reduce_scatter_group
-    set_symm_mem_for_comm = runtime.set_symm_mem_for_comm
 
     # -- conversions -----------------------------------------------------------------------------------------------
 

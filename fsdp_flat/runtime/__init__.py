@@ -1,13 +1,6 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
 from fsdp_flat.runtime.build import handles_of, owners_of_ties
-from fsdp_flat.runtime.collective_settings import (
-    set_allocate_memory_from_process_group_for_comm,
-    set_custom_all_gather,
-    set_custom_reduce_scatter,
-    set_separate_reduce_scatter_group,
-    set_symm_mem_for_comm,
-)
 from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.construction import Arguments, build_rows, construct
 from fsdp_flat.runtime.duplicate import convert_unit, copy_wrapper
@@ -27,16 +20,8 @@ from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
     clear_gradients,
     register_comm_hook,
-    set_all_reduce_hook,
     set_divide_factor_of_tree,
-    set_force_sum_reduction_for_comms,
-    set_gradient_divide_factor,
-    set_post_optim_event,
     set_reduce_scatter_divide_factor,
-    set_reduce_scatter_max_input_buffers,
-    set_reduce_scatter_unused_params,
-    set_requires_all_reduce,
-    set_requires_gradient_sync,
     without_reduction,
 )
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
@@ -81,21 +66,8 @@ __all__ = [
     "resolve_ignored",
     "run_module",
     "schedule_of",
-    "set_all_reduce_hook",
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
     "set_divide_factor_of_tree",
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
-    "set_post_optim_event",
     "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
-    "set_requires_all_reduce",
-    "set_requires_gradient_sync",
-    "set_separate_reduce_scatter_group",
-    "set_symm_mem_for_comm",
     "share_comm_ctx",
     "summon_full_params",
     "unit_of",
