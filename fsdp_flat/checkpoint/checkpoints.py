@@ -255,7 +255,7 @@ class _Start:
         An exception on one rank alone after the comparison is kept in ``error``.
         """
         if contents is None or self.error is not None:
-            handles = [handle for unit in units_of(self._model) for handle in unit.handles]
+            handles = [h for unit in units_of(self._model) if unit.options.rows is None for h in unit.handles]
             # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
             self.integers([0] * (1 + sum(len(handle.layout.param_infos) for handle in handles)), None)
             return

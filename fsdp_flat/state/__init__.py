@@ -2,6 +2,7 @@
 
 from fsdp_flat.state.boxed import BoxedTensor, boxes_of
 from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, codec_of, settings_for
+from fsdp_flat.state.dtensors import local_from
 from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
@@ -52,6 +53,7 @@ __all__ = [
     "load_full_or_sharded",
     "load_optim_state",
     "load_unit",
+    "local_from",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "ordered_params",
