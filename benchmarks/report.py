@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks import micro, projection, scale
+from benchmarks import before_after, micro, plans, projection, scale
 from benchmarks.__main__ import main as bench
 from benchmarks.runner import ROOT
 from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table, write_picture
@@ -33,7 +33,7 @@ implementations in each round. Columns:
 
 - Times are medians.
 - "x local", "x DDP" and "x torch" are medians over rounds of the ratio within a round. "x torch" compares with the
-  faster of torch's FSDP1 and `fully_shard` with the same resharding.
+  faster of torch's FSDP1 and `fully_shard` with the same resharding; for `fully_shard` it compares with torch's.
 - "CPU ms" is the minimum CPU time of a step over all threads of a rank.
 - "MB sent" is the number of bytes that a rank sends in a step.
 - "MB counted" is the peak of all tensor storages of a forward and backward of five tokens: parameters, gradients and
@@ -46,6 +46,8 @@ make bench                                   # the first two tables
 make bench BENCH="--preset communication"    # any other: see python -m benchmarks --help
 make bench-scale                             # host time and memory by units and ranks
 make gpu                                     # one GPU: tests, the stream sanitizer, and python -m benchmarks.gpu
+python -m benchmarks.before_after --against CHECKOUT   # two versions in the same rounds
+python -m benchmarks.plans                   # what ranks exchange to save a checkpoint
 python -m benchmarks.micro                   # collectives alone
 python -m benchmarks.report --measure        # everything, and this page
 ```
@@ -80,9 +82,16 @@ def page(results: Path, pictures: Path, *, note: str = "") -> str:
                 continue
             write_picture(found, pictures / f"performance-{name}.png")
             parts += [step_table(found), f"![step time and memory](performance-{name}.png)\n"]
+    compared = before_after.comparison_table(results)
+    parts += ["## Before and after\n", before_after.NOTE, compared] if compared else []
     found = _read(results / "scale.json")
     if found is not None:
         parts += ["## Host time and memory by units and ranks\n", scale.NOTE, scale.scale_table(found)]
+        found = _read(results / "scale-no-gc.json")
+        parts += [scale.NO_GC_NOTE, scale.scale_table(found)] if found is not None else []
+    found = _read(results / "plans.json")
+    if found is not None:
+        parts += ["## Plans of a checkpoint\n", plans.NOTE, plans.plans_table(found)]
     if (results / "micro.md").exists():
         parts += ["## Collectives alone\n", micro.NOTE, (results / "micro.md").read_text()]
     measured = results / "gpu.md"
@@ -148,6 +157,8 @@ def main(argv: list[str] | None = None) -> None:
         for name, (flags, _) in RUNS.items():
             bench([*flags, "--rounds", str(args.rounds), "--name", name, "--out", str(args.results)])
         scale.main(["--out", str(args.results)])
+        scale.main(["--no-gc", "--out", str(args.results)])
+        plans.main(["--out", str(args.results)])
         micro.main(["--out", str(args.results)])
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(page(args.results, args.out.parent, note=args.note))

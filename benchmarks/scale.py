@@ -23,17 +23,19 @@ from benchmarks.implementations import library_of, quiet, wrap
 from benchmarks.model import GPT, batch_of, loss_of
 from benchmarks.runner import ROOT, where
 from benchmarks.spec import IMPLEMENTATIONS, Setting
-from benchmarks.tables import markdown
+from benchmarks.tables import machine, markdown
 
-__all__ = ["NOTE", "main", "measure_here", "scale_table"]
+__all__ = ["NOTE", "NO_GC_NOTE", "main", "measure_here", "scale_table"]
 
 NOTE = """\
-Tiny models; one process is rank 0 of a fake process group that does not communicate. Host time is the minimum CPU time
-of a forward and backward over all rounds, less that of the unwrapped model. FSDP1's time grows with the number of ranks
-because its all-gather on the CPU takes a list of one tensor per rank; on accelerators it all-gathers into one tensor.
+Tiny models; one process is rank 0 of a fake process group that does not communicate. Times are the minimum CPU time
+over all rounds; host time is that of a forward and backward, less that of the unwrapped model. FSDP1's time grows with
+the number of ranks because its all-gather on the CPU takes a list of one tensor per rank; on accelerators it
+all-gathers into one tensor.
 """
+NO_GC_NOTE = "The same without Python's garbage collector:\n"
 
-NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig")
+NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig", "flat-fully-shard")
 
 
 def setting_for(units: int) -> Setting:
@@ -41,11 +43,18 @@ def setting_for(units: int) -> Setting:
     return Setting(layers=units - 1, width=16, heads=2, vocab=32, seq=4, batch=1)
 
 
-def measure_here(name: str, world: int, units: int, steps: int = 15) -> dict[str, float]:
+def measure_here(name: str, world: int, units: int, *, steps: int = 15, collect: bool = True) -> dict[str, float]:
     """Wrap and train in this process, as rank 0 of ``world`` simulated ranks.
 
+    Args:
+        name: the implementation.
+        world: the number of ranks.
+        units: the number of units.
+        steps: the number of steps.
+        collect: let Python's garbage collector run meanwhile.
+
     Returns:
-        ``wrap`` and ``step`` (seconds; minimum CPU time of a step without optimizer), ``held`` (bytes by which
+        ``wrap`` and ``step`` (seconds of CPU time; the minimum of a step without optimizer), ``held`` (bytes by which
         resident memory grew from before wrapping to after the steps).
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -59,11 +68,13 @@ def measure_here(name: str, world: int, units: int, steps: int = 15) -> dict[str
         library_of(name)
         _move_nothing()
         gc.collect()
+        if not collect:
+            gc.disable()
         before = _resident()
-        begun = time.perf_counter()
+        begun = time.process_time()
         with quiet():
             wrapped = wrap(name, model, setting)
-            wrap_s = time.perf_counter() - begun
+            wrap_s = time.process_time() - begun
             times = []
             for _ in range(steps):
                 cpu = time.process_time()
@@ -103,9 +114,10 @@ def _resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def _measure(name: str, world: int, units: int) -> dict[str, float]:
+def _measure(name: str, world: int, units: int, *, collect: bool) -> dict[str, float]:
+    flags = ["--here", name, str(world), str(units), "--gc" if collect else "--no-gc"]
     out = subprocess.run(
-        [sys.executable, "-m", "benchmarks.scale", "--here", name, str(world), str(units)],
+        [sys.executable, "-m", "benchmarks.scale", *flags],
         cwd=ROOT,
         check=True,
         capture_output=True,
@@ -115,7 +127,7 @@ def _measure(name: str, world: int, units: int) -> dict[str, float]:
 
 
 def scale_table(results: dict[str, Any]) -> str:
-    """Make the table of wrapping time, host time per unit and step less plain training, and memory."""
+    """Name the command and the machine, and make the table of wrapping time, host time per unit, and memory."""
     local = {row["units"]: row["step"] for row in results["rows"] if row["name"] == "local"}
     rows = [
         [
@@ -129,7 +141,8 @@ def scale_table(results: dict[str, Any]) -> str:
         for row in results["rows"]
         if row["name"] != "local"
     ]
-    return markdown(["implementation", "units", "ranks", "wrap ms a unit", "host ms a unit and step", "MB held"], rows)
+    header = ["implementation", "units", "ranks", "wrap ms a unit", "host ms a unit and step", "MB held"]
+    return f"`{results['command']}`.\n{machine(results)}\n{markdown(header, rows)}"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -139,19 +152,22 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--units", type=int, nargs="+", default=[25, 200])
     parser.add_argument("--rounds", type=int, default=3, help="interleaved rounds of all combinations")
     parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
+    parser.add_argument(
+        "--gc", action=argparse.BooleanOptionalAction, default=True, help="let Python's garbage collector run"
+    )
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--here", nargs=3, metavar=("NAME", "RANKS", "UNITS"), help="measure one in this process")
     args = parser.parse_args(argv)
     if args.here:
         name, world, units = args.here
-        print(json.dumps(measure_here(name, int(world), int(units))))
+        print(json.dumps(measure_here(name, int(world), int(units), collect=args.gc)))
         return
     found: dict[tuple[str, int, int], list[dict[str, float]]] = {}
     for index in range(args.rounds):
         for units in args.units:
             for name in dict.fromkeys(["local", *args.only]):
                 for world in args.ranks if name != "local" else args.ranks[:1]:
-                    one = _measure(name, world, units)
+                    one = _measure(name, world, units, collect=args.gc)
                     found.setdefault((name, world, units), []).append(one)
                     what = f"round {index + 1}: {name}, {units} units, {world} ranks"
                     print(f"{what}: {1e3 * one['step']:.1f} ms a step", flush=True)
@@ -160,10 +176,15 @@ def main(argv: list[str] | None = None) -> None:
         {"name": name, "world": world, "units": units, **{key: min(one[key] for one in some) for key in some[0]}}
         for (name, world, units), some in found.items()
     ]
-    results = {"rows": rows, "where": where()}
+    flags = {"ranks": args.ranks, "units": args.units, "rounds": [args.rounds]}
+    flags |= {"only": args.only} if args.only != list(NAMES) else {}
+    flags |= {} if args.gc else {"no-gc": []}
+    command = " ".join(["python -m benchmarks.scale", *(" ".join([f"--{k}", *map(str, v)]) for k, v in flags.items())])
+    results = {"rows": rows, "command": command, "where": where()}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "scale.json").write_text(json.dumps(results, indent=1))
-    (args.out / "scale.md").write_text(scale_table(results))
+    name = "scale" if args.gc else "scale-no-gc"
+    (args.out / f"{name}.json").write_text(json.dumps(results, indent=1))
+    (args.out / f"{name}.md").write_text(scale_table(results))
     print(scale_table(results))
 
 

@@ -12,6 +12,7 @@ from benchmarks.spec import title_of
 __all__ = [
     "STATE_PEERS",
     "describe",
+    "machine",
     "markdown",
     "medians",
     "ratios",
@@ -26,9 +27,16 @@ PEERS = {
     "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
+    "flat-fully-shard": ("fsdp2",),
+    "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
 }
 # For each fsdp_flat variant, the torch implementation whose state dicts it is compared with.
-STATE_PEERS = {"flat-full-flat": "fsdp1-full-flat", "flat-full-orig": "fsdp1-full-orig"}
+STATE_PEERS = {
+    "flat-full-flat": "fsdp1-full-flat",
+    "flat-full-orig": "fsdp1-full-orig",
+    "flat-fully-shard": "fsdp2",
+    "flat-fully-shard-no-reshard": "fsdp2-no-reshard",
+}
 
 
 def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -123,7 +131,7 @@ def _of_peer(rows: Sequence[Mapping[str, Any]], kind: str, ours: str, theirs: st
 
 def describe(results: Mapping[str, Any]) -> str:
     """Describe the setting and the machine, in a few lines."""
-    s, w = results["setting"], results["where"]
+    s = results["setting"]
     extras = [
         *(["bf16 compute, fp32 reduction and master weights"] if s["bf16"] else []),
         *([f"{s['accumulate']} micro-batches a step"] if s["accumulate"] > 1 else []),
@@ -135,8 +143,14 @@ def describe(results: Mapping[str, Any]) -> str:
         f"{s['ranks']} ranks of one thread over gloo; {', '.join(extras)}.\n"
         f"{len(results['rounds'] or results['states'])} rounds of fresh processes, "
         f"{str(s['steps']) + ' timed steps' if results['rounds'] else 'the median of 3 times'} each.\n"
-        f"{w['cores']} cores ({w['cpu']}), {w['system']}, Python {w['python']}, torch {w['torch']}, {w['date']}.\n"
+        f"{machine(results)}"
     )
+
+
+def machine(results: Mapping[str, Any]) -> str:
+    """Describe the machine and the versions, in a line."""
+    w = results["where"]
+    return f"{w['cores']} cores ({w['cpu']}), {w['system']}, Python {w['python']}, torch {w['torch']}, {w['date']}.\n"
 
 
 def write_table(results: Mapping[str, Any], path: Path) -> str:

@@ -1,7 +1,7 @@
 """Defines the enums and option records of FSDP1's public interface, with its names, values and defaults.
 
-``fsdp_flat.api`` mirrors ``torch.distributed.fsdp.api``. Everything here is a plain value
-without behaviour, so every layer may import it.
+``fsdp_flat.api`` mirrors ``torch.distributed.fsdp.api``. Everything here is a plain value without behaviour, so every
+layer may import it; :func:`member_of` is the one way to accept members of torch's own enums.
 """
 
 from __future__ import annotations
@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import TypeVar
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from fsdp_flat.errors import FsdpFlatError, OptionError
 
 __all__ = [
     "BackwardPrefetch",
@@ -46,6 +49,38 @@ class _NamedEnum(Enum):
 
     def __hash__(self) -> int:
         return hash(self.name)  # as every Enum's, so that both find the same dict entry
+
+
+_Member = TypeVar("_Member", bound=_NamedEnum)
+
+
+def member_of(
+    kind: type[_Member],
+    value: object,
+    argument: str,
+    *,
+    others: str = "",
+    error: type[FsdpFlatError] = OptionError,
+) -> _Member:
+    """Return the member of ``kind`` that equals ``value``, a member of it or of torch's own enum of that name.
+
+    Args:
+        kind: the enum.
+        value: the caller's argument.
+        argument: its name, for the error.
+        others: further choices of the caller, for the error.
+        error: class of the error.
+
+    Raises:
+        FsdpFlatError: of the class ``error``: there is no such member; the text lists the choices.
+    """
+    if isinstance(value, kind):
+        return value
+    for member in kind:
+        if member == value:
+            return member
+    choices = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+    raise error(f"{argument} must be one of {choices}{others}; got {value!r} of type {type(value).__name__}.")
 
 
 class ShardingStrategy(_NamedEnum):
@@ -137,6 +172,7 @@ class StateDictConfig:
     """Holds options of every model state dict: ``offload_to_cpu`` moves values to the CPU."""
 
     offload_to_cpu: bool = False
+    rank0_only = False  # a field of the types that have the option
 
 
 @dataclass
@@ -172,6 +208,7 @@ class OptimStateDictConfig:
     """Holds options of every optimizer state dict."""
 
     offload_to_cpu: bool = True
+    rank0_only = False  # a field of the types that have the option
 
 
 @dataclass

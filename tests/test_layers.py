@@ -16,6 +16,7 @@ LAYERS = {
     "errors": 0,
     "api": 0,
     "layout": 0,
+    "user_warnings": 0,
     "flat": 1,
     "comm": 1,
     "wrap": 1,
@@ -312,5 +313,5 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
         ("fsdp_flat/compat/install.py", "import fsdp_flat\nimport torch.distributed.fsdp"),
     ],
 )
-def test_an_import_of_the_own_folder_or_a_lower_floor_is_allowed(path: str, source: str) -> None:
+def test_an_import_of_the_own_folder_or_a_lower_layer_is_allowed(path: str, source: str) -> None:
     assert violations({**FILES, path: source}) == []

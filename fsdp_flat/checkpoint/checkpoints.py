@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,12 @@ from fsdp_flat.checkpoint.contents import (
     packed,
     saved_values,
 )
-from fsdp_flat.checkpoint.progress import progress_bar
+from fsdp_flat.checkpoint.progress import ProgressBar, progress_bar
 from fsdp_flat.comm import digest_of
 from fsdp_flat.errors import FsdpFlatError, LoadError, OptionError
 from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
-from fsdp_flat.state import OptimContents, contents_of, load_optim_state
+from fsdp_flat.state import OptimContents, ParamIndex, contents_of, load_optim_state
+from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
@@ -139,45 +140,18 @@ def save_checkpoint(
         PeerFailureError: another rank failed; then nothing is saved.
         PhaseError: called in the middle of a step.
     """
-    directory = Path(directory)
-    together = consensus_of(model, SAVING)
+    directory, together = Path(directory), consensus_of(model, SAVING)
     _wait_for_last(model)
     together.barrier("save_checkpoint")
-    start = _Start(model, together, has_optim=optim is not None)
-    values = CheckpointValues()
-    contents: OptimContents | None = None
-    try:
-        _check_arguments(step, keep_last)
-        bar = progress_bar("Saving", asked=progress, here=together.rank == 0)
-        values.add_model(model, copy=background)
-        values.tensors["extra"] = {str(together.rank): packed(extra, "extra")}
-        if optim is not None:
-            contents = contents_of(optim)
-            check_readable(contents)
-        if together.rank == 0:
-            start.prepare(directory, step)
-        start.names = values.unmanaged_names(model)
-    except Exception as error:
-        start.error = error
-    start.compare(values, contents, copy=background)
-    if start.error is None:
-        try:
-            values.keep_share(model, together.rank, is_alike=start.is_alike)
-        except Exception as error:
-            start.error = error
+    start = _Start(model, together, directory, keep_last=keep_last, has_optim=optim is not None)
+    values = start.collect(optim, extra, step=step, copy=background, progress=progress)
     save = CheckpointSave(start.step, disk.path_of(directory, start.step))
-
-    def write(together: Consensus) -> None:
-        with bar(values.nbytes) as update:
-            _write(directory, start, values, keep_last, together, update)
-
     if not background:
-        write(together)
+        _write(start, values, together)
         return save
     work = _background_of(model, together)
     # A gloo group communicates CPU tensors.
-    apart = Consensus(work.group, SAVING, torch.device("cpu"))
-    save._run(lambda: write(apart))
+    save._run(partial(_write, start, values, Consensus(work.group, SAVING, torch.device("cpu"))))
     work.finish = save._finish
     return save
 
@@ -195,7 +169,7 @@ def _wait_for_last(model: nn.Module) -> None:
     background = units[0].background if units else None
     text = "" if background is None else background.finish()
     if text:
-        warnings.warn(text, stacklevel=3)
+        warn_user(text, stacklevel=3)
 
 
 def _background_of(model: nn.Module, together: Consensus) -> BackgroundWork:
@@ -208,64 +182,102 @@ def _background_of(model: nn.Module, together: Consensus) -> BackgroundWork:
 
 
 class _Start:
-    """Compares all ranks in one collective before anything is written; a ``Peers`` for optimizer states.
+    """Collects this rank's values, and compares all ranks in one collective before anything is written.
+
+    It is the ``Peers`` of optimizer states.
 
     Args:
         model: the model.
         together: its ranks.
+        directory: directory of all checkpoints.
+        keep_last: number of checkpoints to keep.
         has_optim: an optimizer is saved.
 
     Attributes:
+        directory, keep_last: the arguments.
+        bar: shows the progress of a number of bytes.
         ranks: the global ranks.
         step: the checkpoint's number, as rank 0 has chosen it.
         error: the exception that stopped this rank. One from after the comparison is raised like those of the writing,
             at which ranks meet again.
         file_error: the exception of rank 0 that the file system raised; it is raised like those of the writing.
         is_prepared: rank 0 has no such exception.
-        names: names of the tensors that no unit manages.
-        is_alike: these are the same on every rank.
     """
 
-    def __init__(self, model: nn.Module, together: Consensus, *, has_optim: bool) -> None:
+    bar: ProgressBar
+
+    def __init__(
+        self, model: nn.Module, together: Consensus, directory: Path, *, keep_last: int, has_optim: bool
+    ) -> None:
+        self.directory = directory
+        self.keep_last = keep_last
         self.ranks = together.ranks
         self.step = 0
         self.error: Exception | None = None
         self.file_error: Exception | None = None
         self.is_prepared = False
-        self.names: list[str] = []
-        self.is_alike = True
+        self._unmanaged: list[str] = []
+        self._is_alike = True
         self._is_compared = False
         self._model = model
+        self._index = ParamIndex(model)
         self._together = together
         handlers = sorted({name for unit in units_of(model) for name in unit.optim_state_handlers})
+        self._has_handlers = bool(handlers)
         self._same = [*(f"a handler of {name!r}" for name in handlers), f"{'an' if has_optim else 'no'} optimizer"]
 
-    def prepare(self, directory: Path, step: int | None) -> None:
-        """Choose the number, and remove files of an earlier attempt."""
-        self.step = 1 + max(disk.list_steps(directory), default=-1) if step is None else step
+    def collect(
+        self, optim: torch.optim.Optimizer | None, extra: Any, *, step: int | None, copy: bool, progress: bool
+    ) -> CheckpointValues:
+        """Return the values that this rank writes; raise on every rank if any cannot save.
+
+        An exception on one rank alone after the comparison is kept in ``error``.
+        """
+        values = CheckpointValues()
+        contents: OptimContents | None = None
         try:
-            disk.remove_attempt(directory, self.step)
+            _check_arguments(step, self.keep_last)
+            self.bar = progress_bar("Saving", asked=progress, here=self._together.rank == 0)
+            values.add_model(self._model, copy=copy)
+            values.tensors["extra"] = {str(self._together.rank): packed(extra, "extra")}
+            if optim is not None:
+                contents = contents_of(optim)
+                check_readable(contents)
+            if self._together.rank == 0:
+                self._prepare(step)
+            self._unmanaged = values.unmanaged_names(self._index)
+        except Exception as error:
+            self.error = error
+        self._compare(values, contents, copy=copy)
+        if self.error is None:
+            try:
+                values.keep_share(self._index, self._together.rank, is_alike=self._is_alike)
+            except Exception as error:
+                self.error = error
+        return values
+
+    def _prepare(self, step: int | None) -> None:
+        """Choose the number, and remove files of an earlier attempt."""
+        self.step = 1 + max(disk.list_steps(self.directory), default=-1) if step is None else step
+        try:
+            disk.remove_attempt(self.directory, self.step)
             self.is_prepared = True
         except OSError as error:
             self.file_error = error
 
-    def compare(self, values: CheckpointValues, contents: OptimContents | None, *, copy: bool) -> None:
-        """Compare all ranks, and add the states of the optimizer; raise on every rank if any cannot save.
-
-        An exception on one rank alone after the comparison is kept in ``error``.
-        """
+    def _compare(self, values: CheckpointValues, contents: OptimContents | None, *, copy: bool) -> None:
+        """Compare all ranks, and add the states of the optimizer."""
         if contents is None or self.error is not None:
-            handles = [h for unit in units_of(self._model) if unit.options.rows is None for h in unit.handles]
             # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
-            self.integers([0] * (1 + sum(len(handle.layout.param_infos) for handle in handles)), None)
+            self.integers([0] * (1 + len(self._index.params)), None)
             return
         error: Exception | None = None
         try:
-            values.add_optim(self._model, contents, self, copy=copy)
+            values.add_optim(self._index, contents, self, copy=copy)
         except Exception as raised:
             error = raised
         # Once ranks have compared, only merges and transfers may fail on one rank alone.
-        if self._is_compared and (contents.owners or any(unit.optim_state_handlers for unit in units_of(self._model))):
+        if self._is_compared and (contents.owners or self._has_handlers):
             self._together.fail(error)
         elif error is not None and (not self._is_compared or isinstance(error, FsdpFlatError)):
             # The comparison raises on every rank.
@@ -274,11 +286,11 @@ class _Start:
 
     def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
         """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
-        own = [self.step, int(self.is_prepared), digest_of(json.dumps(self.names).encode()), *values]
+        own = [self.step, int(self.is_prepared), digest_of(json.dumps(self._unmanaged).encode()), *values]
         rows = self._together.integers(own, self.error or error, self._same)
         self._is_compared = True
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
-        self.is_alike = len({row[2] for row in rows}) == 1
+        self._is_alike = len({row[2] for row in rows}) == 1
         return [row[3:] for row in rows]
 
     def texts(self, text: str) -> list[str]:
@@ -286,39 +298,33 @@ class _Start:
         return self._together.texts(text)
 
 
-def _write(
-    directory: Path,
-    start: _Start,
-    values: CheckpointValues,
-    keep_last: int,
-    together: Consensus,
-    update: Callable[[int], object],
-) -> None:
+def _write(start: _Start, values: CheckpointValues, together: Consensus) -> None:
     """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
     from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 
-    writing = disk.writing_path(directory, start.step)
+    directory, writing = start.directory, disk.writing_path(start.directory, start.step)
     text, error = "", start.error or start.file_error
-    try:
-        if error is None and start.is_prepared:
-            written = write_files(values.tensors, writing, together.rank, update)
-            text = json.dumps([written, _records(writing, together.rank), values.rows_text])
-    except Exception as raised:
-        error = raised
-    texts = together.gather_texts(text)
-    try:
-        if texts and all(texts):
-            each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
-            # One more file, as if of a further rank.
-            last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
-            write_metadata([*each_written, last], writing)
-            records = [record for records in each_records for record in records] + _records(writing, together.size)
-            metadata = disk.record_of(writing / ".metadata")
-            disk.commit(directory, start.step, [*(disk.FileRecord(*record) for record in records), metadata])
-            disk.prune(directory, keep_last)
-    except Exception as raised:
-        error = raised
-    together.fail(error)
+    with start.bar(values.nbytes) as update:
+        try:
+            if error is None and start.is_prepared:
+                written = write_files(values.tensors, writing, together.rank, update)
+                text = json.dumps([written, _records(writing, together.rank), values.rows_text])
+        except Exception as raised:
+            error = raised
+        texts = together.gather_texts(text)
+        try:
+            if texts and all(texts):
+                each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
+                # One more file, as if of a further rank.
+                last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
+                write_metadata([*each_written, last], writing)
+                records = [record for records in each_records for record in records] + _records(writing, together.size)
+                metadata = disk.record_of(writing / ".metadata")
+                disk.commit(directory, start.step, [*(disk.FileRecord(*record) for record in records), metadata])
+                disk.prune(directory, start.keep_last)
+        except Exception as raised:
+            error = raised
+        together.fail(error)
 
 
 def _records(writing: Path, rank: int) -> list[tuple[str, int, int]]:
@@ -376,7 +382,7 @@ def load_checkpoint(
             return None
         raise LoadError(f"No complete checkpoint in {directory}: {'; '.join(skipped)}.")
     if skipped and together.rank == 0:
-        warnings.warn(f"Loading {found.path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
+        warn_user(f"Loading {found.path.name}; passed over: {'; '.join(skipped)}.", stacklevel=2)
     extra = _load(found, model, optim, together)
     return LoadedCheckpoint(found.step, found.path, extra, tuple(skipped))
 

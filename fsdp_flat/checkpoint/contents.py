@@ -129,13 +129,13 @@ class CheckpointValues:
         # A copy: a thread may write them while training changes the live ones.
         self.plain["model"] = unpacked(packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
 
-    def add_optim(self, model: nn.Module, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
+    def add_optim(self, index: ParamIndex, contents: OptimContents, peers: Peers, *, copy: bool) -> None:
         """Add the optimizer's states. Every rank must call this: a state that has a handler is merged on one rank."""
         config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
         codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
-        found = save_optim_state(model, contents, codec, config, peers=peers)
+        found = save_optim_state(index, contents, codec, config, peers=peers)
         # Merged states are on one rank each, so they are saved as tensors whatever their shape.
-        merged = {name for unit in units_of(model) for name in unit.optim_state_handlers}
+        merged = {name for unit in index.units for name in unit.optim_state_handlers}
         tensors: dict[str, dict[str, Any]] = {}
         for fqn, row in found["state"].items():
             tensors[fqn] = {
@@ -145,22 +145,20 @@ class CheckpointValues:
         self.tensors["optim"] = {"state": tensors}
         self.plain["optim"] = {"param_groups": found["param_groups"]}
 
-    def unmanaged_names(self, model: nn.Module) -> list[str]:
+    def unmanaged_names(self, index: ParamIndex) -> list[str]:
         """Return the names of the model's tensors that no unit manages."""
-        by_name = ParamIndex(model).by_name
-        return [name for name in self.tensors["model"] if name not in by_name]
+        return [name for name in self.tensors["model"] if name not in index.by_name]
 
-    def keep_share(self, model: nn.Module, rank: int, *, is_alike: bool) -> None:
+    def keep_share(self, index: ParamIndex, rank: int, *, is_alike: bool) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
 
         Rows are serialized, so that training can change the live ones while a thread writes.
 
         Args:
-            model: the model.
+            index: the model's parameters.
             rank: this rank among those of the model.
             is_alike: tensors that no unit manages have the same names on every rank.
         """
-        index = ParamIndex(model)
         by_name = {**index.by_name, **index.dtensors_by_name}
 
         def is_mine(name: str, value: Any) -> bool:

@@ -2,11 +2,10 @@
 
 torch's planners, storage writer, storage reader and ``dcp.load`` do the work. Two things are done here instead.
 
-Coordination: ``dcp.save`` exchanges pickled plans four times (gather, scatter, gather, broadcast). Here each rank
-writes its files at once, and rank 0 merges one JSON text from each. For 1,024 ranks of 768 parts each, a plan is 159 KB
-as a pickle, its results 91 KB, and the JSON text of both 142 KB. To receive both, and to send plans back, costs rank 0
-of ``dcp.save`` 418 MB and 10 s on one core (torch 2.13); the texts cost 145 MB and 4.4 s. A save needs three
-collectives here, and eight there.
+Coordination: ``dcp.save`` gathers a pickled plan from each rank, scatters the merged plans, gathers the results and
+broadcasts the metadata. Here each rank writes its files at once, and rank 0 merges one JSON text from each, which is
+less to receive and to send and takes rank 0 less time. docs/performance.md has the figures of both
+(``python -m benchmarks.plans``).
 
 Unpickling: ``FileSystemReader.read_metadata`` unpickles any object, and ``DefaultLoadPlanner.load_bytes`` loads with
 ``weights_only=False``, so both run code that a file names. Here both read tensors and plain values only.

@@ -17,6 +17,7 @@ from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
 from fsdp_flat.checkpoint.progress import progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
 from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_on, shard_group
+from fsdp_flat.comm import P2PChannels
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state import local_from
@@ -197,13 +198,14 @@ def _write_batch(
     writer = None if own is None else written.run(own.open, directory)
     if writer is not None:
         written.writers.append(writer)
+    channels = P2PChannels()
     # One tensor of each file in turn, so that the writers work in parallel.
     for row in zip_longest(*(file.infos.items() for file in batch)):
         for file, item in zip(batch, row, strict=True):
             if item is None:
                 continue
             entry, info = item
-            full = full_tensor_on(entry, file.writer)
+            full = full_tensor_on(entry, file.writer, channels)
             update(info.nbytes)
             if writer is not None and file is own and full is not None:
                 written.run(writer.write, entry.name, full.to(info.dtype))

@@ -7,12 +7,12 @@ from contextlib import AbstractContextManager, contextmanager
 
 from fsdp_flat.errors import UsageError
 
-__all__ = ["progress_bar"]
+__all__ = ["ProgressBar", "progress_bar"]
+
+ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
-def progress_bar(
-    label: str, *, asked: bool, here: bool
-) -> Callable[[int], AbstractContextManager[Callable[[int], object]]]:
+def progress_bar(label: str, *, asked: bool, here: bool) -> ProgressBar:
     """Return a function that shows a bar for a number of bytes: ``with show(num_bytes) as update: update(1024)``.
 
     Args:

@@ -11,14 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.checkpoint.contents import boxed_state_dict
-from fsdp_flat.comm import RankGroup, Transfers
+from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.state import (
-    IndexedParam,
-    ParamIndex,
-    plan_full_transfer,
-)
+from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, redistribute
 
 __all__ = [
     "StateEntry",
@@ -59,7 +55,7 @@ class StateEntry:
 
 
 def entries_of(
-    model: nn.Module, *, keep: Callable[[str], bool] | None = None, trainable_only: bool = False
+    model: nn.Module, *, keep: Callable[[str], bool] | None, trainable_only: bool = False
 ) -> list[StateEntry]:
     """List the entries of a model's state dict in its order, without communication.
 
@@ -118,26 +114,24 @@ def shard_group(entries: list[StateEntry]) -> RankGroup:
     return sharded[0] if sharded else RankGroup(None, 0, 1)
 
 
-def full_tensor_on(entry: StateEntry, dst: int | None) -> torch.Tensor | None:
+def full_tensor_on(entry: StateEntry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
     Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
-    tensor-parallel group must call this too, and all of them get the tensor.
+    tensor-parallel group must call this too, and all of them get the tensor. ``channels`` serve any number of calls.
     """
     if entry.param is None:
         return None if entry.value is None else entry.value.clone()
-    rank_group, own = entry.param.rank_group, entry.held()
+    rank_group, adapter = entry.param.rank_group, entry.param.adapter
+    shard = StateShard(entry.param, entry.held(), entry.name, entry.param.shape)
     # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
     if isinstance(entry.value, DTensor):
         full = entry.value.full_tensor()
         return full if dst in (None, rank_group.rank) else None
-    part = own.new_empty(entry.param.shape) if dst in (None, rank_group.rank) else None
-    channels = Transfers(rank_group, entry.param.unit.options.device)
-    transfer_plan = plan_full_transfer(entry.param.handle, entry.param.index, rank_group.rank, dst)
-    channels.add(transfer_plan, own, None if part is None else part.view(-1))
-    channels.wait()
-    return None if part is None else entry.param.adapter.full_tensor(entry.param.adapter.from_local(part))
+    part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
+    redistribute([shard.transfer_to(dst, part)], channels)
+    return None if part is None else adapter.full_tensor(adapter.from_local(part))
 
 
 def iter_full_state_dict(
@@ -173,14 +167,14 @@ def iter_full_state_dict(
     rank_group = shard_group(entries)
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
         raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
-    position = 0
+    channels, position = P2PChannels(), 0
     try:
         for entry in entries:
             position += 1
-            yield entry.name, _converted(full_tensor_on(entry, dst), dtype)
+            yield entry.name, _converted(full_tensor_on(entry, dst, channels), dtype)
     finally:
         for entry in entries[position:]:
-            full_tensor_on(entry, dst)
+            full_tensor_on(entry, dst, channels)
 
 
 def _converted(value: torch.Tensor | None, dtype: torch.dtype | None) -> torch.Tensor | None:

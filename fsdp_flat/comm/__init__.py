@@ -19,6 +19,7 @@ from fsdp_flat.comm.rank_groups import (
     global_ranks,
     host_group,
     resolve_groups,
+    subgroup_of,
 )
 from fsdp_flat.comm.small_messages import (
     control_device,
@@ -33,7 +34,7 @@ from fsdp_flat.comm.small_messages import (
 from fsdp_flat.comm.store_barrier import barrier
 from fsdp_flat.comm.strategies import STRATEGIES, Strategy, strategy_from
 from fsdp_flat.comm.streams import Streams, profiled, streams_for, unrecorded
-from fsdp_flat.comm.transfers import P2PChannels, Transfers
+from fsdp_flat.comm.transfers import P2PChannels
 
 __all__ = [
     "ALONE",
@@ -52,7 +53,6 @@ __all__ = [
     "ShardingGroups",
     "Strategy",
     "Streams",
-    "Transfers",
     "agree",
     "barrier",
     "begin_all_reduce",
@@ -75,6 +75,7 @@ __all__ = [
     "resolve_groups",
     "strategy_from",
     "streams_for",
+    "subgroup_of",
     "true_on_any_rank",
     "unit_names",
     "unrecorded",

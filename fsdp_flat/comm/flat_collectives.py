@@ -340,7 +340,7 @@ def _begin_broadcasts(group_collectives: _RankGroupCollectives, full: torch.Tens
 
 
 def collectives_for(
-    rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = ""
+    rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = "", backend: bool = False
 ) -> Collectives | None:
     """Return the cheapest collectives for a group on ``device``; None for a single rank, which needs none.
 
@@ -350,10 +350,11 @@ def collectives_for(
         unit: id of the tensors' unit, equal on every rank; 0 for none. Transports that send the id raise an error if
             ranks issue collectives of different units.
         name: name of the unit in that error.
+        backend: use the backend's all_gather and reduce_scatter, also where others are cheaper.
     """
     if rank_group.group is None or rank_group.size == 1:
         return None
-    if moves_by_gloo(rank_group.group, device):
+    if not backend and moves_by_gloo(rank_group.group, device):
         return (
             CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(rank_group)
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.rank_groups import RankGroup, is_fake
 from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.errors import UsageError
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["barrier"]
 
@@ -71,7 +71,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
             return
         if not warned and missing:
             warned = True
-            warnings.warn(
+            warn_user(
                 f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
                 "every rank must call it.",
                 stacklevel=4,

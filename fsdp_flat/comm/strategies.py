@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from fsdp_flat.api import ShardingStrategy
-from fsdp_flat.errors import OptionError
+from fsdp_flat.api import ShardingStrategy, member_of
 
 __all__ = ["STRATEGIES", "Strategy", "strategy_from"]
 
@@ -49,19 +48,10 @@ STRATEGIES = MappingProxyType(
 
 
 def strategy_from(value: object) -> Strategy:
-    """Return the table row of a public enum member, or of ``FULL_SHARD`` for ``None``.
-
-    Members of another library's enum with the same class name (for example torch's) are matched by name.
+    """Return the table row of a public enum member (or of torch's), or of ``FULL_SHARD`` for ``None``.
 
     Raises:
         OptionError: if ``value`` is not a sharding strategy; the text lists the choices.
     """
-    if value is None:
-        return STRATEGIES[ShardingStrategy.FULL_SHARD]
-    if isinstance(value, ShardingStrategy):
-        return STRATEGIES[value]
-    name = str(getattr(value, "name", None))
-    if type(value).__name__ == "ShardingStrategy" and name in ShardingStrategy.__members__:
-        return STRATEGIES[ShardingStrategy[name]]
-    choices = ", ".join(f"ShardingStrategy.{member.name}" for member in ShardingStrategy)
-    raise OptionError(f"sharding_strategy must be one of {choices}; got {value!r} of type {type(value).__name__}.")
+    given = ShardingStrategy.FULL_SHARD if value is None else value
+    return STRATEGIES[member_of(ShardingStrategy, given, "sharding_strategy")]

@@ -6,7 +6,6 @@ state: they read the unit or call the functions of the packages below.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -31,9 +30,10 @@ from fsdp_flat.compat.semi_private import (
 )
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
-from fsdp_flat.layout import FLAT_PARAM, FSDP_WRAPPED_MODULE, clean_fqn
-from fsdp_flat.runtime import Schedule, Unit, UnshardHandle, check_idle, reset_schedule, units_of
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, flat_param_name
+from fsdp_flat.runtime import Schedule, ShardedModule, Unit, UnshardHandle, check_idle, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "UndocumentedMembers",
@@ -73,7 +73,7 @@ class _UnknownWrapper(dict[str, str]):
         return super().get(name, default)
 
 
-class UndocumentedMembers(nn.Module):
+class UndocumentedMembers(ShardedModule):
     """Provides members of FSDP1's wrapper that are not documented, or older forms of others; ours inherits them."""
 
     _unit: Unit
@@ -211,19 +211,8 @@ class UndocumentedMembers(nn.Module):
         return self.mixed_precision.buffer_dtype is not None
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the unit's parameters before its forward, which then uses them. Every rank must call this.
-
-        Args:
-            async_op: return at once, with a handle to wait for the all-gather.
-        """
-        unit = self._unit
-        unit.context.streams.shards_written()
-        unit.begin_unshard()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        """Do as :meth:`unshard`, the name of this method in FSDP2."""
+        return self.unshard(async_op)
 
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
@@ -239,18 +228,18 @@ class UndocumentedMembers(nn.Module):
                 raise PhaseError(f"Unit {unit.name!r} was made with use_orig_params=False: it shows flat parameters.")
         for unit in units:
             unit.reshard()
-            for number, handle in enumerate(unit.handles):
+            for position, handle in enumerate(unit.handles):
                 handle.adopt_changes()
                 handle.views.remove()
                 for site in [site for entry in handle.views.params for site in entry.sites]:
                     site.module._parameters[site.name] = None
-                unit.module._parameters[_flat_name(number)] = handle.flat_param
+                unit.module._parameters[flat_param_name(position)] = handle.flat_param
         try:
             yield
         finally:
             for unit in units:
-                for number, handle in enumerate(unit.handles):
-                    unit.module._parameters.pop(_flat_name(number), None)
+                for position, handle in enumerate(unit.handles):
+                    unit.module._parameters.pop(flat_param_name(position), None)
                     handle.views.use_sharded_views()
                     # The caller may have set ``.data`` of the flat parameter, or changed it in place past its version
                     # counter.
@@ -351,11 +340,7 @@ class UndocumentedMembers(nn.Module):
 
 
 def _warn_legacy(name: str, instead: str) -> None:
-    warnings.warn(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
-
-
-def _flat_name(number: int) -> str:
-    return FLAT_PARAM if number == 0 else f"{FLAT_PARAM}_{number}"
+    warn_user(f"{name} is an older form of {instead}; use that.", FutureWarning, stacklevel=3)
 
 
 def _get_grad_norm(

@@ -10,13 +10,23 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
-from fsdp_flat.api import ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.flat import RowSharding
-from fsdp_flat.runtime import Ignored, UnitOptions, build_rows, compute_device_from, precision_of_rows, unit_of
+from fsdp_flat.runtime import (
+    Ignored,
+    SmallerGroup,
+    Unit,
+    UnitOptions,
+    build_rows,
+    compute_device_from,
+    precision_of_rows,
+    unit_of,
+)
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["fully_shard"]
 
@@ -46,7 +56,9 @@ def fully_shard(
     Args:
         module: a module, or several that run one after another and form one unit.
         mesh: 1-D, to shard over; or 2-D, of which dim 0 replicates and dim 1 shards. Default: all ranks.
-        reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost.
+        reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost. A
+            number of ranks, a factor of those that shard: groups of that many consecutive ranks hold all parameters
+            between forward and backward, which all-gathers in the group; 1 is False, and all ranks is True.
         shard_placement_fn: returns for a parameter the ``Shard(dim)`` to use, or None for ``Shard(0)``.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: a :class:`CPUOffloadPolicy` keeps shards in host memory.
@@ -78,7 +90,7 @@ def fully_shard(
         device=device,
         device_given=True,
         use_orig_params=True,
-        backward_prefetch=None,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         forward_prefetch=False,
         limit_all_gathers=True,
         sync_states="warn",
@@ -88,8 +100,10 @@ def fully_shard(
         rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads),
     )
     ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
+    reshards, num_ranks = _resharding(reshard_after_forward, options.groups.shard.size)
     unit = build_rows(members, options, ignored)
-    unit.control.reshard_after_forward = None if reshard_after_forward is None else bool(reshard_after_forward)
+    unit.control.reshard_after_forward = reshards
+    unit.control.smaller_group = _smaller_group(unit, num_ranks)
     unit.control.reshard_after_backward = True
     for member in members:
         member.__dict__["_unit"] = unit
@@ -135,6 +149,35 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
         )
     device, _ = compute_device_from(None)
     return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _resharding(value: bool | int | None, num_shards: int) -> tuple[bool | None, int | None]:
+    """Return whether to reshard after forward, and to how many ranks if that is fewer than ``num_shards``.
+
+    Raises:
+        OptionError: ``value`` is no number of ranks to which parameters can be resharded.
+    """
+    if value is None or isinstance(value, bool):
+        return value, None
+    if not isinstance(value, int) or value < 1 or num_shards % value:
+        possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
+        raise OptionError(
+            f"reshard_after_forward must be True, False, None or a number of ranks that divides the {num_shards} that "
+            f"shard ({possible}); got {value!r}."
+        )
+    if value == 1:
+        warn_user(
+            "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
+            "them.",
+            stacklevel=3,
+        )
+    return value > 1, value if 1 < value < num_shards else None
+
+
+def _smaller_group(unit: Unit, num_ranks: int | None) -> SmallerGroup | None:
+    if num_ranks is None:
+        return None
+    return SmallerGroup(unit.options.groups.shard, num_ranks, unit.options.device, unit=unit.unit_id, name=unit.name)
 
 
 def _dim_of(param: nn.Parameter, mesh: DeviceMesh, shard_placement_fn: ShardPlacementFn | None) -> int:

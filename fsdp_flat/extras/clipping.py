@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Iterable
 
 import torch
@@ -13,6 +12,7 @@ from torch import nn
 from fsdp_flat.comm import RankGroup, begin_all_reduce
 from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_adapter
 from fsdp_flat.runtime import Unit
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["clip_grads", "local_norm"]
 
@@ -80,10 +80,10 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     if not dtypes:
         if any(rank_group.size > 1 for rank_groups in by_axes for rank_group in rank_groups):
             # If nothing is sharded, all ranks have the same gradients.
-            warnings.warn(
+            warn_user(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
                 "differ from the dtype on other ranks.",
-                stacklevel=3,
+                stacklevel=4,
             )
         return total
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)

@@ -207,6 +207,7 @@ def plan(
             ignored_modules={modules[child] for child in ignored.modules if child in modules},
             ignored_params=ignored_twins,
             root_kwargs=kwargs,
+            stacklevel=3,
         )
         units += [(unit.fqn, unit.module, unit.kwargs) for unit in reversed(planned.units)]
     return _planned(units, ignored_twins, num_ranks, num_replicas)

@@ -8,7 +8,7 @@ from fsdp_flat.flat._torch import (
     node_will_run,
     pytree_children,
 )
-from fsdp_flat.flat.arrangement import Place, views_of
+from fsdp_flat.flat.arrangement import Place, joined, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,
@@ -77,6 +77,7 @@ __all__ = [
     "have_grads",
     "in_backward",
     "inside_wrappers",
+    "joined",
     "modules_of",
     "named_sites",
     "node_will_run",

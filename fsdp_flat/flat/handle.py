@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions
-from fsdp_flat.flat.arrangement import Place, local_part, place_rows, views_of
+from fsdp_flat.flat.arrangement import Place, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step
@@ -154,6 +154,7 @@ class FlatParamHandle:
         pool: memory pool of the buffers; the units of a tree share one.
         orig_dtype: dtype of the shard.
         compute_dtype: dtype of the unsharded parameters now.
+        rows: while sharded, the shards of several ranks that :meth:`keep_rows` has kept, in the compute dtype; or None.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
     """
 
@@ -192,6 +193,8 @@ class FlatParamHandle:
         spec = self.spec
         self.pool = MemoryPool()
         self._state = ShardState.SHARDED
+        self.rows: torch.Tensor | None = None
+        self._num_rows = 0
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         unsharded_params = self._use_compute_dtype(params)
         common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
@@ -355,6 +358,29 @@ class FlatParamHandle:
             unsharded.own_slice.copy_(shard)
         return self.buffer.tensor, None
 
+    def keep_rows(self, ranks: range) -> None:
+        """Copy the shards of some ranks from the unsharded buffer, for :meth:`begin_unshard_of_rows`.
+
+        Args:
+            ranks: the ranks.
+        """
+        assert isinstance(self.layout, RowLayout)
+        self.rows, self._num_rows = rows_of(self.buffer.tensor, self.layout, ranks), len(ranks)
+
+    def begin_unshard_of_rows(self) -> tuple[torch.Tensor, Place]:
+        """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
+        self._move(ShardState.UNSHARDING)
+        self.buffer.alloc(self.pool)
+        rows, self.rows = self.rows, None
+        place, num_rows = self._unsharded.place, self._num_rows
+        assert rows is not None
+        assert place is not None
+
+        def place_groups(first: int, groups: torch.Tensor) -> None:
+            place(first * num_rows, groups.reshape(-1, self.layout.shard_numel))
+
+        return rows, place_groups
+
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
         self._move(ShardState.UNSHARDED)
@@ -382,6 +408,7 @@ class FlatParamHandle:
     def reset(self) -> None:
         """Reset to the sharded state from any state after an exception, and drop all gradients."""
         self._state = ShardState.SHARDED
+        self.rows = None
         self.free()
         self.views.use_sharded_views()
         self.grads.drop()

@@ -15,6 +15,8 @@ from fsdp_flat.layout.fqn import (
     FSDP_WRAPPED_MODULE,
     clean_fqn,
     clean_text,
+    flat_param_name,
+    is_flat_param_name,
     join_fqn,
 )
 from fsdp_flat.layout.interval import Interval
@@ -46,6 +48,8 @@ __all__ = [
     "chunk_shape",
     "clean_fqn",
     "clean_text",
+    "flat_param_name",
+    "is_flat_param_name",
     "join_fqn",
     "plan_transfer",
 ]

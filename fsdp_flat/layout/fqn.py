@@ -1,4 +1,4 @@
-"""Cleans parameter FQNs of wrapper components, and joins them."""
+"""Cleans parameter FQNs of wrapper components, joins them, and names flat parameters."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ __all__ = [
     "FSDP_WRAPPED_MODULE",
     "clean_fqn",
     "clean_text",
+    "flat_param_name",
+    "is_flat_param_name",
     "join_fqn",
 ]
 
@@ -22,7 +24,7 @@ FSDP_PREFIX = FSDP_WRAPPED_MODULE + "."
 """The prefix that one nesting level of wrapping adds to a name."""
 
 FLAT_PARAM = "_flat_param"
-"""The name under which a unit registers its flat parameter (FSDP1's name)."""
+"""The name under which a unit registers its first flat parameter (FSDP1's name); see :func:`flat_param_name`."""
 
 CHECKPOINT_WRAPPED_MODULE = "_checkpoint_wrapped_module"
 """The attribute under which torch's activation-checkpoint and offload wrappers keep their module."""
@@ -32,6 +34,7 @@ COMPILED_MODULE = "_orig_mod"
 
 _WRAPPER_COMPONENTS = frozenset({FSDP_WRAPPED_MODULE, CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE})
 _COMPONENTS_IN_TEXT = re.compile(rf"(?<!\w)(?:{'|'.join(sorted(_WRAPPER_COMPONENTS))})\.")
+_FLAT_PARAM_NAME = re.compile(rf"{FLAT_PARAM}(_\d+)?")
 
 
 def clean_fqn(name: str) -> str:
@@ -63,3 +66,17 @@ def join_fqn(*parts: str) -> str:
     'block.fc.weight'
     """
     return ".".join(filter(None, parts))
+
+
+def flat_param_name(position: int) -> str:
+    """Return the name of the flat parameter at a position among those of its unit.
+
+    >>> flat_param_name(0), flat_param_name(1)
+    ('_flat_param', '_flat_param_1')
+    """
+    return f"{FLAT_PARAM}_{position}" if position else FLAT_PARAM
+
+
+def is_flat_param_name(name: str) -> bool:
+    """Return whether ``name``, without a prefix, is that of a flat parameter; see :func:`flat_param_name`."""
+    return _FLAT_PARAM_NAME.fullmatch(name) is not None

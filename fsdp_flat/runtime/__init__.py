@@ -24,6 +24,8 @@ from fsdp_flat.runtime.reduction_settings import (
     without_reduction,
 )
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
+from fsdp_flat.runtime.sharded_module import ShardedModule, share_comm_ctx
+from fsdp_flat.runtime.smaller_group import SmallerGroup
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
@@ -36,6 +38,8 @@ __all__ = [
     "Ignored",
     "Phase",
     "Schedule",
+    "ShardedModule",
+    "SmallerGroup",
     "Unit",
     "UnitOptions",
     "UnshardHandle",
@@ -62,6 +66,7 @@ __all__ = [
     "schedule_of",
     "set_comm_hook",
     "set_divide_factor",
+    "share_comm_ctx",
     "summon_full_params",
     "unit_of",
     "units_of",

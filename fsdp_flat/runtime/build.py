@@ -128,8 +128,7 @@ def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: 
         unit_id: id of the unit, the same on every rank.
     """
     modules = [(path, child) for path, child in _own_modules(module) if unit_of(child) is None]
-    if not any(tensor.is_meta for _, child in modules for tensor in child._parameters.values() if tensor is not None):
-        move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=True)
+    move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=True, leave_meta=True)
     nested = units_of(module)
     params = _managed_params(module, name, ignored, {}, nested)
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]

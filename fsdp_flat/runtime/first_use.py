@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -15,6 +14,7 @@ from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.materialize import unwritten_error
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
 
@@ -203,7 +203,7 @@ class RankChecks:
         handles = [handle for unit in self._units for handle in unit.handles]
         short = next((each for each in handles if each.is_trainable and each.orig_dtype.itemsize < 4), None)
         if short is not None:
-            warnings.warn(
+            warn_user(
                 f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "
                 f"{short.orig_dtype}, so an optimizer keeps its state and makes its updates in it too, where small "
                 "updates are lost. Pass MixedPrecision(master_dtype=torch.float32), or convert the model before "

@@ -87,17 +87,19 @@ class UnitForward:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the parameters, prefetch the next unit, and prepare the inputs.
 
-        In a unit of several modules this is called for each; all after the first only prepare the inputs.
+        In a unit of several modules this is called for each; all after the first only prepare the inputs. The unit's
+        part of the backward is complete once the first module's inputs have their gradients.
         """
         unit, schedule, record = self._unit, self._schedule, self._record
+        is_first = not self._entered
         with profiled("pre_forward", unit.name):
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
-            if not self._entered:
+            if is_first:
                 self._unshard()
             if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):
                 args, kwargs = unit.cast_inputs(args, kwargs)
-            if unit.handles and torch.is_grad_enabled():
+            if is_first and unit.handles and torch.is_grad_enabled():
                 args, kwargs = _hook_inputs(record, args, kwargs, self._hooked_inputs)
         return args, kwargs
 
@@ -186,7 +188,7 @@ class UnitForward:
             # may follow.
             trains = iteration is not None and iteration.trains
             keep_buffers = (
-                not keep and not open_ended and unit is not schedule.root and unit.needs_all_gather and trains
+                not keep and not open_ended and trains and unit.needs_all_gather and unit.control.unshard_in_backward
             )
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
             unit.exit_forward(keep=keep, keep_buffers=keep_buffers)

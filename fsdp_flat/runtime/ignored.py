@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
 from fsdp_flat.flat import FlattenedBy, named_sites
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.unit import unit_of, units_of
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["resolve_ignored"]
 
@@ -56,8 +56,8 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
                 f"An ignored module is wrapped by FullyShardedDataParallel already: {type(module).__name__}."
             )
         if module is root:
-            warnings.warn(
-                "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=4
+            warn_user(
+                "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=5
             )
     subtree = {child for module in modules for child in _outside_units(module)}
     _check_ties(root, subtree)

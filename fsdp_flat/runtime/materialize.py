@@ -6,7 +6,6 @@ not written since are found by a mark in their memory.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreem
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError, some_of
 from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import SyncStates
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "Unwritten",
@@ -105,7 +105,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
     try:
         reset()
     except BaseException:
-        warnings.warn(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=7)
+        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=8)
         raise
 
 
@@ -129,8 +129,16 @@ def move_to_device(
     ignored_params: frozenset[nn.Parameter],
     device: torch.device,
     device_given: bool,
+    leave_meta: bool = False,
 ) -> None:
     """Move CPU parameters and buffers to the device that the caller passed.
+
+    Args:
+        modules: the modules of a unit with their names.
+        ignored_params: parameters that stay where they are.
+        device: the device of compute.
+        device_given: the caller passed it.
+        leave_meta: tensors may be on the meta device, and stay there.
 
     Raises:
         UsageError: tensors are on several accelerators, or on the CPU and an accelerator without a device passed.
@@ -142,7 +150,7 @@ def move_to_device(
         for tensor in _own_tensors(module, ignored_params):
             if tensor.device.type == "cpu":
                 on_cpu.append(tensor)
-            else:
+            elif not (leave_meta and tensor.is_meta):
                 elsewhere.setdefault(tensor.device, name)
     if len(elsewhere) > 1:
         raise UsageError(
@@ -198,7 +206,7 @@ def agree_on_weights(
     if found is not None and sync == "raise":
         raise RankMismatchError(f"{found}. {_ADVICE}")
     if found is not None and sync == "warn" and all(rank_group.rank == 0 for rank_group in groups.rank_groups):
-        warnings.warn(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=6)
+        warn_user(f"{found}; each rank's shard will hold its own. {_ADVICE}", stacklevel=5)
     return found is not None and sync == "auto"
 
 
@@ -305,7 +313,7 @@ def unwritten_error(entries: Iterable[tuple[str, Unwritten]]) -> UsageError | No
     left = [(f"{entry.fqn!r} of unit {unit!r}", entry.is_param) for unit, entry in entries if entry.is_still]
     buffers = [name for name, is_param in left if not is_param]
     if buffers:
-        warnings.warn(
+        warn_user(
             f"Buffers left the meta device and were never written, so their values are undefined: {', '.join(buffers)}"
             ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn.",
             stacklevel=2,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -11,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, member_of
 from fsdp_flat.comm import ShardingGroups, Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime.precision import Precision
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "BackgroundWork",
@@ -103,18 +103,12 @@ class BackgroundWork:
 
 
 def prefetch_from(value: object) -> BackwardPrefetch | None:
-    """Convert ``value`` to a ``BackwardPrefetch`` member or None; members of torch's own enum are matched by name.
+    """Convert ``value``, a ``BackwardPrefetch`` member (or torch's) or None, to our own member or None.
 
     Raises:
         OptionError: ``value`` is anything else.
     """
-    if value is None or isinstance(value, BackwardPrefetch):
-        return value
-    name = str(getattr(value, "name", None))
-    if type(value).__name__ == "BackwardPrefetch" and name in BackwardPrefetch.__members__:
-        return BackwardPrefetch[name]
-    choices = ", ".join(f"BackwardPrefetch.{member.name}" for member in BackwardPrefetch)
-    raise OptionError(f"backward_prefetch must be one of {choices} or None; got {value!r}.")
+    return None if value is None else member_of(BackwardPrefetch, value, "backward_prefetch", others=" or None")
 
 
 def sync_states_from(value: object) -> SyncStates:
@@ -174,7 +168,7 @@ def compute_device_from(device_id: object) -> tuple[torch.device, bool]:
         )
     if device.index is None:
         device = torch.device(device.type, torch.accelerator.current_device_index())
-        warnings.warn(
+        warn_user(
             f"device_id={device_id!r} has no index; the current device, {device}, is used. Pass it with its index.",
             stacklevel=6,
         )

@@ -273,8 +273,7 @@ class CommContext:
         pool: memory of the units' buffers while a step runs; empty between steps.
         reductions: reductions of the running backward.
         collectives: order of the collectives issued since ranks last compared it.
-        trace: None, or a list to which ``(event, unit name)`` is appended: begin_unshard, finish_unshard, reshard,
-            pre_backward, begin_reduce, pre_forward, post_forward, end_of_backward.
+        trace: None, or a list to which ``(event, unit name)`` is appended; see :func:`fsdp_flat.composable.trace`.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -11,7 +11,6 @@ ignored gradients by hand, or each rank may hold different experts.
 from __future__ import annotations
 
 import json
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,6 +34,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["UnmanagedTensors", "average_buffers"]
 
@@ -282,7 +282,7 @@ def _warn(kinds: Mapping[str, str]) -> None:
     params = [f"{name!r} ({kind})" for name, kind in kinds.items() if kind != _BUFFER]
     buffers = [repr(name) for name, kind in kinds.items() if kind == _BUFFER]
     if params:
-        warnings.warn(
+        warn_user(
             f"Trainable parameters that no unit manages differ between ranks, and a state dict holds rank 0's: "
             f"{', '.join(params)}. Start them from the same values and call model.average_ignored_gradients() to have "
             "their gradients averaged over ranks, or model.average_ignored_gradients(False) if they are each rank's "
@@ -290,7 +290,7 @@ def _warn(kinds: Mapping[str, str]) -> None:
             stacklevel=2,
         )
     if buffers:
-        warnings.warn(
+        warn_user(
             f"Buffers differ between ranks after a step, and a state dict holds rank 0's: {', '.join(buffers)}. "
             "Statistics of batches are each rank's own: convert the model by "
             "nn.SyncBatchNorm.convert_sync_batchnorm before wrapping, or call model.average_buffers() before a state "

@@ -1,9 +1,8 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
-from fsdp_flat.state.boxed import BoxedTensor, boxes_of
-from fsdp_flat.state.codecs import CODECS, DEFAULT_SETTINGS, CodecRow, codec_of, settings_for
+from fsdp_flat.state.boxed import BoxedTensor
+from fsdp_flat.state.codecs import CODECS, CodecRow, codec_of, settings_for
 from fsdp_flat.state.dtensors import local_from
-from fsdp_flat.state.full import plan_full_transfer
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
 from fsdp_flat.state.model_dicts import (
@@ -14,8 +13,8 @@ from fsdp_flat.state.model_dicts import (
     state_dict_type,
     with_wrapper_versions,
 )
-from fsdp_flat.state.model_state import LoadReport, gather_units, load_unit, save_unit
-from fsdp_flat.state.optim_contents import OptimContents, contents_of, ordered_params, rekey
+from fsdp_flat.state.model_state import LoadReport, load_unit
+from fsdp_flat.state.optim_contents import OptimContents, contents_of
 from fsdp_flat.state.optim_dicts import (
     OptimInput,
     load_full_or_sharded,
@@ -27,11 +26,10 @@ from fsdp_flat.state.optim_dicts import (
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.param_states import Peers
 from fsdp_flat.state.save_states import save_optim_state
-from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, redistribute
 
 __all__ = [
     "CODECS",
-    "DEFAULT_SETTINGS",
     "BoxedTensor",
     "CodecRow",
     "IndexedParam",
@@ -45,10 +43,8 @@ __all__ = [
     "StateDictCodec",
     "StatePart",
     "StateShard",
-    "boxes_of",
     "codec_of",
     "contents_of",
-    "gather_units",
     "get_state_dict_type",
     "load_full_or_sharded",
     "load_optim_state",
@@ -56,16 +52,13 @@ __all__ = [
     "local_from",
     "optim_state_dict",
     "optim_state_dict_to_load",
-    "ordered_params",
-    "plan_full_transfer",
     "rank_groups_of",
+    "redistribute",
     "register_optim_state_handler",
-    "rekey",
     "rekey_optim_state_dict",
     "save_full_or_sharded",
     "save_model",
     "save_optim_state",
-    "save_unit",
     "set_state_dict_type",
     "settings_for",
     "state_dict_in",

@@ -15,11 +15,10 @@ import torch
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError, UnsupportedError
-from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import Box, Interval, boxes
+from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
-__all__ = ["BoxCodec", "BoxedTensor", "boxes_of"]
+__all__ = ["BoxCodec", "BoxedTensor"]
 
 _aten = torch.ops.aten
 
@@ -133,7 +132,7 @@ class BoxCodec(StateDictCodec):
         found: list[torch.Tensor] = []
         for shard in shards:
             local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
-            shape, own = boxes_of(shard.param.handle, shard.param.index, shard.run)
+            shape, own = _boxes_of(shard)
             if math.prod(shape) == 0:
                 found.append(local.new_empty(shape))
                 continue
@@ -147,7 +146,7 @@ class BoxCodec(StateDictCodec):
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copies of boxes that are this rank's elements, except of those that are views of it already."""
         run = target.run
-        shape, expected = boxes_of(target.param.handle, target.param.index, run)
+        shape, expected = _boxes_of(target)
         if tuple(value.shape) != shape:
             raise LoadError(f"{target.label}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
         if value.boxes != expected:
@@ -163,19 +162,8 @@ class BoxCodec(StateDictCodec):
                 plan.copy(own, part.reshape(-1))
 
 
-def boxes_of(
-    handle: FlatParamHandle, index: int, run: Interval | None = None
-) -> tuple[tuple[int, ...], tuple[Box, ...]]:
-    """Return the shape of a parameter's full tensor, and the boxes of it that this rank holds.
-
-    Args:
-        handle: the handle that holds the parameter.
-        index: its index in the handle.
-        run: elements of the flattened parameter; by default those of this rank's local shard.
-    """
-    shape, adapter = handle.layout.param_infos[index].shape, handle.views.params[index].adapter
-    start, found = (
-        adapter.offsets(shape),
-        boxes(shape, handle.views.local_shards[index].in_param if run is None else run),
-    )
-    return adapter.full_shape(shape), tuple(box.within(start) for box in found) if any(start) else found
+def _boxes_of(shard: StateShard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """Return the shape of the full tensor, and the boxes of it that this rank holds."""
+    param = shard.param
+    start, found = param.adapter.offsets(param.shape), boxes(param.shape, shard.run)
+    return param.full_shape, tuple(box.within(start) for box in found) if any(start) else found

@@ -22,6 +22,7 @@ from fsdp_flat.api import (
     StateDictConfig,
     StateDictSettings,
     StateDictType,
+    member_of,
 )
 from fsdp_flat.errors import UsageError
 from fsdp_flat.state.boxed import BoxCodec
@@ -102,7 +103,7 @@ def settings_for(
     Raises:
         UsageError: a config does not belong to the type, or there is no such type.
     """
-    kind = _member(state_dict_type)
+    kind = member_of(StateDictType, state_dict_type, "state_dict_type", error=UsageError)
     row = CODECS[kind]
     for given, expected in ((state_dict_config, row.model_config), (optim_state_dict_config, row.optim_config)):
         if given is not None and type(given).__name__ != expected.__name__:
@@ -119,16 +120,6 @@ def _ours(given: Any, expected: type[Any]) -> Any:
     return expected(
         **{field.name: getattr(given, field.name) for field in fields(expected) if hasattr(given, field.name)}
     )
-
-
-def _member(value: object) -> StateDictType:
-    if isinstance(value, StateDictType):
-        return value
-    name = str(getattr(value, "name", None))
-    if type(value).__name__ == "StateDictType" and name in StateDictType.__members__:
-        return StateDictType[name]
-    choices = ", ".join(f"StateDictType.{member.name}" for member in StateDictType)
-    raise UsageError(f"state_dict_type must be one of {choices}; got {value!r}.")
 
 
 DEFAULT_SETTINGS = settings_for(StateDictType.FULL_STATE_DICT, None, None)

@@ -4,9 +4,8 @@ result; a load copies this rank's part out of the given tensors and communicates
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -14,18 +13,19 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import PLAIN, FlatParamHandle
-from fsdp_flat.layout import ReplicatedPartition, TransferPlan, plan_transfer
+from fsdp_flat.flat import PLAIN, TensorAdapter
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
 
-__all__ = ["FullCodec", "plan_full_transfer"]
+__all__ = ["FullCodec"]
 
 
 class FullCodec(StateDictCodec):
-    """Encodes full tensors, on every rank or on rank 0 of each shard group."""
+    """Encodes full tensors, on every rank or on rank 0 of each shard group.
 
-    shows_full = True
+    While a model is saved, its modules and their hooks see full parameters, and :meth:`stored` encodes each as the
+    modules then hold it. A subclass that overrides ``stored`` stores full tensors in another form.
+    """
 
     def gather(
         self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
@@ -34,36 +34,44 @@ class FullCodec(StateDictCodec):
 
         Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
         """
-        dst = 0 if getattr(config, "rank0_only", False) else None
+        dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
 
         def transfers() -> Iterator[TensorTransfer]:
             # Results are allocated one by one, as earlier transfers release their memory.
             for shard in shards:
-                rank_group, device = shard.param.rank_group, shard.param.unit.options.device
-                shape = shard.shape if dst in (None, rank_group.rank) else (0,)
-                target = torch.empty(shape, dtype=shard.local.dtype, device=device)
+                shape = shard.shape if dst in (None, shard.param.rank_group.rank) else (0,)
+                target = torch.empty(shape, dtype=shard.local.dtype, device=shard.param.unit.options.device)
                 found.append(target)
-                numel = math.prod(shard.shape)
-                wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * target.itemsize
-                yield TensorTransfer(rank_group, device, shard.held, wanted, shard.local, target.view(-1), nbytes)
+                yield shard.transfer_to(dst, target)
 
         with torch.no_grad():
             redistribute(transfers())
         return found
 
+    @final
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return full tensors; None on ranks that get none."""
-        is_elsewhere = bool(getattr(config, "rank0_only", False))
         return [
-            None if is_elsewhere and shard.param.rank_group.rank else self._completed(shard, unsharded, config)
+            None
+            if config.rank0_only and shard.param.rank_group.rank
+            else self.stored(shard.param.adapter.from_local(unsharded), shard.param.adapter, config)
             for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
         ]
 
-    def _completed(self, shard: StateShard, unsharded: torch.Tensor, config: Any) -> torch.Tensor:
-        adapter = shard.param.adapter
-        value = adapter.full_tensor(adapter.from_local(unsharded))
-        return value.cpu() if config.offload_to_cpu else value
+    def stored(
+        self, tensor: torch.Tensor, adapter: TensorAdapter, config: StateDictConfig | OptimStateDictConfig
+    ) -> torch.Tensor:
+        """Return the value of an unsharded tensor; it may share memory with it.
+
+        Every rank of the adapter's mesh must call this.
+
+        Args:
+            tensor: a module's parameter, or an optimizer state; a DTensor under tensor parallelism.
+            adapter: the parameter's.
+            config: the options.
+        """
+        full = adapter.full_tensor(tensor)
+        return full.cpu() if config.offload_to_cpu else full
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
@@ -87,9 +95,3 @@ class FullCodec(StateDictCodec):
         local = full.reshape(-1)[run]
         # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
         plan.copy(target.local, local if is_read else local.clone())
-
-
-def plan_full_transfer(handle: FlatParamHandle, index: int, rank: int, dst: int | None) -> TransferPlan:
-    """Plan the transfers of rank ``rank`` of the shard group that unshard a parameter on rank ``dst`` (None: all)."""
-    held = handle.layout.partition(index)
-    return plan_transfer(held, ReplicatedPartition(held.numel, dst, held.size), rank)

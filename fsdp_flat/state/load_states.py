@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,10 +24,11 @@ from fsdp_flat.state.codecs import BOXES, decoder_of
 from fsdp_flat.state.dtensors import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
 from fsdp_flat.state.model_state import LOADING
-from fsdp_flat.state.optim_contents import check_groups
+from fsdp_flat.state.optim_contents import check_groups, copied_state
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
 from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.state.shards import LoadPlan, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["load_optim_state", "template_states"]
 
@@ -44,11 +44,11 @@ def load_optim_state(
     params: Sequence[nn.Parameter],
     given: Mapping[str, Any] | None,
     *,
-    own_groups: Sequence[Mapping[str, Any]] | None = None,
+    own_groups: Sequence[Mapping[str, Any]] | None,
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
-    owners: Mapping[nn.Parameter, int] | None = None,
+    owners: Mapping[nn.Parameter, int] | None,
 ) -> dict[str, Any]:
     """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
 
@@ -185,7 +185,7 @@ class _OptimLoad:
             if handler is not None:
                 self._split(first, key, values[0], handler, found)
             elif not self._is_elementwise(key, values[0], first.shape if owner is None else (1,)):
-                found[key] = _plain(values[0])
+                found[key] = copied_state(values[0])
             elif first.is_original:
                 shape = visible_shape if owner is None else shape_of(values[0])
                 numel = first.local_shard.numel if owner is None else math.prod(shape) if is_owner else 0
@@ -243,7 +243,7 @@ class _OptimLoad:
         if shown is not None and not is_scalar(value):
             return self._dtensor_state(shown, value, f"State {key!r} of {shown.fqn!r}")
         if not isinstance(value, FromRankZero):
-            return _plain(value)
+            return copied_state(value)
         found: torch.Tensor = value.plan_broadcast(param.device, self.plan)
         return found
 
@@ -296,18 +296,18 @@ def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Map
         if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
     ]
     if found:
-        warnings.warn(
+        warn_user(
             f"The optimizer state dict has states of {len(found)} parameter(s) that this optimizer does not hold, "
             f"{found[0]!r} the first; they are left out.",
-            stacklevel=6,
+            stacklevel=5,
         )
     known = {*(param.fqn for param in index.params), *index.others.values()}
     unknown = [name for name in by_name if name not in known]
     if unknown:
-        warnings.warn(
+        warn_user(
             f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
             "the first; they are left out.",
-            stacklevel=6,
+            stacklevel=5,
         )
 
 
@@ -328,10 +328,6 @@ def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     for padding in layout.shard_paddings(param.rank_group.rank):
         shard[padding.to_slice()].zero_()
     return shard
-
-
-def _plain(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections import OrderedDict
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -20,8 +19,10 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import codec_of, settings_for
 from fsdp_flat.state.dtensors import without_dtensors
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.model_state import gather_units, save_unit
 from fsdp_flat.state.param_index import ParamIndex
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "get_state_dict_type",
@@ -110,6 +111,11 @@ def state_dict_type(
 _forced: ContextVar[Mapping[Unit, StateDictSettings]] = ContextVar("fsdp_flat_forced", default=MappingProxyType({}))
 
 
+def _settings_of(unit: Unit) -> StateDictSettings:
+    """Return the settings by which a unit is saved now."""
+    return _forced.get().get(unit, unit.state_dict_settings)
+
+
 def state_dict_in(model: nn.Module, settings: StateDictSettings) -> dict[str, Any]:
     """Return a model's state dict in the type of ``settings``, whichever is set on its wrappers.
 
@@ -144,14 +150,14 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         kwargs: the same by keyword.
     """
     if args:
-        warnings.warn("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=3)
+        warn_user("Positional arguments to state_dict are deprecated by torch; use keywords.", stacklevel=3)
         kwargs = {**dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)), **kwargs}
     unit = unit_of(wrapper)
     assert unit is not None
     prefix = kwargs.get("prefix", "")
     for pre_hook in wrapper._state_dict_pre_hooks.values():
         pre_hook(wrapper, prefix, kwargs.get("keep_vars", False))
-    saves, settings = _saves.get(), _forced.get().get(unit, unit.state_dict_settings)
+    saves, settings = _saves.get(), _settings_of(unit)
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
@@ -167,7 +173,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
             if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
                 # A nested wrapper with different settings all-gathers by itself.
-                alike = [each for each in units if each.state_dict_settings == settings]
+                alike = [each for each in units if _settings_of(each) == settings]
                 gathered.update(gather_units(alike, codec, config))
         inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
         state = save_unit(unit, codec, config, prefix, inner, gathered=own)
@@ -175,7 +181,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
-        if codec.shows_full:
+        if isinstance(codec, FullCodec):
             _complete_dtensors(wrapper, state, prefix, config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})

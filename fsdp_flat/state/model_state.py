@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,17 +15,17 @@ from fsdp_flat.api import StateDictConfig
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, Interval, clean_fqn, flat_param_name, is_flat_param_name
 from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import BOXES, FULL, codec_of, decoder_of
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.param_index import IndexedParam, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["LOADING", "LoadReport", "gather_units", "load_unit", "save_unit"]
-
-_FLAT_NAME = re.compile(rf"{FLAT_PARAM}(_\d+)?")
 
 LOADING = ErrorTexts(
     "loading a state dict",
@@ -43,7 +41,7 @@ def gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDict
     """
     if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
-    if codec.shows_full:
+    if isinstance(codec, FullCodec):
         # Inside summon_full_params the modules have full parameters already.
         units = [unit for unit in units if unit.whole is None]
     values = iter(_gathered((shard for unit in units for shard in _shards_of(unit, codec, "")), codec, config))
@@ -52,12 +50,12 @@ def gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDict
 
 def _gathered(shards: Iterable[StateShard], codec: StateDictCodec, config: StateDictConfig) -> Sequence[Any]:
     with torch.no_grad():
-        return FULL.gather(shards, config) if codec.shows_full else codec.encode(list(shards), config)
+        return codec.gather(shards, config) if isinstance(codec, FullCodec) else codec.encode(list(shards), config)
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
     """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
-    if not codec.shows_full:
+    if not isinstance(codec, FullCodec):
         check_idle(unit, "state_dict")
     if unit.is_sharded:
         # While the unit is unsharded the modules hold unsharded parameters, so the user cannot assign sharded ones.
@@ -73,9 +71,8 @@ def _shard_of(param: IndexedParam) -> StateShard:
 
 
 def _flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
-    """Return this rank's part of a flat parameter, ``_flat_param``, ``_flat_param_1`` ... in the state dict."""
-    layout, position = handle.layout, unit.handles.index(handle)
-    name = prefix + (FLAT_PARAM if position == 0 else f"{FLAT_PARAM}_{position}")
+    """Return this rank's part of a flat parameter."""
+    layout, name = handle.layout, prefix + flat_param_name(unit.handles.index(handle))
     own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
     local = handle.flat_param.detach()[: own.numel]
     return StateShard(IndexedParam(unit, handle, 0, (name,)), local, name, (layout.unpadded_numel,))
@@ -88,7 +85,7 @@ def save_unit(
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     *,
-    gathered: Sequence[Any] | None = None,
+    gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Add the entries of one unit's subtree to a state dict.
 
@@ -101,21 +98,21 @@ def save_unit(
         prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it.
-        gathered: the result of :func:`gather_units` for the unit.
+        gathered: the result of :func:`gather_units` for the unit, or None.
     """
-    if codec.shows_full:
-        return _save_full(unit, config, prefix, inner, gathered)
+    if isinstance(codec, FullCodec):
+        return _save_full(unit, codec, config, prefix, inner, gathered)
     check_idle(unit, "state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
-        warnings.warn(
+        warn_user(
             f"Unit {unit.name!r} is not sharded, so its entries of the {'local' if codec.is_flat else 'sharded'} state "
             "dict are full tensors.",
             stacklevel=4,
         )
         if codec.is_flat:
-            return _save_full(unit, config, prefix, inner, None)
+            return _save_full(unit, FULL, config, prefix, inner, None)
     with _names_shown(() if codec.is_flat else unit.handles):
         destination = inner()
     shards = _shards_of(unit, codec, prefix)
@@ -144,14 +141,15 @@ def _names_shown(handles: Sequence[FlatParamHandle]) -> Iterator[None]:
 
 def _save_full(
     unit: Unit,
+    codec: FullCodec,
     config: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
-    keep = not getattr(config, "rank0_only", False) or unit.options.groups.primary.rank == 0
-    with _full_params_registered(unit, gathered, config, keep=keep) as is_fresh:
+    keep = not config.rank0_only or unit.options.groups.primary.rank == 0
+    with _full_params_registered(unit, codec, gathered, config, keep=keep) as is_fresh:
         destination = inner()
         for param in params_of(unit, prefix):
             present = [name for name in param.fqns if name in destination]
@@ -159,11 +157,10 @@ def _save_full(
                 for name in present:
                     del destination[name]
             elif present:
-                stored = param.adapter.full_tensor(destination[present[0]].detach())
+                stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                 # Inside summon_full_params a value is a view of the summoned parameter, unless a hook replaced it.
                 if not is_fresh and _shares_memory(stored, param.handle.views.shown(param.index)):
                     stored = stored.clone()
-                stored = stored.cpu() if config.offload_to_cpu else stored
                 destination.update(dict.fromkeys(present, stored))
         if keep:
             unit.buffers.restore(destination, prefix)
@@ -179,7 +176,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _full_params_registered(
-    unit: Unit, gathered: Sequence[Any] | None, config: StateDictConfig, *, keep: bool
+    unit: Unit, codec: FullCodec, gathered: Sequence[Any] | None, config: StateDictConfig, *, keep: bool
 ) -> Iterator[bool]:
     """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
     if unit.whole is not None:
@@ -187,7 +184,7 @@ def _full_params_registered(
             yield False
         return
     was_unsharded = not unit.is_sharded
-    tensors = iter(_gathered(_shards_of(unit, FULL, ""), FULL, config) if gathered is None else gathered)
+    tensors = iter(_gathered(_shards_of(unit, codec, ""), codec, config) if gathered is None else gathered)
     try:
         for handle in unit.handles:
             if keep:
@@ -271,12 +268,12 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadR
     if codec.is_flat:
         _load_flats(unit, codec, state_dict, prefix, report)
     else:
-        if unit.handles and not codec.shows_full:
+        if unit.handles and not isinstance(codec, FullCodec):
             report.units.append(unit)
         for target, value in _prepare_load(unit, state_dict, prefix, report):
             if value is None:
                 continue
-            decoder = codec if codec.shows_full else decoder_of(value)
+            decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
             report.has_chunks = report.has_chunks or decoder.exchanges
             report.has_own = report.has_own or not decoder.exchanges
             _decode(decoder, value, target, report)
@@ -284,9 +281,9 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadR
 
 
 def _decode(codec: StateDictCodec, value: Any, target: StateShard, report: LoadReport) -> None:
-    shape, expected = shape_of(value), target.full_shape
-    is_one_element = codec is FULL and math.prod(shape) == 1 and math.prod(expected) == 1
-    if shape != expected and not is_one_element and (codec is not FULL or is_tensor_like(value)):
+    shape, expected, is_full = shape_of(value), target.full_shape, isinstance(codec, FullCodec)
+    is_one_element = is_full and math.prod(shape) == 1 and math.prod(expected) == 1
+    if shape != expected and not is_one_element and (not is_full or is_tensor_like(value)):
         report.errors.append(
             f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape)} from checkpoint, "
             f"the shape in current model is {torch.Size(expected)}."
@@ -354,7 +351,7 @@ def _prepare_load(
             name = key[len(prefix) :]
             # Names here are without wrapper prefixes; FSDP1 leaves torch.compile's "_orig_mod." in its state dicts.
             state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
-    flats = [key for key in state_dict if _FLAT_NAME.fullmatch(key, len(inner)) and key.startswith(inner)]
+    flats = [key for key in state_dict if key.startswith(inner) and is_flat_param_name(key[len(inner) :])]
     params = params_of(unit, prefix)
     if flats and params and not loads_flats:
         for key in flats:

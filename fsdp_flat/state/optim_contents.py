@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.api import OptimStateKeyType
+from fsdp_flat.api import OptimStateKeyType, member_of
 from fsdp_flat.comm import exchange_if_different
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.layout import clean_fqn
@@ -22,6 +22,7 @@ __all__ = [
     "check_groups",
     "complete_groups",
     "contents_of",
+    "copied_state",
     "merged_params",
     "named_groups",
     "ordered_params",
@@ -47,7 +48,7 @@ class OptimContents:
 
 
 def contents_of(
-    optim: Any, state_dict: Mapping[str, Any] | None = None, model: nn.Module | None = None
+    optim: Any, state_dict: Mapping[str, Any] | None = None, index: ParamIndex | None = None
 ) -> OptimContents:
     """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
 
@@ -55,7 +56,7 @@ def contents_of(
         optim: the optimizer.
         state_dict: replaces the optimizer's own state and settings; keyed by position, or by the names of
             ``model.named_parameters()``, as in torch's named optimizer.
-        model: the model that these names belong to.
+        index: the parameters of the model that these names belong to.
 
     Raises:
         OptionError: a key is neither a position nor such a name.
@@ -64,7 +65,7 @@ def contents_of(
     owners = getattr(optim, "state_owners", {})
     if state_dict is None:
         return OptimContents(params, optim.state, tuple(optim.param_groups), owners)
-    shown_names = {} if model is None else ParamIndex(model).shown_names
+    shown_names = {} if index is None else index.shown_names
     by_name = {clean_fqn(name): param for param, name in shown_names.items()}
 
     def of(key: Any) -> nn.Parameter:
@@ -77,6 +78,19 @@ def contents_of(
     given = state_dict.get("param_groups")
     groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
     return OptimContents(params, state, groups, owners)
+
+
+def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
+    """Return a copy of an optimizer's state, so that neither the optimizer nor a state dict changes the other's.
+
+    Args:
+        value: a tensor, detached in the copy, or any other value.
+        device: device of a tensor's copy; None keeps its own.
+    """
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    return value.clone() if device is None else value.to(device, copy=True)
 
 
 def ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
@@ -232,9 +246,7 @@ def rekey(
             the parameter at its position.
         PhaseError: ``key_type`` is not an ``OptimStateKeyType``.
     """
-    member = getattr(key_type, "name", None)
-    if type(key_type).__name__ != "OptimStateKeyType" or member not in OptimStateKeyType.__members__:
-        raise PhaseError(f"optim_state_key_type must be an OptimStateKeyType; got {key_type!r}.")
+    wanted = member_of(OptimStateKeyType, key_type, "optim_state_key_type", error=PhaseError)
     kinds = {type(key) for key in given["state"]}
     if len(kinds) > 1:
         raise OptionError(
@@ -242,7 +254,7 @@ def rekey(
         )
     index = ParamIndex(model)
     order = [index.fqns_of(param)[0] for param in params]
-    to_names = member == "PARAM_NAME"
+    to_names = wanted is OptimStateKeyType.PARAM_NAME
     free = {position for position, param in enumerate(params) if param in any_shape}
     _check_shapes({key: row for key, row in given["state"].items() if key not in free}, index, params, order)
     if kinds and (str in kinds) == to_names:

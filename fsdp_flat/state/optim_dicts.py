@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,10 +12,13 @@ from torch import nn
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.state.codecs import DEFAULT_SETTINGS, codec_of
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.load_states import load_optim_state
 from fsdp_flat.state.model_dicts import get_state_dict_type
 from fsdp_flat.state.optim_contents import contents_of, ordered_params, rekey
+from fsdp_flat.state.param_index import ParamIndex
 from fsdp_flat.state.save_states import save_optim_state
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
     "OptimInput",
@@ -59,7 +61,8 @@ def optim_state_dict(
     settings = get_state_dict_type(model) or DEFAULT_SETTINGS
     config = settings.optim_state_dict_config
     codec = codec_of(settings.state_dict_type, config)
-    return save_optim_state(model, contents_of(optim, optim_state_dict, model), codec, config)
+    index = ParamIndex(model)
+    return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec, config)
 
 
 def optim_state_dict_to_load(
@@ -96,8 +99,8 @@ def optim_state_dict_to_load(
     """
     settings = get_state_dict_type(model) or DEFAULT_SETTINGS
     config = settings.optim_state_dict_config
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    if not is_full:
+    codec = codec_of(settings.state_dict_type, config)
+    if not isinstance(codec, FullCodec):
         _warn_if_empty(optim, optim_state_dict)
     contents = contents_of(optim)
     loaded = load_optim_state(
@@ -106,8 +109,8 @@ def optim_state_dict_to_load(
         optim_state_dict,
         own_groups=None if is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
-        from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
-        expects_chunks=not is_full,
+        from_rank_zero=config.rank0_only,
+        expects_chunks=codec.exchanges,
         owners=contents.owners,
     )
     if load_directly:
@@ -138,7 +141,7 @@ def rekey_optim_state_dict(
         OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
         PhaseError: (an AssertionError) no such key type.
     """
-    _warn_optim_input(optim_input)
+    _warn_optim_input(optim_input, stacklevel=3)
     params = ordered_params(model, optim, optim_input)
     owned = () if optim is None else contents_of(optim).owners
     return rekey(optim_state_dict, optim_state_key_type, model, params, any_shape=owned)
@@ -161,8 +164,8 @@ def save_full_or_sharded(
     kind, config = StateDictType.SHARDED_STATE_DICT, OptimStateDictConfig(offload_to_cpu=cpu_offload)
     if full_state_dict:
         kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(cpu_offload, rank0_only)
-    contents = contents_of(optim, optim_state_dict, model)
-    return save_optim_state(model, contents, codec_of(kind, config), config)
+    index = ParamIndex(model)
+    return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec_of(kind, config), config)
 
 
 def load_full_or_sharded(
@@ -193,7 +196,7 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
     # SGD without momentum, the one optimizer of torch that keeps no state, has both settings.
     stateless = all(group.get("momentum") == 0 and "dampening" in group for group in optim.param_groups)
     if isinstance(given, dict) and "state" in given and not given["state"] and not stateless:
-        warnings.warn(
+        warn_user(
             "The optimizer state dict to load has no state, so the optimizer begins anew. A sharded checkpoint is read "
             "into the entries that the state dict of the optimizer has, and a new optimizer has none: take a step "
             "before (and load the model's weights after it), or use the functions of "
@@ -205,13 +208,13 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
 def _check_form(optim_input: OptimInput, *, rank0_only: bool, full: bool) -> None:
     if not full and (optim_input is not None or rank0_only):
         raise PhaseError("optim_input and rank0_only need full tensors (full_state_dict=True).")
-    _warn_optim_input(optim_input)
+    _warn_optim_input(optim_input, stacklevel=5)
 
 
-def _warn_optim_input(optim_input: OptimInput) -> None:
+def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int) -> None:
     if optim_input is not None:
-        warnings.warn(
+        warn_user(
             "optim_input is an older way to say the order of parameters; pass the optimizer as optim.",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

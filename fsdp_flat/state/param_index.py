@@ -95,7 +95,7 @@ class IndexedParam:
         return f"{self.fqn!r} of unit {self.unit.name!r}"
 
 
-def params_of(unit: Unit, prefix: str = "") -> list[IndexedParam]:
+def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
     """Return the parameters of one unit in the order of its handles; ``prefix`` goes before their names, with its dot.
 
     Every name of a tied parameter is included.
@@ -131,7 +131,7 @@ class ParamIndex:
             if unit is None:
                 continue
             if unit.options.rows is not None:
-                rows.update((param.shown, param) for param in params_of(unit))
+                rows.update((param.shown, param) for param in params_of(unit, ""))
                 unsharded.update(
                     {param.handle.views.unsharded_params[param.index]: param.shown for param in rows.values()}
                 )

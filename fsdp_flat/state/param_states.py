@@ -22,7 +22,7 @@ from fsdp_flat.comm import digest_of, dtype_from_name, exchange_if_different, ex
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.handlers import refuse_split
-from fsdp_flat.state.optim_contents import OptimContents
+from fsdp_flat.state.optim_contents import OptimContents, copied_state
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
@@ -108,7 +108,7 @@ def _read_owned(state: ParamState, values: Mapping[str, Any]) -> None:
                 "each tensor under a name."
             )
         else:
-            state.plain[name] = _copied(value)
+            state.plain[name] = copied_state(value, "cpu")
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -117,10 +117,6 @@ def _holds_tensors(value: Any) -> bool:
     if not isinstance(value, (list, tuple)):
         return False
     return any(isinstance(entry, torch.Tensor) or _holds_tensors(entry) for entry in value)
-
-
-def _copied(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
@@ -143,7 +139,7 @@ def _read(states: Sequence[ParamState], visible: nn.Parameter, values: Mapping[s
             states[0].custom_handled[name] = value
         elif is_scalar(value):
             for state in states:
-                state.plain[name] = _copied(value)
+                state.plain[name] = copied_state(value, "cpu")
         elif value.shape != visible.shape:
             raise UnsupportedError(
                 f"State {name!r} of {where} has shape {tuple(value.shape)} on rank {first.rank_group.rank} of the "

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.errors import some_of
+from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.codecs import FULL
 from fsdp_flat.state.dtensors import without_dtensors
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.handlers import merged_states
-from fsdp_flat.state.optim_contents import OptimContents, complete_groups, merged_params, named_groups
+from fsdp_flat.state.optim_contents import OptimContents, complete_groups, copied_state, merged_params, named_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
 from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, compare_states, read_states
 from fsdp_flat.state.shards import StateDictCodec, StateShard
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["save_optim_state"]
 
@@ -33,7 +33,7 @@ Groups = list[dict[str, Any]] | None
 
 
 def save_optim_state(
-    model: nn.Module,
+    index: ParamIndex,
     contents: OptimContents,
     codec: StateDictCodec,
     config: OptimStateDictConfig,
@@ -45,7 +45,7 @@ def save_optim_state(
     Every rank must call this.
 
     Args:
-        model: the model that the optimizer's parameters belong to.
+        index: the parameters of the model that the optimizer's belong to.
         contents: the optimizer's contents.
         codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
             communicated except with registered handlers, owned parameters or ``peers``.
@@ -62,7 +62,6 @@ def save_optim_state(
             call this.
         PeerFailureError: another rank raised one of these.
     """
-    index = ParamIndex(model)
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
     alone = not codec.communicates and (peers is not None or not shared)
@@ -72,7 +71,6 @@ def save_optim_state(
     else:
         groups, states = _read_alone(index, contents) if alone else _agreed_states(index, contents)
     order = complete_groups(index, contents, groups, alone=alone)
-    to_zero = bool(getattr(config, "rank0_only", False))
     with torch.no_grad():
         values = encoded if peers is not None else _encoded(states, codec, config, on_owner=False)
         handled = [((state.param, name), tensor) for state in states for name, tensor in state.custom_handled.items()]
@@ -80,11 +78,13 @@ def save_optim_state(
         if handled:
             merged = merged_states(
                 handled,
-                lambda position, size: 0 if to_zero else position % size if peers is not None else None,
+                lambda position, size: 0 if config.rank0_only else position % size if peers is not None else None,
                 offload=config.offload_to_cpu,
             )
     others = _others(index, contents, codec, config)
-    if to_zero and any(rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups):
+    if config.rank0_only and any(
+        rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
+    ):
         return {}
     by_name = {**_by_name(states, values, merged), **others}
     placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
@@ -139,17 +139,12 @@ def _others(
     for param, name in index.others.items():
         if param in held and param in contents.state:
             row = dict(contents.state[param])
-            if codec.shows_full and param in index.dtensors:
+            if isinstance(codec, FullCodec) and param in index.dtensors:
                 row = {key: without_dtensors(row[key], to_cpu=offload) for key in sorted(row)}
-            found[name] = {key: _copied(value, offload) for key, value in row.items()}
+            found[name] = {
+                key: copied_state(value, "cpu" if offload or is_scalar(value) else None) for key, value in row.items()
+            }
     return found
-
-
-def _copied(value: Any, offload: bool) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return copy.deepcopy(value)
-    value = value.detach().clone()
-    return value.cpu() if offload or value.dim() == 0 else value
 
 
 def _read_alone(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
@@ -165,7 +160,7 @@ def _warn_of_gaps(states: Sequence[ParamState]) -> None:
         str(state.param) for state in states if state.param.local_shard.numel and state.is_held and not state.names
     ]
     if found:
-        warnings.warn(
+        warn_user(
             f"The optimizer of rank {dist.get_rank()} has states, but none of {some_of(found, 6)}, of which the "
             "rank holds elements. That is right for parameters that have had no gradient yet. With boxes=True ranks do "
             "not compare what they have: if another rank has these states, the checkpoint is incomplete.",

@@ -66,6 +66,24 @@ class StateShard:
         adapter = self.param.adapter
         return self.shape if adapter is PLAIN else adapter.full_shape(self.shape)
 
+    def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
+        """Describe the transfer of the tensor to rank ``dst`` of the shard group; None for every rank.
+
+        Args:
+            dst: the rank.
+            target: receives the tensor, of :attr:`shape`; empty or None on other ranks.
+        """
+        rank_group, numel = self.param.rank_group, math.prod(self.shape)
+        return TensorTransfer(
+            rank_group,
+            self.param.unit.options.device,
+            held=self.held,
+            wanted=ReplicatedPartition(numel, dst, rank_group.size),
+            source=self.local,
+            target=None if target is None else target.view(-1),
+            nbytes=numel * self.local.itemsize,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfer:
@@ -88,12 +106,16 @@ class TensorTransfer:
     nbytes: int
 
 
-def redistribute(transfers: Iterable[TensorTransfer]) -> None:
+def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
     Every rank of the groups must call this with the same tensors in the same order.
+
+    Args:
+        transfers: the transfers.
+        channels: those of earlier calls, to create none; they are free again afterwards.
     """
-    channels = P2PChannels()
+    channels = P2PChannels() if channels is None else channels
     for each in transfers:
         transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
         channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
@@ -144,13 +166,11 @@ class StateDictCodec:
     Attributes:
         communicates: encoding takes every rank of the shard groups.
         exchanges: decoding takes every rank of the shard groups.
-        shows_full: while a model is saved, its modules and their hooks see full parameters.
         is_flat: model state dicts have one value for each flat parameter, not for each parameter.
     """
 
     communicates = True
     exchanges = False
-    shows_full = False
     is_flat = False
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fsdp_flat.wrap.annotation import _ConfigAutoWrap, enable_wrap, wrap
 from fsdp_flat.wrap.checks import warn_no_forward
-from fsdp_flat.wrap.plan import UnitPlan, WrapPlan, _recursive_wrap, apply_plan, plan_units
+from fsdp_flat.wrap.plan import WrapPlan, _recursive_wrap, apply_plan, plan_units
 from fsdp_flat.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
@@ -14,6 +13,7 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.layout import join_fqn
+from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap.policies import PolicyObject, flatten_classes, not_a_collection
 from fsdp_flat.wrap.tree import describe_module, named_children
 
@@ -166,18 +166,21 @@ def _classes_in(value: Any, where: str) -> tuple[type, ...] | None:
     return None if iter(value) is value else flatten_classes(value, where)
 
 
-def warn_full_precision(root: nn.Module, modules: Sequence[nn.Module]) -> None:
+def warn_full_precision(root: nn.Module, modules: Sequence[nn.Module], *, stacklevel: int) -> None:
     """Warn if some modules keep full precision under mixed precision and a policy."""
     if modules:
         counts = Counter(type(module).__name__ for module in modules)
-        _warn(
+        warn_user(
             f"mixed_precision and auto_wrap_policy are both given for {type(root).__name__}, which has modules that "
             f"stay in full precision: {_counted(counts)}. Each becomes a unit of its own with mixed_precision=None. "
-            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=())."
+            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=()).",
+            stacklevel=stacklevel,
         )
 
 
-def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter]) -> None:
+def warn_no_match(
+    root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter], *, stacklevel: int
+) -> None:
     """Warn if a policy by class selected no units but was likely meant to.
 
     This is likely if the classes match nothing at all, or only ignored modules of a model that could be split.
@@ -188,9 +191,10 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
             nearest = "\n".join(
                 f"  {_full_name(cls)}: {_nearest(cls, root)}" for cls in sorted(classes, key=_full_name)
             )
-            _warn(
+            warn_user(
                 f"auto_wrap_policy matches no module of {kind}, so the whole model becomes one unit. The policy names\n"
-                f"{nearest}\nPass the very classes that the model is made of."
+                f"{nearest}\nPass the very classes that the model is made of.",
+                stacklevel=stacklevel,
             )
             return
     elif isinstance(root, tuple(classes)):
@@ -200,26 +204,30 @@ def warn_no_match(root: nn.Module, classes: Sequence[type], ignored_params: set[
     )
     if num_with_params > 1:
         what = "matches only ignored modules" if classes else "names no class"
-        _warn(f"auto_wrap_policy {what} of {kind}, so all the rest of the model becomes one unit.")
+        warn_user(
+            f"auto_wrap_policy {what} of {kind}, so all the rest of the model becomes one unit.", stacklevel=stacklevel
+        )
 
 
-def warn_unmatched(root: nn.Module, classes: Sequence[type]) -> None:
+def warn_unmatched(root: nn.Module, classes: Sequence[type], *, stacklevel: int) -> None:
     """Warn if some of the classes that a policy names match nothing, while others do."""
     unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in root.modules())]
     if unmatched:
         nearest = "\n".join(f"  {_full_name(cls)}: {_nearest(cls, root)}" for cls in sorted(unmatched, key=_full_name))
-        _warn(
+        warn_user(
             f"auto_wrap_policy names classes of which {type(root).__name__} has no module, so they give no units:\n"
-            f"{nearest}\nPass the very classes that the model is made of."
+            f"{nearest}\nPass the very classes that the model is made of.",
+            stacklevel=stacklevel,
         )
 
 
 def warn_no_forward(module: nn.Module, name: str) -> None:
     """Warn if ``module`` is a container that is never called, so that its own parameters are never unsharded."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
-        _warn(
+        warn_user(
             f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
-            "gathered. Wrap its entries, or the module that calls them."
+            "gathered. Wrap its entries, or the module that calls them.",
+            stacklevel=5,
         )
 
 
@@ -243,12 +251,3 @@ def _full_name(cls: type) -> str:
 
 def _counted(counts: dict[str, int]) -> str:
     return ", ".join(f"{name} ({count} module{'' if count == 1 else 's'})" for name, count in counts.items())
-
-
-def _warn(text: str) -> None:
-    """Warn at the line that called into this package."""
-    package = __name__.partition(".")[0]
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == package:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, UserWarning, stacklevel=level)

@@ -78,6 +78,7 @@ def plan_units(
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
     is_wrapped: Callable[[nn.Module], bool] | None = None,
+    stacklevel: int = 5,
 ) -> WrapPlan:
     """Decide which submodules of ``root`` become units, and change nothing.
 
@@ -89,6 +90,7 @@ def plan_units(
         root_kwargs: the wrapper's keyword arguments that units inherit; ``mixed_precision`` and ``use_orig_params`` are
             read too.
         is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
+        stacklevel: of warnings, see ``warn_user``; by default that of the code that calls the wrapper's constructor.
 
     Returns:
         The plan. If ``torch.compile(module)`` holds a module, the compiled form becomes the unit. Units of a
@@ -129,11 +131,11 @@ def plan_units(
     check_uniform_requires_grad([*managed, ("", root, root_kwargs)], ignored_params)
 
     full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
-    warn_full_precision(root, full_precision)
+    warn_full_precision(root, full_precision, stacklevel=stacklevel + 1)
     if classes is not None and all(isinstance(unit.module, exempt) for unit in units):
-        warn_no_match(root, classes, ignored_params)
+        warn_no_match(root, classes, ignored_params, stacklevel=stacklevel + 1)
     elif classes is not None:
-        warn_unmatched(root, classes)
+        warn_unmatched(root, classes, stacklevel=stacklevel + 1)
     return WrapPlan(units, full_precision)
 
 

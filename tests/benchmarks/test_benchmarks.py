@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu, projection, report, tables
+from benchmarks import gpu, micro, plans, projection, report, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.model import GPT
+from benchmarks.runner import where
 from benchmarks.spec import IMPLEMENTATIONS, Setting
 from benchmarks.states import measure_states
 from benchmarks.worker import Training
+from fsdp_flat.checkpoint.dcp_files import SafeReader
 from tests.support import assert_equal, on_ranks
 
 SIZES = [
@@ -83,6 +85,15 @@ def test_every_kind_of_state_dict_is_saved_and_loaded_by_every_implementation_th
         kinds |= {"model local"} if name.endswith("flat") else set()
         kinds |= {f"load {kind}" for kind in kinds} | {"model full, rank 0", "optimizer full, rank 0"}
         assert set(measured) == kinds
+    of_fully_shard = []
+    for name in ("fsdp2", "flat-fully-shard"):
+        training = Training(name, setting, rank)
+        training.step()
+        measured = measure_states(name, training.model, training.optimizer, repeats=1)
+        assert {key for key, value in measured.items() if isinstance(value, str)} == set()
+        of_fully_shard.append(set(measured))
+    assert of_fully_shard[0] == of_fully_shard[1]
+    assert {"model sharded", "load model, the module's own"} <= of_fully_shard[0]
 
 
 @on_ranks(2)
@@ -106,6 +117,48 @@ def test_a_projected_step_is_never_faster_than_its_compute_or_its_network() -> N
         assert float(step) >= max(float(compute), float(network)), model
     few, many = (projection.bytes_held(projection.MODELS[0], ranks) for ranks in (8, 1024))
     assert many < few
+
+
+def test_plans_and_texts_of_every_rank_are_measured_and_are_on_the_page(tmp_path: Path) -> None:
+    plans.main(["--ranks", "3", "--params", "2", "--out", str(tmp_path)])
+    results = json.loads((tmp_path / "plans.json").read_text())
+    assert [count for _, _, count, _ in results["rows"]] == [3, 3, 3, 1, 3]
+    assert all(nbytes > 100 * count for _, nbytes, count, _ in results["rows"])
+    assert plans.plans_table(results) in report.page(tmp_path, tmp_path)
+
+
+def test_plans_and_texts_lead_to_the_same_metadata(tmp_path: Path) -> None:
+    found = []
+    for measure in (plans.measure_dcp, plans.measure_texts):
+        path = tmp_path / measure.__name__
+        measure(3, 2, path)
+        found.append(SafeReader(path).read_metadata())
+    first, second = found
+    assert len(first.state_dict_metadata) == 6
+    assert first.state_dict_metadata == second.state_dict_metadata
+    assert first.planner_data == second.planner_data
+    assert first.storage_data == second.storage_data
+
+
+def test_the_page_names_the_command_of_host_times_and_the_machine(tmp_path: Path) -> None:
+    def results(command: str) -> str:
+        row = {"world": 8, "units": 10, "held": 1e6}
+        rows = [{"name": "local", "wrap": 0.0, "step": 1.0, **row}, {"name": "fsdp2", "wrap": 0.5, "step": 3.0, **row}]
+        return json.dumps({"rows": rows, "command": command, "where": where()})
+
+    (tmp_path / "scale.json").write_text(results("python -m benchmarks.scale"))
+    assert scale.NO_GC_NOTE not in report.page(tmp_path, tmp_path)
+    (tmp_path / "scale-no-gc.json").write_text(results("python -m benchmarks.scale --no-gc"))
+    page = report.page(tmp_path, tmp_path)
+    for command in ("python -m benchmarks.scale", "python -m benchmarks.scale --no-gc"):
+        assert f"`{command}`.\n{tables.machine({'where': where()})}" in page
+    assert page.count(f"| {IMPLEMENTATIONS['fsdp2']} | 10 | 8 | 50.00 | 200.000 | 1.0 |") == 2
+
+
+def test_the_page_has_the_notes_of_the_benchmarks() -> None:
+    page = (report.ROOT / "docs" / "performance.md").read_text()
+    for note in (report.INTRO, report.STATES_NOTE, scale.NOTE, plans.NOTE, micro.NOTE, report.GPU_NOTE):
+        assert note in page
 
 
 def test_a_small_setting_keeps_the_parameters() -> None:
@@ -152,7 +205,6 @@ def test_the_page_has_figures_of_a_gpu_only_if_they_were_taken_on_one(tmp_path: 
     (tmp_path / "gpu.md").write_text("a figure")
     assert "a figure" in report.page(tmp_path, tmp_path)
     assert report.NO_GPU_NOTE not in report.page(tmp_path, tmp_path)
-    assert report.GPU_NOTE in (Path(report.ROOT) / "docs" / "performance.md").read_text()
 
 
 def test_the_large_setting_has_a_billion_parameters() -> None:

@@ -97,11 +97,17 @@ def test_errors_of_all_ranks_stay_their_own_and_agreeing_ranks_have_none(rank: i
 @on_ranks(2, timeout=50)
 def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> None:
     rank_group = RankGroup.of(dist.new_group(timeout=timedelta(seconds=40)))
-    dist.barrier()
     if rank == 1:
         # The caller has caught the error, and goes on.
         report_failure(rank_group, "raised ValueError: an odd batch")
+    dist.barrier()
+    begun = time.monotonic()
+    if rank == 1:
         time.sleep(2)
     with patience(0.5):
-        agree(["one"], None, [rank_group], CPU, TEXTS)
+        payloads = exchange_if_different(b"of rank %d" % rank, rank_group, CPU)
+        # Rank 0 has waited beyond its patience, so it has looked for failures.
+        assert time.monotonic() - begun > 1
+        assert payloads == [b"of rank 0", b"of rank 1"]
+        assert find_disagreement(["one"], None, [rank_group], CPU, TEXTS) is None
     dist.barrier()

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm import RankGroup, Transfers
+from fsdp_flat.comm import RankGroup
+from fsdp_flat.comm.transfers import Transfers
 from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
 from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks

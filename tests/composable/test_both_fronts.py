@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat import (
@@ -45,15 +46,17 @@ def stack(seed: int = 0) -> Stack:
 
 
 def made(front: str, model: Stack) -> nn.Module:
+    # With a mesh the wrapper's chunks are DTensors; torch cannot load ShardedTensors on ranks without elements.
+    on = init_device_mesh("cpu", (dist.get_world_size(),))
     if front in ("flat", "orig"):
-        return wrapped(model, auto_wrap_policy=BLOCKS, use_orig_params=front == "orig")
+        return wrapped(model, auto_wrap_policy=BLOCKS, use_orig_params=front == "orig", device_mesh=on)
     if front == "inner":
         for block in model.blocks:
             fully_shard(block)
-        return wrapped(model, use_orig_params=True)
+        return wrapped(model, use_orig_params=True, device_mesh=on)
     if front == "outer":
         for index in range(len(model.blocks)):
-            model.blocks[index] = wrapped(model.blocks[index])
+            model.blocks[index] = wrapped(model.blocks[index], device_mesh=on)
         return fully_shard(model)
     if front == "groups":
         fully_shard(list(model.blocks))
@@ -195,12 +198,12 @@ def load_and_compare(front: str, path: Path, kind: str) -> None:
         found = load_checkpoint(path, model, optimizer)
         assert found is not None
     else:
-        with installed(), FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        sharded = partial(FSDP.state_dict_type, model, StateDictType.SHARDED_STATE_DICT)
+        with installed(), sharded():
             model_state, optim_state = get_state_dict(model, optimizer)
-            state = {"model": model_state, "optim": optim_state}
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
-                dcp.load(state, checkpoint_id=path)
+        state = {"model": model_state, "optim": optim_state}
+        dcp.load(state, checkpoint_id=path)
+        with installed(), sharded():
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
     assert_full(full_of(model), plain)
     expected = steps(plain, plain_optimizer, [3, 4])

@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
+from fsdp_flat.layout import (
+    FLAT_PARAM,
+    FSDP_PREFIX,
+    FSDP_WRAPPED_MODULE,
+    clean_fqn,
+    flat_param_name,
+    is_flat_param_name,
+    join_fqn,
+)
 
 WRAPPERS = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"]
 NAMES = ["weight", "0", "x_orig_mod", "_orig_mod2", "_fsdp_wrapped_module_", "_flat_param"]
@@ -44,6 +52,12 @@ def test_clean_fqn_keeps_all_other_components_in_order(parts: list[str]) -> None
 )
 def test_join_fqn_skips_empty_parts(parts: tuple[str, ...], joined: str) -> None:
     assert join_fqn(*parts) == joined
+
+
+def test_names_of_flat_parameters_are_recognized_and_no_others() -> None:
+    assert [flat_param_name(position) for position in range(3)] == ["_flat_param", "_flat_param_1", "_flat_param_2"]
+    assert all(is_flat_param_name(flat_param_name(position)) for position in (0, 1, 12))
+    assert not any(map(is_flat_param_name, ("", "_flat_param_", "_flat_param_x", "a._flat_param", "_flat_param.a")))
 
 
 def test_the_names_are_those_of_torch_fsdp() -> None:

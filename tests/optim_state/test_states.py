@@ -65,6 +65,42 @@ def test_scalars_none_and_tuples_ride_along_whatever_order_ranks_made_them_in(ki
     assert_equal(save(other, other_optimizer, FULL)[1], save(model, optimizer, FULL)[1])
 
 
+class Remembering(torch.optim.SGD):
+    """Keeps a list and a dict, which it changes in place."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for row in self.state.values():
+            row.setdefault("history", []).append(1)
+            row.setdefault("notes", {"seen": []})["seen"].append(1)
+
+
+@KINDS
+@CODECS
+@on_ranks(2)
+def test_states_that_are_no_tensors_are_copies_in_a_state_dict_and_out_of_it(kind: Any, use_orig_params: bool) -> None:
+    def append(states: Any, value: int) -> None:
+        for row in states.values():
+            row["history"].append(value)
+            row["notes"]["seen"].append(value)
+
+    def held(states: Any) -> list[Any]:
+        return [(row["history"], row["notes"]) for row in states.values()]
+
+    model, optimizer = pair(use_orig_params, optim=lambda params: Remembering(params, lr=0.05, momentum=0.9))
+    saved = save(model, optimizer, kind)[1]["state"]
+    expected = [([1, 1], {"seen": [1, 1]})] * len(saved)
+    append(optimizer.state, 2)
+    assert held(saved) == expected
+    with FSDP.state_dict_type(model, kind):
+        loaded = FSDP.optim_state_dict_to_load(model, optimizer, {"state": saved})["state"]
+    append(loaded, 3)
+    assert held(saved) == expected
+    # No two parameters have one list, also if one flat parameter holds both.
+    append(saved, 4)
+    assert held(saved) == [([1, 1, 4], {"seen": [1, 1, 4]})] * len(saved)
+
+
 @KINDS
 @on_ranks(2, 4)
 def test_rank_zero_alone_needs_the_dict_with_rank0_only(use_orig_params: bool, rank: int) -> None:

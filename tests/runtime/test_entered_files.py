@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +16,7 @@ from torch import nn
 import fsdp_flat
 from fsdp_flat import FullyShardedDataParallel, load_checkpoint, save_checkpoint
 from fsdp_flat.wrap import ModuleWrapPolicy
-from tests.runtime.kit import WIDTH, batch, shared_memory
+from tests.runtime.kit import batch, shared_memory
 from tests.support import on_ranks
 from tests.support.kit import Block, wrapped
 
@@ -47,13 +46,19 @@ class Entered:
         threading.setprofile(None)
 
 
-@contextmanager
-def entered() -> Iterator[Entered]:
+# Values, tensors of one process and collectives: the terms in which the layers above are written.
+LOWER_LAYERS = ("api.py", "comm/", "flat/", "layout/")
+
+
+def upper_files(call: Callable[[], object]) -> set[str]:
+    """Return the files above the lower layers that ``call`` enters."""
     record = Entered()
     try:
-        yield record
+        record.on()
+        call()
     finally:
         record.off()
+    return {path for path in record.files if not path.startswith(LOWER_LAYERS)}
 
 
 class Watched(nn.Module):
@@ -81,19 +86,17 @@ class Watched(nn.Module):
 def test_forward_and_backward_of_a_unit_enter_few_files(shared: bool, use_orig_params: bool, rank: int) -> None:
     with shared_memory(shared):
         model = wrapped(Watched(), auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=use_orig_params)
+        record = model.module.record
         for step in range(3):
-            with entered() as record:
-                model.module.record.files.clear()
+            record.files.clear()
+            try:
                 model(batch(rank, step)).sum().backward()
+            finally:
                 record.off()
             model.zero_grad()
-    files = model.module.record.files
-    assert {"runtime/unit.py", "runtime/forward.py", "runtime/backward.py", "flat/handle.py"} <= files, WIDTH
+    files = record.files
+    assert {"runtime/unit.py", "runtime/forward.py", "runtime/backward.py", "flat/handle.py"} <= files
     assert len(files) <= MOST, " ".join(sorted(files))
-
-
-# Values, tensors of one process and collectives: the terms in which the layers above are written.
-LOWER_LAYERS = ("api.py", "comm/", "flat/", "layout/")
 
 
 @on_ranks(2)
@@ -111,11 +114,7 @@ def test_state_dicts_enter_few_files_above_the_lower_layers(use_orig_params: boo
         "load_states.py": lambda: FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states[0]),
     }
     for file, call in calls.items():
-        with entered() as record:
-            record.on()
-            call()
-            record.off()
-        files = {path for path in record.files if not path.startswith(LOWER_LAYERS)}
+        files = upper_files(call)
         assert f"state/{file}" in files
         assert len(files) <= MOST, " ".join(sorted(files))
 
@@ -132,11 +131,7 @@ def test_a_save_and_a_load_of_a_checkpoint_enter_few_files(use_orig_params: bool
         "load": lambda: load_checkpoint(tmp_path, model, optimizer),
     }
     for name, call in calls.items():
-        with entered() as record:
-            record.on()
-            call()
-            record.off()
-        files = {path for path in record.files if not path.startswith(LOWER_LAYERS)}
+        files = upper_files(call)
         inner = {path for path in files if path.startswith("checkpoint/")}
         most, most_inner = MOST_IN_CHECKPOINTS[name]
         assert 0 < len(inner) <= most_inner, " ".join(sorted(inner))

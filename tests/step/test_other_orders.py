@@ -81,32 +81,10 @@ def test_units_in_another_order_raise_on_every_rank_with_shared_memory(
 @WHENS
 @pytest.mark.parametrize("layout", ["NO_SHARD", "HYBRID_SHARD 2x1"])
 @on_ranks(2, timeout=20)
-def test_units_in_another_order_where_nothing_is_gathered_raise_or_give_right_gradients(
-    layout: str, when: str, use_orig_params: bool, rank: int
+def test_units_in_another_order_raise_on_every_rank_where_nothing_is_gathered(
+    layout: str, when: str, use_orig_params: bool
 ) -> None:
-    """Every rank has all weights, so reductions in an order of their own would do as well."""
-    pair = Pair.of(Ordered(), use_orig_params=use_orig_params, **placed(layout))
-    before = WHEN[when]
-    if before is not None:
-        pair.model.module.order = pair.plain.order = before
-        pair.train(num_steps=2)
-
-    def loss_of(model: nn.Module, x: torch.Tensor, rank: int) -> torch.Tensor:
-        plain = model.module if isinstance(model, FSDP) else model
-        plain.order = ["third", "beta", "alpha"] if rank == 1 else ["third", "alpha", "beta"]
-        return square_loss(model, x)
-
-    refused = None
-    try:
-        loss_of(pair.model, batch(rank, 5), rank).backward()
-    except RankMismatchError as error:
-        refused = str(error)
-    if refused is None:
-        pair.follow(loss_of, 5)
-        pair.check_gradients()
-    else:
-        assert "'layers.alpha'" in refused
-        assert "'layers.beta'" in refused
+    check(layout, by_policy, when, use_orig_params, True, [1])
 
 
 @KINDS

@@ -56,7 +56,6 @@ def test_a_parameter_without_elements_here_has_no_gradient_in_and_out_of_no_sync
             assert_grads_where_elements_are(model)
     square_loss(model, batch(rank, 2)).backward()
     assert_grads_where_elements_are(model)
-    assert all(param.grad.abs().max() >= 0 for param in model.parameters() if param.grad is not None)
     plain = seeded()
     for step in range(3):
         replicated_gradients(plain, [batch(each, step) for each in range(2)], square_loss)

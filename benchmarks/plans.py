@@ -1,0 +1,119 @@
+"""Measures rank 0's part in a save of a checkpoint by many ranks: ``python -m benchmarks.plans``.
+
+``dcp.save`` gathers a plan from every rank, scatters the plans, gathers the results and broadcasts the metadata;
+``save_checkpoint`` gathers one text. One process makes the objects of every rank, and does rank 0's work with them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.runner import where
+from benchmarks.tables import machine, markdown
+from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
+from fsdp_flat.layout import Interval, boxes
+from fsdp_flat.state import BoxedTensor
+
+__all__ = ["NOTE", "main", "measure_dcp", "measure_texts", "plans_table"]
+
+NOTE = """\
+`python -m benchmarks.plans`: what ranks exchange to save a checkpoint, other than tensors, and the time of rank 0 for
+it on one core: pickles, the global plan and the metadata. One process makes what every rank sends; nothing is sent.
+"""
+
+
+def state_of(rank: int, ranks: int, params: int) -> dict[str, Any]:
+    """Return one rank's part of a model and of Adam's states: a row of each tensor."""
+
+    def tensor() -> BoxedTensor:
+        row = boxes((ranks, 4), Interval(4 * rank, 4 * rank + 4))
+        return BoxedTensor((ranks, 4), row, [torch.zeros(1, 4)], torch.float32, torch.device("cpu"))
+
+    names = [f"model.layers.{index}.weight" for index in range(params)]
+    states = {name: {"exp_avg": tensor(), "exp_avg_sq": tensor()} for name in names}
+    return {"model": {name: tensor() for name in names}, "optim": {"state": states}}
+
+
+def _timed(call: Callable[[], Any]) -> tuple[Any, float]:
+    begun = time.process_time()
+    return call(), time.process_time() - begun
+
+
+def _row(exchange: str, payloads: list[bytes], seconds: float) -> list[Any]:
+    return [exchange, sum(map(len, payloads)), len(payloads), seconds]
+
+
+def measure_dcp(ranks: int, params: int, path: Path) -> list[list[Any]]:
+    """Go through the steps of ``dcp.save`` for every rank; return name, bytes, objects and seconds of each exchange."""
+
+    def begin(rank: int) -> tuple[dcp.DefaultSavePlanner, dcp.FileSystemWriter, Any]:
+        planner, writer = dcp.DefaultSavePlanner(), dcp.FileSystemWriter(path)
+        planner.set_up_planner(state_of(rank, ranks, params), writer.storage_meta(), rank == 0)
+        writer.set_up_storage_writer(rank == 0)
+        return planner, writer, writer.prepare_local_plan(planner.create_local_plan())
+
+    plans = [pickle.dumps(begin(rank)[2]) for rank in range(ranks)]
+    planner, writer, _ = begin(0)
+    (merged, metadata), merging = _timed(lambda: planner.create_global_plan([pickle.loads(plan) for plan in plans]))
+    returned, returning = _timed(lambda: [pickle.dumps(plan) for plan in writer.prepare_global_plan(merged)])
+    written = []
+    for rank, plan in enumerate(returned):
+        other, files, _ = begin(rank)
+        written.append(pickle.dumps(files.write_data(other.finish_plan(pickle.loads(plan)), other).wait()))
+    _, finishing = _timed(lambda: writer.finish(metadata, [pickle.loads(results) for results in written]))
+    spread, spreading = _timed(lambda: [pickle.dumps(metadata)])
+    return [
+        _row("dcp.save: plans to rank 0", plans, merging),
+        _row("dcp.save: plans from rank 0", returned, returning),
+        _row("dcp.save: results to rank 0", written, finishing),
+        _row("dcp.save: metadata from rank 0 to all", spread, spreading),
+    ]
+
+
+def measure_texts(ranks: int, params: int, path: Path) -> list[list[Any]]:
+    """Do the same as ``save_checkpoint`` does it, for every rank."""
+    texts = [write_files(state_of(rank, ranks, params), path, rank, lambda _: None) for rank in range(ranks)]
+    # A rank's text comes inside another one, with the sizes of its files.
+    sent = [json.dumps([text, [], ""]).encode() for text in texts]
+    _, seconds = _timed(lambda: write_metadata([json.loads(each)[0] for each in sent], path))
+    return [_row("save_checkpoint: texts to rank 0", sent, seconds)]
+
+
+def plans_table(results: dict[str, Any]) -> str:
+    """Make the table of bytes and seconds by exchange."""
+    cells = [(name, size / count / 1e3, size / 1e6, seconds) for name, size, count, seconds in results["rows"]]
+    rows = [[name, f"{each:.0f}", f"{total:.0f}", f"{seconds:.1f}"] for name, each, total, seconds in cells]
+    setting = f"{results['ranks']} ranks with a part of each of {results['params']} parameters and their Adam states."
+    header = ["exchange", "KB of one object", "MB in all", "CPU s of rank 0"]
+    return f"{setting}\n{machine(results)}\n{markdown(header, rows)}"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure both ways; write JSON and a table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.plans", description=__doc__)
+    parser.add_argument("--ranks", type=int, default=256)
+    parser.add_argument("--params", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    args = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = measure_dcp(args.ranks, args.params, Path(folder, "dcp"))
+        rows += measure_texts(args.ranks, args.params, Path(folder, "texts"))
+    results = {"ranks": args.ranks, "params": args.params, "rows": rows, "where": where()}
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "plans.json").write_text(json.dumps(results, indent=1))
+    (args.out / "plans.md").write_text(plans_table(results))
+    print(plans_table(results))
+
+
+if __name__ == "__main__":
+    main()
