@@ -43,6 +43,7 @@ LABELS = {
     **{name: IMPLEMENTATIONS[name] for name in ("fsdp2", "fsdp2-no-reshard")},
     **{name: IMPLEMENTATIONS[name] for name in ("flat-full-flat", "flat-full-orig", "flat-grad-op")},
     "flat-grad-op-flat": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=False",
+    **{name: IMPLEMENTATIONS[name] for name in ("flat-fully-shard", "flat-fully-shard-no-reshard")},
 }
 _FULL_PEERS = ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2")
 _GRAD_OP_PEERS = ("fsdp1-grad-op", "fsdp1-grad-op-flat", "fsdp2-no-reshard")
@@ -52,6 +53,8 @@ PEERS = {
     "flat-full-orig": _FULL_PEERS,
     "flat-grad-op": _GRAD_OP_PEERS,
     "flat-grad-op-flat": _GRAD_OP_PEERS,
+    "flat-fully-shard": ("fsdp2",),
+    "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
 }
 _ALL_GATHERS = ("all_gather_single", "all_gather_into_tensor")
 _REDUCE_SCATTERS = ("reduce_scatter_single", "reduce_scatter_tensor")

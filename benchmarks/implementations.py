@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.model import GPT, Block
-from benchmarks.spec import Setting
+from benchmarks.spec import Setting, is_fully_shard
 
 __all__ = ["autocast_for", "library_of", "optimizer_for", "quiet", "unreduced", "wrap"]
 
@@ -53,9 +53,9 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
         return model
     if name == "ddp":
         return DistributedDataParallel(model)
-    if name.startswith("fsdp2"):
-        return _fsdp2(model, setting, reshard=name == "fsdp2")
     library: Any = library_of(name)
+    if is_fully_shard(name):
+        return _fully_shard(library, model, setting, reshard=not name.endswith("no-reshard"))
     strategy = library.ShardingStrategy
     precision = library.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if setting.bf16 else None
     with quiet():
@@ -69,23 +69,21 @@ def wrap(name: str, model: GPT, setting: Setting, device: torch.device = CPU) ->
         )
 
 
-def _fsdp2(model: GPT, setting: Setting, *, reshard: bool) -> nn.Module:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
+def _fully_shard(library: Any, model: GPT, setting: Setting, *, reshard: bool) -> nn.Module:
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
-    policy = MixedPrecisionPolicy()
+    policy = library.MixedPrecisionPolicy()
     if setting.bf16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        library.fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    return library.fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
 
 
 @contextmanager
 def unreduced(name: str, model: nn.Module) -> Iterator[None]:
     """Do not reduce gradients of a backward inside the block."""
-    if name.startswith("fsdp2"):
+    if is_fully_shard(name):
         model.set_requires_gradient_sync(False)
         yield
         model.set_requires_gradient_sync(True)

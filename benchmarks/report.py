@@ -33,7 +33,7 @@ implementations in each round. Columns:
 
 - Times are medians.
 - "x local", "x DDP" and "x torch" are medians over rounds of the ratio within a round. "x torch" compares with the
-  faster of torch's FSDP1 and `fully_shard` with the same resharding.
+  faster of torch's FSDP1 and `fully_shard` with the same resharding; for `fully_shard` it compares with torch's.
 - "CPU ms" is the minimum CPU time of a step over all threads of a rank.
 - "MB sent" is the number of bytes that a rank sends in a step.
 - "MB counted" is the peak of all tensor storages of a forward and backward of five tokens: parameters, gradients and

@@ -35,7 +35,7 @@ all-gathers into one tensor.
 """
 NO_GC_NOTE = "The same without Python's garbage collector:\n"
 
-NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig")
+NAMES = ("local", "fsdp1-full-flat", "fsdp1-full-orig", "fsdp2", "flat-full-flat", "flat-full-orig", "flat-fully-shard")
 
 
 def setting_for(units: int) -> Setting:

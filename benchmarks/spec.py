@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["BEFORE", "IMPLEMENTATIONS", "PRESETS", "Job", "Setting", "title_of"]
+__all__ = ["BEFORE", "IMPLEMENTATIONS", "PRESETS", "Job", "Setting", "is_fully_shard", "title_of"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,18 @@ IMPLEMENTATIONS = {
     "flat-full-flat": "fsdp_flat, FULL_SHARD, use_orig_params=False",
     "flat-full-orig": "fsdp_flat, FULL_SHARD, use_orig_params=True",
     "flat-grad-op": "fsdp_flat, SHARD_GRAD_OP, use_orig_params=True",
+    "flat-fully-shard": "fsdp_flat fully_shard",
+    "flat-fully-shard-no-reshard": "fsdp_flat fully_shard, reshard_after_forward=False",
 }
 
 
 # Prefix of the names that run fsdp_flat of another checkout, with --against.
 BEFORE = "before-"
+
+
+def is_fully_shard(name: str) -> bool:
+    """Return whether an implementation has FSDP2's interface."""
+    return name.startswith(("fsdp2", "flat-fully-shard"))
 
 
 def title_of(name: str) -> str:

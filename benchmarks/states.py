@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from benchmarks.spec import is_fully_shard
+
 __all__ = ["measure_states"]
 
 Kind = tuple[str, Callable[[], Any], "Callable[[Any], Any] | None"]
@@ -47,7 +49,7 @@ def _kinds(name: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Ite
     if name in ("local", "ddp"):
         yield "model full", lambda: {k: v.clone() for k, v in model.state_dict().items()}, model.load_state_dict
         return
-    if name.startswith("fsdp2"):
+    if is_fully_shard(name):
         yield from _fsdp2_kinds(model, optimizer)
         return
     yield from _fsdp1_kinds(name, model, optimizer)
@@ -103,6 +105,7 @@ def _fsdp1_kinds(name: str, model: Any, optimizer: torch.optim.Optimizer) -> Ite
 def _fsdp2_kinds(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Kind]:
     from torch.distributed.checkpoint import state_dict as dcp
 
+    yield "model, the module's own", model.state_dict, model.load_state_dict
     for kind, options in {
         "full": dcp.StateDictOptions(full_state_dict=True),
         "full, rank 0": dcp.StateDictOptions(full_state_dict=True, cpu_offload=True),

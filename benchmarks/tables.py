@@ -27,9 +27,16 @@ PEERS = {
     "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-full-orig": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),
     "flat-grad-op": ("fsdp1-grad-op", "fsdp2-no-reshard"),
+    "flat-fully-shard": ("fsdp2",),
+    "flat-fully-shard-no-reshard": ("fsdp2-no-reshard",),
 }
 # For each fsdp_flat variant, the torch implementation whose state dicts it is compared with.
-STATE_PEERS = {"flat-full-flat": "fsdp1-full-flat", "flat-full-orig": "fsdp1-full-orig"}
+STATE_PEERS = {
+    "flat-full-flat": "fsdp1-full-flat",
+    "flat-full-orig": "fsdp1-full-orig",
+    "flat-fully-shard": "fsdp2",
+    "flat-fully-shard-no-reshard": "fsdp2-no-reshard",
+}
 
 
 def medians(results: Mapping[str, Any]) -> dict[str, dict[str, float]]:

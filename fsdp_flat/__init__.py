@@ -1,4 +1,4 @@
-"""Provides fully sharded data parallelism in the FSDP1 style, on CPUs and accelerators."""
+"""Provides fully sharded data parallelism with FSDP1's and FSDP2's interfaces, on CPUs and accelerators."""
 
 from fsdp_flat import torch_version  # first: with an old torch, any of the others may fail
 from fsdp_flat.api import (
@@ -20,6 +20,16 @@ from fsdp_flat.api import (
 )
 from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_full, save_checkpoint, save_full
 from fsdp_flat.compat import install, installed, uninstall
+from fsdp_flat.composable import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    UnshardHandle,
+    fully_shard,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.extras import (
     MatrixOptimizer,
@@ -43,6 +53,8 @@ __version__ = "0.1.0"
 __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
+    "CPUOffloadPolicy",
+    "FSDPModule",
     "FlatParameter",
     "FsdpFlatError",
     "FullOptimStateDictConfig",
@@ -52,6 +64,8 @@ __all__ = [
     "LocalStateDictConfig",
     "MatrixOptimizer",
     "MixedPrecision",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "OptimStateDictConfig",
     "OptimStateHandler",
     "OptimStateKeyType",
@@ -63,11 +77,13 @@ __all__ = [
     "StateDictSettings",
     "StateDictType",
     "StatePart",
+    "UnshardHandle",
     "clean_named_modules",
     "clean_named_parameters",
     "clean_tensor_name",
     "compare_with",
     "describe",
+    "fully_shard",
     "install",
     "installed",
     "iter_full_state_dict",
@@ -77,9 +93,11 @@ __all__ = [
     "participate",
     "plan",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "register_optim_state_handler",
     "save_checkpoint",
     "save_full",
+    "share_comm_ctx",
     "uninstall",
     "unshard_for",
     "unwrap",

@@ -15,8 +15,8 @@ from fsdp_flat.compat import install
 __all__ = ["main"]
 
 _USAGE = """\
-usage: python -m fsdp_flat.run [--verbose] script.py [arguments of the script ...]
-       python -m fsdp_flat.run [--verbose] -m module [arguments of the module ...]
+usage: python -m fsdp_flat.run [options] script.py [arguments of the script ...]
+       python -m fsdp_flat.run [options] -m module [arguments of the module ...]
        torchrun --nproc-per-node 2 -m fsdp_flat.run script.py [arguments of the script ...]
 
 Run a script that was written for torch.distributed.fsdp's FullyShardedDataParallel on fsdp_flat, as python itself
@@ -24,9 +24,10 @@ would run it, with fsdp_flat.install() called first. Processes that it starts wi
 torch.multiprocessing.spawn) use fsdp_flat too.
 
 options, before the script:
-  -m module      run a module or a package, as python -m does
-  -v, --verbose  say on stderr which names fsdp_flat takes over
-  -h, --help     show this text
+  -m module          run a module or a package, as python -m does
+  -f, --fully-shard  take over FSDP2's names too (fully_shard, FSDPModule, ...)
+  -v, --verbose      say on stderr which names fsdp_flat takes over
+  -h, --help         show this text
 """
 
 
@@ -40,20 +41,21 @@ def main(arguments: list[str]) -> None:
         SystemExit: with the exit status of the script; 2 if the command line is wrong or there is no such script.
     """
     rest = list(arguments)
-    verbose = False
+    verbose = fully_shard = False
     while rest and rest[0].startswith("-") and rest[0] != "-m":
         option = rest.pop(0)
         if option in ("-h", "--help"):
             print(_USAGE, end="")
             raise SystemExit(0)
-        if option not in ("-v", "--verbose"):
+        if option not in ("-v", "--verbose", "-f", "--fully-shard"):
             _fail(f"unknown option {option}; options of the script come after it")
-        verbose = True
+        verbose = verbose or option in ("-v", "--verbose")
+        fully_shard = fully_shard or option in ("-f", "--fully-shard")
     is_module = rest[:1] == ["-m"]
     rest = rest[1:] if is_module else rest
     if not rest:
         _fail("no module named after -m" if is_module else "no script given")
-    done = install()
+    done = install(fully_shard)
     if verbose:
         print(f"fsdp_flat: {done}", file=sys.stderr, flush=True)
     sys.argv = rest

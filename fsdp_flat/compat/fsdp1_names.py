@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
+from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
+
 __all__ = ["HOMES", "MIRRORED_MODULES", "OURS", "PEER", "PRIVATE_MODULES", "SUBSTITUTES", "home_of"]
 
 PEER = "torch.distributed.fsdp"
@@ -72,12 +74,14 @@ HOMES: Mapping[str, str] = MappingProxyType(
 
 
 def home_of(module: str, name: str) -> str | None:
-    """Return our module that provides a name of torch's FSDP1; None if there is none.
+    """Return our module that provides a name of torch's FSDP1; None if there is none, and for names of FSDP2.
 
     Args:
         module: the part of its module's name after ``torch.distributed.fsdp.``, or the empty string.
         name: the name in that module.
     """
+    if name in FSDP2_NAMES:
+        return None
     if module in MIRRORED_MODULES:
         mirrored = f"{OURS}.{module}" if module else OURS
         if name in _public_names(mirrored):

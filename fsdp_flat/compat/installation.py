@@ -1,4 +1,4 @@
-"""Implements ``install()``, which makes the names of torch's FSDP1 resolve to fsdp_flat's, in all imported code."""
+"""Implements ``install()``, which makes the names of torch's FSDPs resolve to fsdp_flat's, in all imported code."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class Installation:
     Attributes:
         replaced: the replaced names, those in torch's modules first.
         left: subclasses of torch's wrapper that were defined before; constructing one raises an error.
+        fully_shard: FSDP2's names are replaced too.
     """
 
     replaced: tuple[Replaced, ...]
     left: tuple[str, ...]
+    fully_shard: bool = False
 
     def __str__(self) -> str:
         modules: dict[str, list[str]] = {}
@@ -52,7 +54,7 @@ class Installation:
 
     def __reduce__(self) -> Any:
         """Unpickle by calling :func:`install`, which is how child processes install."""
-        return install, ()
+        return install, (True,) if self.fully_shard else ()
 
 
 @dataclass(slots=True)
@@ -70,6 +72,7 @@ class _State:
     bindings: list[_Binding] = field(default_factory=list)
     back: dict[int, Any] = field(default_factory=dict)
     init: Any = None
+    fully_shard: bool = False
 
 
 _state = _State()
@@ -77,27 +80,32 @@ _state = _State()
 _CONFIG_KEY = "fsdp_flat"
 
 
-def install() -> Installation:
+def install(fully_shard: bool = False) -> Installation:
     """Bind every name of torch's FSDP1 to its counterpart in fsdp_flat, in this process and those it starts.
 
     This replaces the names in ``torch.distributed.fsdp`` and its modules, and the names that any imported module has
     bound to one of those objects (``from torch.distributed.fsdp import FullyShardedDataParallel as FSDP`` in a
     client, in ``torch.distributed.checkpoint.state_dict``, in ``__main__``). Code imported later imports the
-    replaced names. FSDP2's names stay. Processes started by ``multiprocessing`` install too.
+    replaced names. Processes started by ``multiprocessing`` install too.
 
     References to torch's class inside other objects cannot be replaced: a subclass, a default argument, a container.
-    Constructing such a wrapper raises an error while fsdp_flat is installed. Do not use models that torch's FSDP1
-    wrapped before while fsdp_flat is installed.
+    Constructing such a wrapper raises an error while fsdp_flat is installed. Do not use models that torch's FSDPs
+    sharded before while fsdp_flat is installed.
 
     Calling it again also replaces names in modules imported since.
+
+    Args:
+        fully_shard: replace the names of FSDP2 too: ``fully_shard``, ``FSDPModule``, the policies and the rest. By
+            default they stay, or remain replaced by an earlier call.
 
     Returns:
         All names replaced, by this call and earlier ones; printable.
     """
     from fsdp_flat.compat.fsdp1_names import PEER
-    from fsdp_flat.compat.substitutes import entries, guarded_init, replacements
+    from fsdp_flat.compat.substitutes import entries, fsdp2_entries, guarded_init, replacements
 
-    table = entries()
+    _state.fully_shard = _state.fully_shard or fully_shard
+    table = entries() + (fsdp2_entries() if _state.fully_shard else ())
     to_ours = replacements(table)
     bindings = [_Binding(vars(entry.module), entry.name, entry.theirs, entry.ours) for entry in table]
     for namespace in _namespaces():
@@ -114,10 +122,11 @@ def install() -> Installation:
     if _state.init is None:
         _state.init = wrapper.__init__
         wrapper.__init__ = guarded_init
-        _state.back = {id(entry.ours): entry.theirs for entry in table}
+    _state.back.update({id(entry.ours): entry.theirs for entry in table})
     done = Installation(
         tuple(Replaced(str(binding.namespace.get("__name__")), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
+        _state.fully_shard,
     )
     process.current_process()._config[_CONFIG_KEY] = done  # type: ignore[attr-defined]
     return done
@@ -143,19 +152,22 @@ def uninstall() -> None:
                     namespace[name] = _state.back[id(value)]
     wrapper = next(entry.theirs for entry in entries() if entry.name == "FullyShardedDataParallel")
     wrapper.__init__ = _state.init
-    _state.bindings, _state.back, _state.init = [], {}, None
+    _state.bindings, _state.back, _state.init, _state.fully_shard = [], {}, None, False
     process.current_process()._config.pop(_CONFIG_KEY, None)  # type: ignore[attr-defined]
 
 
 @contextmanager
-def installed() -> Iterator[Installation]:
+def installed(fully_shard: bool = False) -> Iterator[Installation]:
     """Run :func:`install` for the block, and :func:`uninstall` after it unless it was installed before.
+
+    Args:
+        fully_shard: as for :func:`install`.
 
     Yields:
         The installation.
     """
     before = _state.init is not None
-    done = install()
+    done = install(fully_shard)
     try:
         yield done
     finally:

@@ -1,4 +1,4 @@
-"""Pairs objects of torch's FSDP1 with those that ``install()`` puts in their places. Imports torch.distributed.fsdp.
+"""Pairs objects of torch's FSDPs with those that ``install()`` puts in their places. Imports torch.distributed.fsdp.
 
 The private functions have the names, arguments and results of ``torch.distributed.fsdp``'s ``_common_utils``,
 ``_traversal_utils``, ``_runtime_utils`` and ``_unshard_param_utils``. A call is dispatched by its first argument:
@@ -19,19 +19,20 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, PEER, PRIVATE_MODULES, SUBSTITUTES, home_of
+from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, PRIVATE_MODULES, SUBSTITUTES, home_of
+from fsdp_flat.compat.fsdp2_names import FSDP2_MODULES, FSDP2_NAMES
 from fsdp_flat.compat.semi_private import FlatParamHandle
 from fsdp_flat.compat.undocumented import UndocumentedMembers
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import summon_full_params
 from fsdp_flat.wrap import _Policy
 
-__all__ = ["FlatParamHandle", "Fsdp1Name", "entries", "guarded_init", "replacements"]
+__all__ = ["FlatParamHandle", "ReplacedName", "entries", "fsdp2_entries", "guarded_init", "replacements"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fsdp1Name:
-    """Describes one name of torch's FSDP1 and its replacement.
+class ReplacedName:
+    """Describes one name of torch's FSDPs and its replacement.
 
     Attributes:
         module: the module of torch that clients import it from.
@@ -47,14 +48,27 @@ class Fsdp1Name:
 
 
 @functools.cache
-def entries() -> tuple[Fsdp1Name, ...]:
-    """Pair all names, once, before anything is replaced."""
+def entries() -> tuple[ReplacedName, ...]:
+    """Pair all names of FSDP1, once, before anything is replaced."""
     # Activation checkpointing tests policies by class; a policy of torch's class must pass too.
     _Policy.register(importlib.import_module(f"{PEER}.wrap")._Policy)
     return tuple(_paired())
 
 
-def _paired() -> Iterator[Fsdp1Name]:
+@functools.cache
+def fsdp2_entries() -> tuple[ReplacedName, ...]:
+    """Pair all names of FSDP2, once, before anything is replaced."""
+    ours = vars(importlib.import_module(OURS))
+    modules = [importlib.import_module(name) for name in FSDP2_MODULES]
+    return tuple(
+        ReplacedName(module, name, vars(module)[name], ours[name])
+        for module in modules
+        for name in FSDP2_NAMES
+        if name in vars(module)
+    )
+
+
+def _paired() -> Iterator[ReplacedName]:
     either: dict[Any, Callable[..., Any]] = {}
     for suffix in (*MIRRORED_MODULES, *PRIVATE_MODULES):
         module = importlib.import_module(f"{PEER}.{suffix}" if suffix else PEER)
@@ -64,7 +78,7 @@ def _paired() -> Iterator[Fsdp1Name]:
                 ours = vars(importlib.import_module(home))[name]
                 if home == SUBSTITUTES and isinstance(ours, FunctionType):
                     ours = either.setdefault(theirs, _either(ours, theirs))
-                yield Fsdp1Name(module, name, theirs, ours)
+                yield ReplacedName(module, name, theirs, ours)
 
 
 def _is_of_peer(name: str, value: Any) -> bool:
@@ -83,7 +97,7 @@ def _either(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..
     return call
 
 
-def replacements(table: tuple[Fsdp1Name, ...]) -> dict[int, Any]:
+def replacements(table: tuple[ReplacedName, ...]) -> dict[int, Any]:
     """Return ``{id(torch's object): ours}``, including the members of enums."""
     found: dict[int, Any] = {}
     for entry in table:

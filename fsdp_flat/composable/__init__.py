@@ -5,6 +5,7 @@ from fsdp_flat.composable.fully_sharding import fully_shard
 from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdp_flat.composable.tracing import trace
 from fsdp_flat.runtime import UnshardHandle, share_comm_ctx
+from fsdp_flat.runtime import register_forward_method as register_fsdp_forward_method
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -13,6 +14,7 @@ __all__ = [
     "OffloadPolicy",
     "UnshardHandle",
     "fully_shard",
+    "register_fsdp_forward_method",
     "share_comm_ctx",
     "trace",
 ]

@@ -14,7 +14,7 @@ from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime import (
     Ignored,
@@ -30,6 +30,7 @@ from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["fully_shard"]
 
+ShardPlacementFn = Callable[[nn.Parameter], Any]
 _Module = TypeVar("_Module", bound="nn.Module | list[nn.Module]")
 
 
@@ -38,10 +39,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> _Module:
     """Shard the parameters of ``module`` that are not sharded yet, in place.
 
@@ -61,6 +63,7 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: a :class:`CPUOffloadPolicy` keeps shards in host memory.
         ignored_params: parameters that are not sharded and whose gradients are not reduced.
+        dp_mesh_dims: not supported; torch's fully_shard takes the data-parallel dims of a larger mesh here.
 
     Returns:
         ``module``.
@@ -68,12 +71,19 @@ def fully_shard(
     Raises:
         OptionError: (a ValueError) arguments or a model that cannot be used.
         OptionTypeError: (a TypeError) an argument of the wrong type.
+        UnsupportedError: (a NotImplementedError) parameters of several meshes, or ``dp_mesh_dims``.
         UsageError: (a RuntimeError) no process group.
     """
+    if dp_mesh_dims is not None:
+        raise UnsupportedError(
+            f"dp_mesh_dims={dp_mesh_dims!r} is not supported: parameters that are DTensors over the data-parallel dims "
+            'too. Distribute them over the other dims, mesh["tp"], and pass mesh=mesh["dp"].'
+        )
     members = _members(module)
     mesh = _mesh_or_default(mesh)
     strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD)
     device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
     options = UnitOptions(
         strategy=strategy,
         groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),
@@ -85,9 +95,9 @@ def fully_shard(
         limit_all_gathers=True,
         sync_states="warn",
         precision=precision_of_rows(mp_policy),
-        offload_params=isinstance(offload_policy, CPUOffloadPolicy),
+        offload_params=offloads,
         param_init_fn=None,
-        rows=RowSharding(mesh, lambda param: _dim_of(param, shard_placement_fn)),
+        rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads),
     )
     ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
     reshards, num_ranks = _resharding(reshard_after_forward, options.groups.shard.size)
@@ -170,10 +180,20 @@ def _smaller_group(unit: Unit, num_ranks: int | None) -> SmallerGroup | None:
     return SmallerGroup(unit.options.groups.shard, num_ranks, unit.options.device, unit=unit.unit_id, name=unit.name)
 
 
-def _dim_of(param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None) -> int:
-    placement = None if shard_placement_fn is None else shard_placement_fn(param)
-    if placement is None:
+def _dim_of(param: nn.Parameter, mesh: DeviceMesh, shard_placement_fn: ShardPlacementFn | None) -> int:
+    given: Any = None if shard_placement_fn is None else shard_placement_fn(param)
+    # torch's ShardPlacementResult, which is not public.
+    info = getattr(given, "mesh_info", None)
+    if info is not None:
+        if info.mesh != mesh:
+            raise UnsupportedError(
+                f"shard_placement_fn chose another mesh, {info.mesh}, for a parameter of shape {tuple(param.shape)}; "
+                f"all parameters of one call share its mesh, {mesh}. Call fully_shard(experts, mesh=...) on the "
+                "modules that hold these parameters first, and then on the module around them."
+            )
+        given = given.placement
+    if given is None:
         return 0
-    if not isinstance(placement, Shard):
-        raise OptionTypeError(f"shard_placement_fn must return a Shard or None; got {placement!r}.")
-    return placement.dim
+    if not isinstance(given, Shard):
+        raise OptionError(f"shard_placement_fn must return a Shard or None; got {given!r}.")
+    return given.dim

@@ -40,7 +40,8 @@ def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
     def place(first: int, rows: torch.Tensor) -> None:
         stop = first + len(rows)
         sources = [
-            piece.view(-1, *shape) for piece, shape in zip(rows.split(sizes, 1), layout.chunk_shapes, strict=True)
+            piece.view(len(rows), *shape)
+            for piece, shape in zip(rows.split(sizes, 1), layout.chunk_shapes, strict=True)
         ]
         torch._foreach_copy_([each[first:stop] for each in ranked], sources)
 

@@ -18,7 +18,7 @@ from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions
 from fsdp_flat.flat.arrangement import Place, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import new_flat_parameter, unguarded
+from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
@@ -430,10 +430,12 @@ class FlatParamHandle:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         with unguarded():
             if isinstance(self.views, DTensorViews) and self.flat_param.is_meta:
-                assigned = self.views.assigned
-                if any(param.is_meta for param in assigned):
+                loaded = self.views.loaded()
+                if loaded is None:
                     return
-                self.convert(lambda tensor: torch.empty_like(tensor, device=assigned[0].device))
+                like = loaded[0]
+                self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
+                self.views.fill(loaded)
             if not self._is_current(self.flat_param.data):
                 self.convert(lambda tensor: tensor)
             self.views.adopt_changes()
@@ -447,11 +449,15 @@ class FlatParamHandle:
             self.expose_unreduced_grads(lambda own, device, dtype: own.to(device=device, dtype=dtype))
 
     def _convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
+            self.views.check_convertible()
         converted = fn(self.flat_param.data)
-        if self.spec.offloads and converted.device.type == "cpu":
+        spec = self.spec
+        # Offloaded shards may be on the meta device still.
+        if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
             converted = converted.pin_memory()
         grad, self.flat_param.grad = self.flat_param.grad, None
-        self.flat_param.data = converted
+        replace_shard(self.flat_param, converted)
         if grad is not None:
             set_grad(self.flat_param, fn(grad))
         if not self._is_current(converted):
@@ -460,10 +466,11 @@ class FlatParamHandle:
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.storage_epoch += 1
         self._use_dtypes(converted.dtype, converted.dtype)
-        moved = converted.device != self.spec.shard_device
+        moved = converted.device != self.spec.shard_device and self.spec.device == self.spec.shard_device
         self.spec = replace(
             self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
         )
+        self._offloads = self.spec.offloads
         self._by_dtype.clear()
         self._switch_unsharded_params()
         self.views.bind_shard(rebuilt=True)

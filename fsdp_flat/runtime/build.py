@@ -128,8 +128,7 @@ def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: 
         unit_id: id of the unit, the same on every rank.
     """
     modules = [(path, child) for path, child in _own_modules(module) if unit_of(child) is None]
-    if not any(tensor.is_meta for _, child in modules for tensor in child._parameters.values() if tensor is not None):
-        move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=True)
+    move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=True, leave_meta=True)
     nested = units_of(module)
     params = _managed_params(module, name, ignored, {}, nested)
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
@@ -298,7 +297,7 @@ def _spec(
         num_ranks=options.groups.num_ranks,
         use_orig_params=options.use_orig_params,
         device=options.device if options.offload_params else device,
-        shard_device=torch.device("cpu") if options.offload_params else device,
+        shard_device=torch.device("cpu") if options.offload_params and device.type != "meta" else device,
         compute_dtype=precision.master_dtype if full else precision.param_dtype,
         reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
         master_dtype=precision.master_dtype,
@@ -408,12 +407,10 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            fqn = clean_fqn(name)
-            shape = f"of shape {tuple(param.shape)}"
-            if getattr(param, "_fsdp_flattened", False):
-                # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-                shape = "sharded already"
-            else:
+            fqn, shape = clean_fqn(name), "sharded already"
+            # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
+            if not getattr(param, "_fsdp_flattened", False):
+                shape = f"of shape {tuple(param.shape)}"
                 check_adapter(adapter_of(param, fqn), fqn, groups)
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines

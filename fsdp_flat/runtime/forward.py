@@ -87,14 +87,14 @@ class UnitForward:
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Unshard the parameters, prefetch the next unit, and prepare the inputs.
 
-        In a unit of several modules this is called for each; all after the first only cast the inputs. Autograd reaches
-        the first one's inputs last, so only those mark the end of the unit's backward.
+        In a unit of several modules this is called for each; all after the first only prepare the inputs. The unit's
+        part of the backward is complete once the first module's inputs have their gradients.
         """
         unit, schedule, record = self._unit, self._schedule, self._record
+        is_first = not self._entered
         with profiled("pre_forward", unit.name):
             if self._outermost and schedule.streams.is_accelerator:
                 args, kwargs = _to_device((args, kwargs), unit.options.device)
-            is_first = not self._entered
             if is_first:
                 self._unshard()
             if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):

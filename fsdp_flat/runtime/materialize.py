@@ -129,8 +129,16 @@ def move_to_device(
     ignored_params: frozenset[nn.Parameter],
     device: torch.device,
     device_given: bool,
+    leave_meta: bool = False,
 ) -> None:
     """Move CPU parameters and buffers to the device that the caller passed.
+
+    Args:
+        modules: the modules of a unit with their names.
+        ignored_params: parameters that stay where they are.
+        device: the device of compute.
+        device_given: the caller passed it.
+        leave_meta: tensors may be on the meta device, and stay there.
 
     Raises:
         UsageError: tensors are on several accelerators, or on the CPU and an accelerator without a device passed.
@@ -142,7 +150,7 @@ def move_to_device(
         for tensor in _own_tensors(module, ignored_params):
             if tensor.device.type == "cpu":
                 on_cpu.append(tensor)
-            else:
+            elif not (leave_meta and tensor.is_meta):
                 elsewhere.setdefault(tensor.device, name)
     if len(elsewhere) > 1:
         raise UsageError(

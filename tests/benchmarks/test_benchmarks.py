@@ -85,6 +85,15 @@ def test_every_kind_of_state_dict_is_saved_and_loaded_by_every_implementation_th
         kinds |= {"model local"} if name.endswith("flat") else set()
         kinds |= {f"load {kind}" for kind in kinds} | {"model full, rank 0", "optimizer full, rank 0"}
         assert set(measured) == kinds
+    of_fully_shard = []
+    for name in ("fsdp2", "flat-fully-shard"):
+        training = Training(name, setting, rank)
+        training.step()
+        measured = measure_states(name, training.model, training.optimizer, repeats=1)
+        assert {key for key, value in measured.items() if isinstance(value, str)} == set()
+        of_fully_shard.append(set(measured))
+    assert of_fully_shard[0] == of_fully_shard[1]
+    assert {"model sharded", "load model, the module's own"} <= of_fully_shard[0]
 
 
 @on_ranks(2)

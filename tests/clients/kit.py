@@ -1,4 +1,4 @@
-"""Runs a client's function on torch's FSDP1 and on fsdp_flat, on the same ranks, and counts the forwards of each."""
+"""Runs a client's function on torch's FSDP and on fsdp_flat, on the same ranks, and counts the forwards of each."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import fsdp_flat
 from tests.support.peer import PeerFSDP, mend_peer
@@ -28,7 +29,7 @@ class Outcome:
 
     Attributes:
         result: return value of the function.
-        peer_forwards: number of forwards of torch's FSDP1 during the run.
+        peer_forwards: number of forwards of units of torch's FSDP during the run.
         our_units: number of fsdp_flat units that ran a forward.
     """
 
@@ -37,32 +38,38 @@ class Outcome:
     our_units: int
 
 
-def on_both(run: Callable[..., Any], **arguments: Any) -> tuple[Outcome, Outcome]:
-    """Call ``run(**arguments)`` on torch's FSDP1, then on fsdp_flat, installed after the client was imported.
+def on_both(run: Callable[..., Any], *, fully_shard: bool = False, **arguments: Any) -> tuple[Outcome, Outcome]:
+    """Call ``run(**arguments)`` on torch's FSDP, then on fsdp_flat, installed after the client was imported.
 
     Each run gets a separate folder under the ``folder`` argument. Every rank must call this.
 
+    Args:
+        run: the client's function.
+        fully_shard: the client uses FSDP2 instead of FSDP1.
+        arguments: those of the function.
+
     Returns:
-        The outcomes of torch's FSDP1 and of fsdp_flat.
+        The outcomes of torch's FSDP and of fsdp_flat.
     """
+    counted = _counted_of_fsdp2 if fully_shard else _counted
     folder = arguments.pop("folder", None)
     outcomes = []
     for ours in (False, True):
         if folder is not None:
             arguments["folder"] = _made(Path(folder) / ("ours" if ours else "theirs"))
-        with warnings.catch_warnings(), rank_environment(), _peer_on_cpus(), _counted() as counts:
+        with warnings.catch_warnings(), rank_environment(), _peer_on_cpus(), counted() as counts:
             warnings.simplefilter("ignore")  # clients and torch use deprecated functions
             torch.manual_seed(0)
             if ours:
-                with fsdp_flat.installed():
+                with fsdp_flat.installed(fully_shard):
                     result = run(**arguments)
             else:
                 result = run(**arguments)
         outcomes.append(Outcome(result, counts["peer"], counts["ours"]))
     theirs, mine = outcomes
-    assert theirs.peer_forwards > 0, "the peer's run did not use torch's FSDP1, so it proves nothing"
+    assert theirs.peer_forwards > 0, "the peer's run did not use torch's FSDP, so it proves nothing"
     assert theirs.our_units == 0
-    assert mine.peer_forwards == 0, "torch's FSDP1 ran a forward while fsdp_flat was installed"
+    assert mine.peer_forwards == 0, "torch's FSDP ran a forward while fsdp_flat was installed"
     assert mine.our_units > 1, "no nested unit of fsdp_flat ran a forward"
     return theirs, mine
 
@@ -112,6 +119,31 @@ def _counted() -> Iterator[dict[str, int]]:
     finally:
         _PEER["class"].forward = peer_forward  # type: ignore[method-assign]
         fsdp_flat.FullyShardedDataParallel.forward = our_forward  # type: ignore[method-assign]
+
+
+@contextmanager
+def _counted_of_fsdp2() -> Iterator[dict[str, int]]:
+    """Count the forwards of torch's ``fully_shard``, and the fsdp_flat units that run a forward."""
+    counts = {"peer": 0, "ours": 0}
+    units: set[int] = set()
+    peer_forward, our_call = _fsdp_state.FSDPState._pre_forward, fsdp_flat.FSDPModule.__call__
+
+    def of_peer(self: Any, *args: Any) -> Any:
+        counts["peer"] += 1
+        return peer_forward(self, *args)
+
+    def of_ours(self: Any, *args: Any, **kwargs: Any) -> Any:
+        units.add(id(self))
+        counts["ours"] = len(units)
+        return our_call(self, *args, **kwargs)
+
+    _fsdp_state.FSDPState._pre_forward = of_peer  # type: ignore[method-assign]
+    fsdp_flat.FSDPModule.__call__ = of_ours  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        _fsdp_state.FSDPState._pre_forward = peer_forward  # type: ignore[method-assign]
+        fsdp_flat.FSDPModule.__call__ = our_call  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp_functions
 
 import fsdp_flat
+from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
 from fsdp_flat.errors import UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
@@ -90,12 +91,52 @@ def test_torchs_own_bindings_of_the_class_are_replaced() -> None:
 
 
 def test_every_public_name_of_fsdp1_is_replaced_and_fsdp2_is_left_alone() -> None:
-    fsdp2 = {name: getattr(peer_library, name) for name in FSDP2}
+    fsdp2 = {name: getattr(peer_library, name) for name in FSDP2_NAMES}
     with fsdp_flat.installed():
         for name in peer_library.__all__:
-            expected = getattr(fsdp_flat, name, None)
+            expected = None if name in FSDP2_NAMES else getattr(fsdp_flat, name, None)
             assert (getattr(peer_library, name) is expected) is (expected is not None), name
-        assert {name: getattr(peer_library, name) for name in FSDP2} == fsdp2
+        assert {name: getattr(peer_library, name) for name in FSDP2_NAMES} == fsdp2
+
+
+FSDP2_HOMES = (
+    "torch.distributed.fsdp",
+    "torch.distributed._composable.fsdp",
+    "torch.distributed._composable.fsdp.fully_shard",
+    "torch.distributed.fsdp._fully_shard",
+)
+
+
+def test_fsdp2s_names_are_replaced_where_asked_and_torchs_again_afterwards() -> None:
+    homes = [importlib.import_module(name) for name in FSDP2_HOMES]
+    before = [{name: value for name, value in vars(home).items() if name in FSDP2_NAMES} for home in homes]
+    assert [len(names) for names in before] == [len(FSDP2_NAMES), 6, 4, len(FSDP2_NAMES)]
+    with imported("client_of_fsdp2") as client:
+        with fsdp_flat.installed(fully_shard=True):
+            for home, names in zip(homes, before, strict=True):
+                assert {name: vars(home)[name] for name in names} == {name: getattr(fsdp_flat, name) for name in names}
+            assert_ours(client)
+            assert {name: bound(client, name) for name in FSDP2} == {name: getattr(fsdp_flat, name) for name in FSDP2}
+            late = {}
+            exec("from torch.distributed._composable.fsdp import FSDPModule, fully_shard", late)
+            assert late["fully_shard"] is fsdp_flat.fully_shard
+        assert [{name: vars(home)[name] for name in names} for home, names in zip(homes, before)] == before
+        assert {name: bound(client, name) for name in FSDP2} == {name: before[0][name] for name in FSDP2}
+
+
+def test_fsdp2s_names_stay_replaced_in_later_calls_and_in_processes_started_with_multiprocessing() -> None:
+    fsdp_flat.install()
+    assert not fsdp_flat.install().fully_shard
+    done = fsdp_flat.install(fully_shard=True)
+    assert done.fully_shard
+    assert "FSDPModule" in str(done)
+    assert fsdp_flat.install() == done
+    fsdp_flat.uninstall()
+    assert vars(peer_library)["FSDPModule"] is not fsdp_flat.FSDPModule
+    again = pickle.loads(pickle.dumps(done))
+    assert again.fully_shard
+    assert set(again.replaced) == set(done.replaced)
+    assert vars(peer_library)["FSDPModule"] is fsdp_flat.FSDPModule
 
 
 def test_installing_twice_changes_nothing_and_names_what_was_imported_since() -> None:

@@ -159,6 +159,13 @@ def test_verbose_lists_the_names_on_stderr_only(tmp_path: Path, capsys: pytest.C
     assert "torch.distributed.fsdp: " in output.err
 
 
+def test_fsdp2s_names_are_the_librarys_where_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = written(tmp_path, "from torch.distributed.fsdp import fully_shard; print(fully_shard.__module__)")
+    for options, module in ((["--fully-shard"], "fsdp_flat.composable"), ([], "torch.distributed.fsdp")):
+        run(*options, path)
+        assert capsys.readouterr().out.startswith(module)
+
+
 # ------------------------------------------------------------------------------- scripts, and the same on the peer
 
 

@@ -1,4 +1,4 @@
-"""Runs the FSDP1 scripts of ``tests/scripts``, on a rank of the pool or as separate commands."""
+"""Runs the scripts of ``tests/scripts``, on a rank of the pool or as separate commands."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["SCRIPTS", "assert_equal_losses", "command", "printed_losses", "run_s
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 
-def run_script(script: Path, function: str, *arguments: Any) -> Any:
+def run_script(script: Path, function: str, *arguments: Any, **options: Any) -> Any:
     """Call a function of a script on this rank, in the pool's process group."""
     namespace = runpy.run_path(str(script), run_name="script")
     with warnings.catch_warnings():
         # torch's FSDP1 is deprecated, and torch's checkpoints use deprecated names.
         warnings.filterwarnings("ignore", module="" if script.parent == SCRIPTS else r"torch\.")
-        return namespace[function](*arguments)
+        return namespace[function](*arguments, **options)
 
 
 def command(*words: object) -> str:

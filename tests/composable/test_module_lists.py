@@ -1,0 +1,43 @@
+"""Several modules as one unit: the first to run unshards, the last reshards, and backward goes the other way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from fsdp_flat import fully_shard
+from tests.composable.test_training import steps
+from tests.support import on_ranks
+
+
+class Tail(nn.Module):
+    """A body, and two modules that run one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.body(x)).relu())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_two_modules_in_one_unit_train_as_a_replica_and_torch(reshard_after_forward: bool) -> None:
+    torch.manual_seed(0)
+    plain = Tail()
+    models = [copy.deepcopy(plain), copy.deepcopy(plain)]
+    for model, shard in zip(models, (fully_shard, torch_fully_shard), strict=True):
+        shard(model.body)
+        shard([model.norm, model.head], reshard_after_forward=reshard_after_forward)
+        shard(model)
+    expected = steps(plain, averaged=True)
+    assert len(set(expected)) == len(expected)
+    for model in models:
+        torch.testing.assert_close(steps(model), expected)
+        for (name, value), full in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(value.full_tensor(), full, msg=name)
