@@ -87,8 +87,8 @@ class Reduction:
     """
 
     __slots__ = (
+        "_alive",
         "_divided_by",
-        "_flat",
         "_groups",
         "_mean_divisor",
         "_pending",
@@ -127,7 +127,7 @@ class Reduction:
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
             # Memory of the compute stream: kept until that stream has waited for the reduction that reads it.
-            self._flat: torch.Tensor | None = flat
+            self._alive: tuple[torch.Tensor, ...] = (flat,)
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
@@ -169,6 +169,8 @@ class Reduction:
             shard, partial = self._pending.wait(), self.handle.grads.partial
             if partial is not None and partial.shard is not None:
                 shard.add_(partial.shard)
+                # If nothing is sharded, its memory is the compute stream's too.
+                self._alive += (partial.shard,)
                 partial.shard = None
             self._pending = begin_all_reduce(
                 shard, self._groups.replicate, collective=f"the all-reduce of unit {self.handle.spec.unit_name!r}"
@@ -183,7 +185,7 @@ class Reduction:
     def _free(self) -> None:
         # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
         self._streams.wait_for_reduce_scatters()
-        self._flat = None
+        self._alive = ()
         for scratch in (*self._scratch, *self._pending.scratch):
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
