@@ -259,7 +259,7 @@ class HandleGradients:
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
-        partial: gradient that a later backward completes; None if there is none.
+        partial: gradient that a later backward completes.
     """
 
     buffer_dtype: torch.dtype
@@ -276,7 +276,7 @@ class HandleGradients:
         self._buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
-        self.partial: ReduceScatteredGrad | None = None
+        self.partial = ReduceScatteredGrad()
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
@@ -387,7 +387,8 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = self.partial = None
+        self._buffer = None
+        self.partial = ReduceScatteredGrad()
         for shown in self._unreduced:
             shown.take_back()
         self._unreduced = []
