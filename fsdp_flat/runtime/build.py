@@ -408,9 +408,11 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     for name, param in root.named_parameters():
         if param not in ignored.params:
             fqn = clean_fqn(name)
-            check_adapter(adapter_of(param, fqn), fqn, groups)
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-            shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
+            is_sharded = getattr(param, "_fsdp_flattened", False)
+            if not is_sharded:
+                check_adapter(adapter_of(param, fqn), fqn, groups)
+            shape = "sharded already" if is_sharded else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 
