@@ -172,6 +172,7 @@ class StateDictConfig:
     """Holds options of every model state dict: ``offload_to_cpu`` moves values to the CPU."""
 
     offload_to_cpu: bool = False
+    rank0_only = False  # a field of the types that have the option
 
 
 @dataclass
@@ -207,6 +208,7 @@ class OptimStateDictConfig:
     """Holds options of every optimizer state dict."""
 
     offload_to_cpu: bool = True
+    rank0_only = False  # a field of the types that have the option
 
 
 @dataclass

@@ -120,12 +120,25 @@ def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
 
 
 def begin_staged_all_gather(
-    collectives: Collectives, rank_group: RankGroup, own: torch.Tensor, place: PlaceRows
+    begin: Callable[[torch.Tensor], Pending],
+    rank_group: RankGroup,
+    own: torch.Tensor,
+    place: PlaceRows,
+    staging: torch.Tensor | None = None,
 ) -> Pending:
-    """Implement ``begin_all_gather_rows`` by an all-gather into a temporary tensor in rank order."""
-    staging = own.new_empty(rank_group.size * own.numel())
+    """Implement ``begin_all_gather_rows`` by an all-gather into a temporary tensor in rank order.
+
+    Args:
+        begin: begins to all-gather the temporary tensor in place.
+        rank_group: the ranks.
+        own: as for ``begin_all_gather_rows``.
+        place: likewise.
+        staging: the temporary tensor (1-D); None allocates it.
+    """
+    if staging is None:
+        staging = own.new_empty(rank_group.size * own.numel())
     own_slice(staging, rank_group).copy_(own)
-    pending = collectives.begin_all_gather(staging)
+    pending = begin(staging)
 
     def finish() -> torch.Tensor:
         with torch.no_grad():
@@ -165,7 +178,7 @@ class _RankGroupCollectives:
         raise NotImplementedError
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        return begin_staged_all_gather(self, self.rank_group, own, place)
+        return begin_staged_all_gather(self.begin_all_gather, self.rank_group, own, place)
 
 
 class BackendCollectives(_RankGroupCollectives):
@@ -340,7 +353,7 @@ def _begin_broadcasts(group_collectives: _RankGroupCollectives, full: torch.Tens
 
 
 def collectives_for(
-    rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = ""
+    rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = "", backend: bool = False
 ) -> Collectives | None:
     """Return the cheapest collectives for a group on ``device``; None for a single rank, which needs none.
 
@@ -350,10 +363,11 @@ def collectives_for(
         unit: id of the tensors' unit, equal on every rank; 0 for none. Transports that send the id raise an error if
             ranks issue collectives of different units.
         name: name of the unit in that error.
+        backend: use the backend's all_gather and reduce_scatter, also where others are cheaper.
     """
     if rank_group.group is None or rank_group.size == 1:
         return None
-    if moves_by_gloo(rank_group.group, device):
+    if not backend and moves_by_gloo(rank_group.group, device):
         return (
             CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(rank_group)
         )

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ __all__ = [
     "is_fake",
     "moves_by_gloo",
     "resolve_groups",
+    "second_group",
+    "subgroup_of",
 ]
 
 
@@ -139,6 +142,49 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = global_ranks(group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group
+
+
+def second_group(rank_group: RankGroup) -> RankGroup:
+    """Create another process group of the same ranks, whose collectives run beside those of the first.
+
+    Every rank of the group must call this.
+    """
+    assert rank_group.group is not None
+    ranks = global_ranks(rank_group.group)
+    is_part = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second")
+    assert isinstance(group, dist.ProcessGroup)
+    return RankGroup.of(group)
+
+
+# Every unit of a model asks for the same groups, and each group costs connections.
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
+
+
+def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
+    """Return the group of ``num_ranks`` consecutive ranks of ``rank_group`` that this rank is in.
+
+    Every rank of ``rank_group`` must call this. The group is created at the first call.
+
+    Args:
+        rank_group: the ranks.
+        num_ranks: a factor of their number.
+    """
+    assert rank_group.group is not None
+    known = _subgroups.setdefault(rank_group.group, {})
+    if num_ranks not in known or _is_destroyed(known[num_ranks].group):
+        first = rank_group.rank // num_ranks * num_ranks
+        ranks = global_ranks(rank_group.group)[first : first + num_ranks]
+        known[num_ranks] = RankGroup.of(dist.new_group(ranks, use_local_synchronization=True))
+    return known[num_ranks]
+
+
+def _is_destroyed(group: dist.ProcessGroup | None) -> bool:
+    try:
+        dist.get_backend(group)
+    except ValueError:
+        return True
+    return False
 
 
 def resolve_groups(

@@ -31,7 +31,7 @@ from fsdp_flat.compat.semi_private import (
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, flat_param_name
-from fsdp_flat.runtime import Schedule, Unit, UnshardHandle, check_idle, reset_schedule, units_of
+from fsdp_flat.runtime import Schedule, ShardedModule, Unit, UnshardHandle, check_idle, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.user_warnings import warn_user
 
@@ -73,7 +73,7 @@ class _UnknownWrapper(dict[str, str]):
         return super().get(name, default)
 
 
-class UndocumentedMembers(nn.Module):
+class UndocumentedMembers(ShardedModule):
     """Provides members of FSDP1's wrapper that are not documented, or older forms of others; ours inherits them."""
 
     _unit: Unit
@@ -211,19 +211,8 @@ class UndocumentedMembers(nn.Module):
         return self.mixed_precision.buffer_dtype is not None
 
     def _unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the unit's parameters before its forward, which then uses them. Every rank must call this.
-
-        Args:
-            async_op: return at once, with a handle to wait for the all-gather.
-        """
-        unit = self._unit
-        unit.context.streams.shards_written()
-        unit.begin_unshard()
-        handle = UnshardHandle(unit)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        """Do as :meth:`unshard`, the name of this method in FSDP2."""
+        return self.unshard(async_op)
 
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:

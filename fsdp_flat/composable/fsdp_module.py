@@ -12,12 +12,13 @@ from torch import nn
 
 from fsdp_flat import runtime
 from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.runtime import Unit, UnshardHandle
+from fsdp_flat.flat import DTensorViews
+from fsdp_flat.runtime import ShardedModule, Unit
 
 __all__ = ["FSDPModule", "hook_state_dicts", "sharded_class"]
 
 
-class FSDPModule(nn.Module):
+class FSDPModule(ShardedModule):
     """Shards the parameters of a module that :func:`fully_shard` was called on; its class inherits from this one."""
 
     @property
@@ -31,7 +32,7 @@ class FSDPModule(nn.Module):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a module of the original class, for containers that create others of their own class (slices)."""
-        return cls.__mro__[2](*args, **kwargs)
+        return cls.__bases__[1](*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with its parameters unsharded. Every rank of the mesh must call this."""
@@ -48,49 +49,7 @@ class FSDPModule(nn.Module):
             "build a second one and load the first one's state dict."
         )
 
-    # -- sharded and unsharded state -------------------------------------------------------------------------------
-
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the parameters of this module's unit. Every rank of the mesh must call this.
-
-        Args:
-            async_op: return at once; the parameters are in place after ``wait`` of the result, or once the forward
-                has begun.
-
-        Returns:
-            The handle with ``async_op``, else None.
-        """
-        unit = self._own_unit
-        if not async_op:
-            unit.unshard()
-            return None
-        unit.begin_unshard()
-        return UnshardHandle(unit)
-
-    def reshard(self) -> None:
-        """Free the unsharded parameters of this module's unit; the module then holds sharded DTensors."""
-        self._own_unit.reshard()
-
-    # -- control ---------------------------------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in later backwards, or accumulate unreduced ones (gradient accumulation)."""
-        for unit in self._units(recurse):
-            unit.control.sync_gradients = requires_gradient_sync
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Free unsharded parameters after forward, or keep them for backward."""
-        for unit in self._units(recurse):
-            unit.control.reshard_after_forward = reshard_after_forward
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Free unsharded parameters after backward, or keep them for the next forward."""
-        for unit in self._units(recurse):
-            unit.control.reshard_after_backward = reshard_after_backward
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's sum of gradients over ranks by ``factor`` instead of the number of ranks."""
-        runtime.set_divide_factor([self._own_unit], factor)
+    set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
 
     # -- conversions -----------------------------------------------------------------------------------------------
 
@@ -119,12 +78,28 @@ def hook_state_dicts(unit: Unit) -> None:
     sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
     for module in dict.fromkeys(site.module for site in sites):
         module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(partial(_prepare_load, unit))
 
 
 def _show_shards(unit: Unit, *_: Any) -> None:
     """Reshard a unit before a state dict is taken or loaded."""
     runtime.check_idle(unit, "state_dict or load_state_dict")
-    unit.reshard()
+    if not unit.is_sharded:
+        # What a forward has kept for its backward stays: one rank alone may take a state dict in between.
+        unit.reshard()
     for handle in unit.handles:
         handle.adopt_changes()
+
+
+def _prepare_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts."""
+    _show_shards(unit)
+    for handle in unit.handles:
+        for index, entry in enumerate(handle.views.params):
+            for site in entry.sites:
+                key = prefix + site.name
+                value = state_dict.get(key) if site.module is module else None
+                if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
+                    continue
+                if value.shape == entry.param.shape and isinstance(handle.views, DTensorViews):
+                    state_dict[key] = handle.views.distribute(index, value)

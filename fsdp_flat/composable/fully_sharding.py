@@ -14,12 +14,23 @@ from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.flat import RowSharding
-from fsdp_flat.runtime import Ignored, UnitOptions, build_rows, compute_device_from, precision_of_rows, unit_of
+from fsdp_flat.runtime import (
+    Ignored,
+    SmallerGroup,
+    Unit,
+    UnitOptions,
+    build_rows,
+    compute_device_from,
+    precision_of_rows,
+    unit_of,
+)
+from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["fully_shard"]
 
+ShardPlacementFn = Callable[[nn.Parameter], Any]
 _Module = TypeVar("_Module", bound="nn.Module | list[nn.Module]")
 
 
@@ -28,10 +39,11 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 (frozen)
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
 ) -> _Module:
     """Shard the parameters of ``module`` that are not sharded yet, in place.
 
@@ -44,11 +56,14 @@ def fully_shard(
     Args:
         module: a module, or several that run one after another and form one unit.
         mesh: 1-D, to shard over; or 2-D, of which dim 0 replicates and dim 1 shards. Default: all ranks.
-        reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost.
+        reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost. A
+            number of ranks, a factor of those that shard: groups of that many consecutive ranks hold all parameters
+            between forward and backward, which all-gathers in the group; 1 is False, and all ranks is True.
         shard_placement_fn: returns for a parameter the ``Shard(dim)`` to use, or None for ``Shard(0)``.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: a :class:`CPUOffloadPolicy` keeps shards in host memory.
         ignored_params: parameters that are not sharded and whose gradients are not reduced.
+        dp_mesh_dims: not supported; torch's fully_shard takes the data-parallel dims of a larger mesh here.
 
     Returns:
         ``module``.
@@ -56,12 +71,19 @@ def fully_shard(
     Raises:
         OptionError: (a ValueError) arguments or a model that cannot be used.
         OptionTypeError: (a TypeError) an argument of the wrong type.
+        UnsupportedError: (a NotImplementedError) parameters of several meshes, or ``dp_mesh_dims``.
         UsageError: (a RuntimeError) no process group.
     """
+    if dp_mesh_dims is not None:
+        raise UnsupportedError(
+            f"dp_mesh_dims={dp_mesh_dims!r} is not supported: parameters that are DTensors over the data-parallel dims "
+            'too. Distribute them over the other dims, mesh["tp"], and pass mesh=mesh["dp"].'
+        )
     members = _members(module)
     mesh = _mesh_or_default(mesh)
     strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD)
     device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
+    offloads = isinstance(offload_policy, CPUOffloadPolicy)
     options = UnitOptions(
         strategy=strategy,
         groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),
@@ -73,13 +95,15 @@ def fully_shard(
         limit_all_gathers=True,
         sync_states="warn",
         precision=precision_of_rows(mp_policy),
-        offload_params=isinstance(offload_policy, CPUOffloadPolicy),
+        offload_params=offloads,
         param_init_fn=None,
-        rows=RowSharding(mesh, lambda param: _dim_of(param, shard_placement_fn)),
+        rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads),
     )
     ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
+    reshards, num_ranks = _resharding(reshard_after_forward, options.groups.shard.size)
     unit = build_rows(members, options, ignored)
-    unit.control.reshard_after_forward = None if reshard_after_forward is None else bool(reshard_after_forward)
+    unit.control.reshard_after_forward = reshards
+    unit.control.smaller_group = _smaller_group(unit, num_ranks)
     unit.control.reshard_after_backward = True
     for member in members:
         member.__dict__["_unit"] = unit
@@ -127,10 +151,49 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
     return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
-def _dim_of(param: nn.Parameter, shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None) -> int:
-    placement = None if shard_placement_fn is None else shard_placement_fn(param)
-    if placement is None:
+def _resharding(value: bool | int | None, num_shards: int) -> tuple[bool | None, int | None]:
+    """Return whether to reshard after forward, and to how many ranks if that is fewer than ``num_shards``.
+
+    Raises:
+        OptionError: ``value`` is no number of ranks to which parameters can be resharded.
+    """
+    if value is None or isinstance(value, bool):
+        return value, None
+    if not isinstance(value, int) or value < 1 or num_shards % value:
+        possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
+        raise OptionError(
+            f"reshard_after_forward must be True, False, None or a number of ranks that divides the {num_shards} that "
+            f"shard ({possible}); got {value!r}."
+        )
+    if value == 1:
+        warn_user(
+            "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
+            "them.",
+            stacklevel=3,
+        )
+    return value > 1, value if 1 < value < num_shards else None
+
+
+def _smaller_group(unit: Unit, num_ranks: int | None) -> SmallerGroup | None:
+    if num_ranks is None:
+        return None
+    return SmallerGroup(unit.options.groups.shard, num_ranks, unit.options.device, unit=unit.unit_id, name=unit.name)
+
+
+def _dim_of(param: nn.Parameter, mesh: DeviceMesh, shard_placement_fn: ShardPlacementFn | None) -> int:
+    given: Any = None if shard_placement_fn is None else shard_placement_fn(param)
+    # torch's ShardPlacementResult, which is not public.
+    info = getattr(given, "mesh_info", None)
+    if info is not None:
+        if info.mesh != mesh:
+            raise UnsupportedError(
+                f"shard_placement_fn chose another mesh, {info.mesh}, for a parameter of shape {tuple(param.shape)}; "
+                f"all parameters of one call share its mesh, {mesh}. Call fully_shard(experts, mesh=...) on the "
+                "modules that hold these parameters first, and then on the module around them."
+            )
+        given = given.placement
+    if given is None:
         return 0
-    if not isinstance(placement, Shard):
-        raise OptionTypeError(f"shard_placement_fn must return a Shard or None; got {placement!r}.")
-    return placement.dim
+    if not isinstance(given, Shard):
+        raise OptionError(f"shard_placement_fn must return a Shard or None; got {given!r}.")
+    return given.dim

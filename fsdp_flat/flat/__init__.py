@@ -8,7 +8,7 @@ from fsdp_flat.flat._torch import (
     node_will_run,
     pytree_children,
 )
-from fsdp_flat.flat.arrangement import Place, views_of
+from fsdp_flat.flat.arrangement import Place, joined, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,
@@ -18,7 +18,7 @@ from fsdp_flat.flat.guards import (
     unguarded,
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.sharded_grad import ReduceScatteredGrad, set_grad
 from fsdp_flat.flat.shown_grads import (
     grads_by_adapter,
     have_grads,
@@ -59,6 +59,7 @@ __all__ = [
     "ManagedParam",
     "MemoryPool",
     "Place",
+    "ReduceScatteredGrad",
     "RowSharding",
     "ShardState",
     "ShardedPlaceholder",
@@ -77,6 +78,7 @@ __all__ = [
     "have_grads",
     "in_backward",
     "inside_wrappers",
+    "joined",
     "modules_of",
     "named_sites",
     "node_will_run",

@@ -5,13 +5,14 @@ A flat layout has one order of elements; a row layout has two (see ``layout/row_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = ["Place", "local_part", "place_rows", "views_of"]
+__all__ = ["Place", "joined", "local_part", "place_rows", "rows_of", "views_of"]
 
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
@@ -50,10 +51,48 @@ def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
             targets[key] = [each[slice(*key)] for each in ranked]
         sources = list(rows.split(sizes, 1))
         for index, shape in shapes.items():
-            sources[index] = sources[index].view(-1, *shape)
+            sources[index] = sources[index].view(len(rows), *shape)
         torch._foreach_copy_(targets[key], sources)
 
     return place
+
+
+def joined(inputs: Sequence[tuple[torch.Tensor, Place | None]]) -> list[tuple[torch.Tensor, Place | None]]:
+    """Join inputs of all-gathers of one unit, each with the function that places its rows, by dtype.
+
+    Inputs that are all-gathered in place, with None, stay as they are.
+    """
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, Place]]] = {}
+    results: list[tuple[torch.Tensor, Place | None]] = []
+    for tensor, place in inputs:
+        if place is None:
+            results.append((tensor, None))
+        else:
+            by_dtype.setdefault(tensor.dtype, []).append((tensor, place))
+    for some in by_dtype.values():
+        results.append(
+            some[0] if len(some) == 1 else (torch.cat([tensor for tensor, _ in some]), partial(_place_each, some))
+        )
+    return results
+
+
+def _place_each(inputs: Sequence[tuple[torch.Tensor, Place]], first: int, rows: torch.Tensor) -> None:
+    for (_, place), part in zip(inputs, rows.split([tensor.numel() for tensor, _ in inputs], 1), strict=True):
+        place(first, part)
+
+
+def rows_of(buffer: torch.Tensor, layout: RowLayout, ranks: range) -> torch.Tensor:
+    """Return the shards of consecutive ranks, padding included, as a copy (1-D) of parts of the unsharded buffer."""
+    rows = buffer.new_empty(len(ranks), layout.shard_numel)
+    pieces = [
+        piece.view(-1, *shape)
+        for piece, shape in zip(
+            rows.split([chunk.numel for chunk in layout.chunks], 1), layout.chunk_shapes, strict=True
+        )
+    ]
+    sources = [_by_rank(buffer, layout, index)[ranks.start : ranks.stop] for index in range(len(pieces))]
+    torch._foreach_copy_(pieces, sources)
+    return rows.view(-1)
 
 
 def _by_rank(buffer: torch.Tensor, layout: RowLayout, index: int) -> torch.Tensor:

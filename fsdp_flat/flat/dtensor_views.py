@@ -6,19 +6,22 @@ a view of this rank's shard. State dicts, optimizers and gradient clipping are t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.utils
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.errors import UnsupportedError, UsageError, some_of
-from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, strided_shard
+from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, some_of
+from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, is_in_a_graph, strided_shard
+from fsdp_flat.flat.arrangement import local_part
 from fsdp_flat.flat.tensor_adapter import DTensorAdapter
 from fsdp_flat.flat.views import Views, VisibleParam
 from fsdp_flat.flat.walk import ManagedParam
@@ -34,15 +37,29 @@ class RowSharding:
     Attributes:
         mesh: the data-parallel mesh; its last dim shards, another one replicates.
         dim_of: returns the dim along which a parameter is sharded.
+        offloads: shards have to be in host memory.
     """
 
     mesh: DeviceMesh
     dim_of: Callable[[nn.Parameter], int]
+    offloads: bool = False
 
     def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
-        """Return the sharded dim of each parameter, non-negative."""
-        dims = [self.dim_of(entry.param) for entry in params]
-        return [dim + entry.param.dim() if dim < 0 else dim for dim, entry in zip(dims, params, strict=True)]
+        """Return the sharded dim of each parameter, non-negative.
+
+        Raises:
+            OptionError: a parameter has no such dim.
+        """
+        dims = []
+        for entry in params:
+            given = self.dim_of(entry.original)
+            dims.append(given + entry.param.dim() if given < 0 else given)
+            if not 0 <= dims[-1] < max(1, entry.param.dim()):
+                raise OptionError(
+                    f"Parameter {entry.fqn!r} of shape {tuple(entry.shape)} has no dim {given} to shard; "
+                    "shard_placement_fn returned it."
+                )
+        return dims
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
         """Create the DTensor of a parameter whose part on this rank is ``local``."""
@@ -92,8 +109,7 @@ class DTensorViews(Views):
         for index, entry in enumerate(params):
             local = _local_of(layout, index, rank, flat_param.data)
             dtensor = rows.template(entry, layout.dims[index], local)
-            shown = nn.Parameter(dtensor, requires_grad=entry.param.requires_grad)
-            shown.__dict__.update({key: value for key, value in entry.param.__dict__.items() if key != "_is_param"})
+            shown = _parameter(dtensor, like=entry.param)
             # Only a weak reference to the original is kept, so that its memory is freed.
             replaced = entry.replaced or TensorWeakRef(entry.param)
             entries.append(replace(entry, param=shown, replaced=replaced))
@@ -156,6 +172,20 @@ class DTensorViews(Views):
     def unregister_full_params(self) -> None:
         pass
 
+    def distribute(self, index: int, full: torch.Tensor) -> DTensor:
+        """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.
+
+        Nothing is communicated. The local tensor may be a view of ``full``, on whose device it is.
+        """
+        entry = self.params[index]
+        inner = entry.adapter.local_slice(full.detach())
+        local = local_part(self.layout, index, self.rank, inner).view(self.layout.local_shape(index, self.rank))
+        return self.with_local(index, local)
+
+    def with_local(self, index: int, local: torch.Tensor) -> DTensor:
+        """Return a DTensor with the mesh and placements of parameter ``index`` and the given local tensor."""
+        return self._rows.template(self.params[index], self.layout.dims[index], local)
+
     def remove(self) -> None:
         for parameters, name, _, _ in self._bindings:
             # Not None, which modules that rebuild their list of weights after a conversion (nn.RNN) would keep.
@@ -164,39 +194,72 @@ class DTensorViews(Views):
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
-        params = []
         for index, entry in enumerate(self.params):
             local = _local_of(self.layout, index, self.rank, self.flat_param.data)
-            before, param = entry.param, entry.param
+            param = entry.param
             if (local.dtype, local.device) == (param.dtype, param.device):
                 param._local_tensor = local  # type: ignore[attr-defined]
             else:
-                # A DTensor cannot change its dtype or device.
-                grad, before.grad = before.grad, None
-                param = nn.Parameter(
-                    self._rows.template(entry, self.layout.dims[index], local), requires_grad=before.requires_grad
-                )
-                param.__dict__.update({key: value for key, value in before.__dict__.items() if key != "_is_param"})
-                if grad is not None:
-                    param.grad = dtensor_like(param, _data(grad).to(local.device, local.dtype))
-            params.append(replace(entry, param=param))
-        self._show(params)
+                # A DTensor cannot change its dtype or device; an optimizer keeps the Parameter, which gets another one.
+                template = self._rows.template(entry, self.layout.dims[index], local)
+                other = _parameter(template, like=param)
+                if param.grad is not None:
+                    other.grad = dtensor_like(other, _data(param.grad).to(local.device, local.dtype))
+                torch.utils.swap_tensors(param, other)
+        self._show(self.params)
 
-    @property
-    def assigned(self) -> list[nn.Parameter]:
-        """The tensors that the modules hold in place of the parameters, by parameter."""
-        found = []
-        for entry in self.params:
-            held = [site.module._parameters.get(site.name) for site in entry.sites]
-            found.append(next((each for each in held if each is not None and each is not entry.param), entry.param))
-        return found
+    def check_convertible(self) -> None:
+        """Check that the parameters can change their dtype or device in place.
+
+        Raises:
+            UsageError: one cannot.
+        """
+        for index, entry in enumerate(self.params):
+            if is_in_a_graph(entry.param) or weakref.getweakrefs(entry.param):
+                raise UsageError(
+                    f"Parameter {self.describe(index)} cannot change its dtype or device: an autograd graph (of "
+                    "param.full_tensor(), for example) or a weak reference (of torch.compile, for example) uses it. "
+                    "Convert the model before, or drop these first."
+                )
+
+    def _assigned(self, index: int) -> nn.Parameter:
+        """Return the tensor that the modules hold in place of parameter ``index``, or the parameter itself."""
+        entry = self.params[index]
+        held = [site.module._parameters.get(site.name) for site in entry.sites]
+        return next((each for each in held if each is not None and each is not entry.param), entry.param)
+
+    def loaded(self) -> list[torch.Tensor] | None:
+        """Keep what was assigned to parameters on the meta device; return their local tensors once none is left there.
+
+        The parameters are views of a shard on the meta device until then; :meth:`fill` follows once it has memory.
+        """
+        params = []
+        for index, entry in enumerate(self.params):
+            current = self._assigned(index)
+            if current is not entry.param:
+                self._check_assigned(index, current)
+                _mark_like(current, entry.param)
+            params.append(replace(entry, param=current))
+        self._show(params)
+        left = any(entry.param.is_meta for entry in params)
+        return None if left else [_data(entry.param) for entry in params]
+
+    def fill(self, values: Sequence[torch.Tensor]) -> None:
+        """Copy local tensors to the parameters."""
+        with torch.no_grad():
+            for entry, value in zip(self.params, values, strict=True):
+                _data(entry.param).copy_(value)
+        for padding in self.layout.shard_paddings(self.rank):
+            self.flat_param.data[padding.to_slice()].zero_()
+        self.bump_version()
 
     def adopt_changes(self) -> None:
         unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
         if unchanged and self._pointers == [_data(entry.param).data_ptr() for entry in self.params]:
             return
         params = list(self.params)
-        for index, current in enumerate(self.assigned):
+        for index in range(len(params)):
+            current = self._assigned(index)
             if current is params[index].param and _data(current).data_ptr() == self._pointers[index]:
                 continue
             params[index] = replace(params[index], param=self._adopted(index, current))
@@ -204,6 +267,20 @@ class DTensorViews(Views):
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
+        self._check_assigned(index, current)
+        self.bump_version()
+        local = _local_of(self.layout, index, self.rank, self.flat_param.data)
+        with torch.no_grad():
+            local.copy_(_data(current))
+        if (local.dtype, local.device) != (current.dtype, current.device):
+            old = self.params[index]
+            template = self._rows.template(old, self.layout.dims[index], local)
+            return nn.Parameter(template, requires_grad=current.requires_grad)
+        current._local_tensor = local  # type: ignore[attr-defined]
+        _mark_like(current, self.params[index].param)
+        return current
+
+    def _check_assigned(self, index: int, current: nn.Parameter) -> None:
         shape = self.layout.local_shape(index, self.rank)
         if not isinstance(current, DTensor) or tuple(current._local_tensor.shape) != shape:
             held = f"a {type(current.data).__name__} of shape {tuple(_data(current).shape)}"
@@ -212,30 +289,41 @@ class DTensorViews(Views):
                 f"the local shape {shape}. Convert full tensors by torch.distributed.tensor.distribute_tensor(tensor, "
                 "param.device_mesh, param.placements)."
             )
-        self.bump_version()
-        local = _local_of(self.layout, index, self.rank, self.flat_param.data)
-        with torch.no_grad():
-            local.copy_(current._local_tensor)
-        if (local.dtype, local.device) != (current.dtype, current.device):
-            old = self.params[index]
-            template = self._rows.template(old, self.layout.dims[index], local)
-            return nn.Parameter(template, requires_grad=current.requires_grad)
-        current._local_tensor = local
-        current._fsdp_flattened = self.params[index].param._fsdp_flattened  # type: ignore[attr-defined]
-        return current
+        if self._rows.offloads and current.device.type not in ("cpu", "meta"):
+            self._raise_not_on_cpu([index], current.device)
 
     def check_materialized(self) -> None:
-        """Check that no parameter is on the meta device.
+        """Check that no parameter is on the meta device, and none of offloaded ones elsewhere than in host memory.
 
         Raises:
             UsageError: some are; the text names them.
         """
         if self.flat_param.is_meta:
-            meta = [self.describe(index) for index, param in enumerate(self.assigned) if param.is_meta]
+            meta = [self.describe(index) for index, entry in enumerate(self.params) if entry.param.is_meta]
             raise UsageError(
                 f"{len(meta)} parameters are on the meta device: {some_of(meta, 4)}. Call model.to_empty(device=...) "
                 "and initialise them, or load a state dict with assign=True, before the first forward."
             )
+        if self._rows.offloads and not self.flat_param.is_cpu:
+            self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
+
+    def _raise_not_on_cpu(self, indices: Iterable[int], device: torch.device) -> NoReturn:
+        raise UsageError(
+            f"With CPUOffloadPolicy sharded parameters are in host memory, but these are on {device}: "
+            f"{some_of([self.describe(index) for index in indices], 4)}. Load a state dict of CPU tensors, or call "
+            'model.to_empty(device="cpu").'
+        )
+
+
+def _parameter(data: torch.Tensor, *, like: nn.Parameter) -> nn.Parameter:
+    """Return a Parameter with the attributes of another one."""
+    param = nn.Parameter(data, requires_grad=like.requires_grad)
+    param.__dict__.update({key: value for key, value in like.__dict__.items() if key != "_is_param"})
+    return param
+
+
+def _mark_like(param: nn.Parameter, before: nn.Parameter) -> None:
+    param._fsdp_flattened = before._fsdp_flattened  # type: ignore[attr-defined]
 
 
 def _data(tensor: torch.Tensor) -> torch.Tensor:

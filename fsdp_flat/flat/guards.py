@@ -25,6 +25,7 @@ __all__ = [
     "enable_torch_function",
     "module_guard",
     "new_flat_parameter",
+    "replace_shard",
     "set_sharded_class",
     "unguarded",
 ]
@@ -234,6 +235,16 @@ def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_sharded: 
         is_sharded: whether optimizers hold it and other ranks hold other elements.
     """
     return _marked((ShardedFlatParameter if is_sharded else nn.Parameter)(shard, requires_grad))
+
+
+def replace_shard(flat_param: nn.Parameter, shard: torch.Tensor) -> None:
+    """Set the data of a flat parameter, also if it was on the meta device, where ``.data =`` refuses other devices."""
+    if flat_param.is_meta == shard.is_meta:
+        flat_param.data = shard
+    else:
+        other = type(flat_param)(shard, flat_param.requires_grad)
+        other.__dict__.update(flat_param.__dict__)
+        torch.utils.swap_tensors(flat_param, other)
 
 
 def copy_flat_parameter(flat_param: nn.Parameter, copied: nn.Parameter | None = None) -> nn.Parameter:

@@ -16,9 +16,9 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions
-from fsdp_flat.flat.arrangement import Place, local_part, place_rows, views_of
+from fsdp_flat.flat.arrangement import Place, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import new_flat_parameter, unguarded
+from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
@@ -154,6 +154,7 @@ class FlatParamHandle:
         pool: memory pool of the buffers; the units of a tree share one.
         orig_dtype: dtype of the shard.
         compute_dtype: dtype of the unsharded parameters now.
+        rows: while sharded, the shards of several ranks that :meth:`keep_rows` has kept, in the compute dtype; or None.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
     """
 
@@ -192,6 +193,8 @@ class FlatParamHandle:
         spec = self.spec
         self.pool = MemoryPool()
         self._state = ShardState.SHARDED
+        self.rows: torch.Tensor | None = None
+        self._num_rows = 0
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         unsharded_params = self._use_compute_dtype(params)
         common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
@@ -355,6 +358,29 @@ class FlatParamHandle:
             unsharded.own_slice.copy_(shard)
         return self.buffer.tensor, None
 
+    def keep_rows(self, ranks: range) -> None:
+        """Copy the shards of some ranks from the unsharded buffer, for :meth:`begin_unshard_of_rows`.
+
+        Args:
+            ranks: the ranks.
+        """
+        assert isinstance(self.layout, RowLayout)
+        self.rows, self._num_rows = rows_of(self.buffer.tensor, self.layout, ranks), len(ranks)
+
+    def begin_unshard_of_rows(self) -> tuple[torch.Tensor, Place]:
+        """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
+        self._move(ShardState.UNSHARDING)
+        self.buffer.alloc(self.pool)
+        rows, self.rows = self.rows, None
+        place, num_rows = self._unsharded.place, self._num_rows
+        assert rows is not None
+        assert place is not None
+
+        def place_groups(first: int, groups: torch.Tensor) -> None:
+            place(first * num_rows, groups.reshape(-1, self.layout.shard_numel))
+
+        return rows, place_groups
+
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
         self._move(ShardState.UNSHARDED)
@@ -382,6 +408,7 @@ class FlatParamHandle:
     def reset(self) -> None:
         """Reset to the sharded state from any state after an exception, and drop all gradients."""
         self._state = ShardState.SHARDED
+        self.rows = None
         self.free()
         self.views.use_sharded_views()
         self.grads.drop()
@@ -403,10 +430,12 @@ class FlatParamHandle:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
         with unguarded():
             if isinstance(self.views, DTensorViews) and self.flat_param.is_meta:
-                assigned = self.views.assigned
-                if any(param.is_meta for param in assigned):
+                loaded = self.views.loaded()
+                if loaded is None:
                     return
-                self.convert(lambda tensor: torch.empty_like(tensor, device=assigned[0].device))
+                like = loaded[0]
+                self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
+                self.views.fill(loaded)
             if not self._is_current(self.flat_param.data):
                 self.convert(lambda tensor: tensor)
             self.views.adopt_changes()
@@ -420,11 +449,15 @@ class FlatParamHandle:
             self.expose_unreduced_grads(lambda own, device, dtype: own.to(device=device, dtype=dtype))
 
     def _convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
+            self.views.check_convertible()
         converted = fn(self.flat_param.data)
-        if self.spec.offloads and converted.device.type == "cpu":
+        spec = self.spec
+        # Offloaded shards may be on the meta device still.
+        if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
             converted = converted.pin_memory()
         grad, self.flat_param.grad = self.flat_param.grad, None
-        self.flat_param.data = converted
+        replace_shard(self.flat_param, converted)
         if grad is not None:
             set_grad(self.flat_param, fn(grad))
         if not self._is_current(converted):
@@ -433,10 +466,11 @@ class FlatParamHandle:
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.storage_epoch += 1
         self._use_dtypes(converted.dtype, converted.dtype)
-        moved = converted.device != self.spec.shard_device
+        moved = converted.device != self.spec.shard_device and self.spec.device == self.spec.shard_device
         self.spec = replace(
             self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
         )
+        self._offloads = self.spec.offloads
         self._by_dtype.clear()
         self._switch_unsharded_params()
         self.views.bind_shard(rebuilt=True)

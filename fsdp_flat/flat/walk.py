@@ -55,6 +55,12 @@ class ManagedParam:
         """FQN relative to the unit's module, without wrapper components."""
         return self.sites[0].fqn
 
+    @property
+    def original(self) -> nn.Parameter:
+        """The user's Parameter, or one like it if the user does not hold it any more."""
+        found = self.replaced() if self.replaced is not None else self.param
+        return nn.Parameter(self.adapter.from_local(self.param.detach()), False) if found is None else found
+
     def mark(self, owner: FlattenedBy) -> None:
         """Mark the parameter as flattened by a unit, and the one that it replaces."""
         replaced = self.replaced() if self.replaced is not None else None

@@ -61,12 +61,12 @@ class RowLayout(FlatLayout):
 
         Args:
             params: name and shape of each parameter, each once.
-            dims: the dim along which each is sharded, non-negative.
+            dims: the dim along which each is sharded, non-negative; 0 for a scalar, which is an error.
             world_size: size of the shard group.
 
         Raises:
-            OptionError: if there are no parameters, names repeat, a parameter has no such dim, or a dim other than 0
-                is not divisible by ``world_size``.
+            OptionError: if there are no parameters, names repeat, a parameter is a scalar, or a dim other than 0 is not
+                divisible by ``world_size``.
         """
         param_infos: list[ParamInfo] = []
         end = 0
@@ -125,8 +125,6 @@ def _check(fqn: str, shape: tuple[int, ...], dim: int, world_size: int) -> None:
             f"Parameter {fqn!r} is a scalar, which has no dim to shard. Make it a 1-D tensor of one element, or "
             "pass it in ignored_params."
         )
-    if not 0 <= dim < len(shape):
-        raise OptionError(f"Parameter {fqn!r} of shape {shape} has no dim {dim} to shard.")
     if dim > 0 and shape[dim] % world_size:
         raise OptionError(
             f"Parameter {fqn!r} of shape {shape} cannot be sharded on dim {dim} over {world_size} ranks: a dim other "

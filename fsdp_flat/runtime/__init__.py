@@ -19,11 +19,14 @@ from fsdp_flat.runtime.precision import precision_from, precision_of_rows
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
     clear_gradients,
-    set_comm_hook,
-    set_divide_factor,
+    register_comm_hook,
+    set_divide_factor_of_tree,
+    set_reduce_scatter_divide_factor,
     without_reduction,
 )
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
+from fsdp_flat.runtime.sharded_module import ShardedModule, share_comm_ctx
+from fsdp_flat.runtime.smaller_group import SmallerGroup
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
@@ -36,6 +39,8 @@ __all__ = [
     "Ignored",
     "Phase",
     "Schedule",
+    "ShardedModule",
+    "SmallerGroup",
     "Unit",
     "UnitOptions",
     "UnshardHandle",
@@ -55,13 +60,15 @@ __all__ = [
     "participate",
     "precision_from",
     "precision_of_rows",
+    "register_comm_hook",
     "register_forward_method",
     "reset_schedule",
     "resolve_ignored",
     "run_module",
     "schedule_of",
-    "set_comm_hook",
-    "set_divide_factor",
+    "set_divide_factor_of_tree",
+    "set_reduce_scatter_divide_factor",
+    "share_comm_ctx",
     "summon_full_params",
     "unit_of",
     "units_of",

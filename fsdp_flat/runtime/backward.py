@@ -19,8 +19,9 @@ The backward of every rank must go through the same iterations.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,10 @@ from fsdp_flat.flat import node_will_run
 from fsdp_flat.runtime.phase import Weights
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["Backward", "Event", "ForwardRecord", "Iteration"]
+__all__ = ["Backward", "Event", "ForwardRecord", "Iteration", "PendingIterations"]
+
+# A program that evaluates with gradients enabled never runs backward through its iterations.
+_MAX_PENDING_ITERATIONS = 32
 
 
 class Event(NamedTuple):
@@ -86,6 +90,42 @@ class Iteration:
             return self.is_alive
         # Check the last ones first: a loss nearly always reaches those.
         return any(node_will_run(node) for gate in reversed(self.post_backward_nodes) if (node := gate()) is not None)
+
+
+class PendingIterations:
+    """Holds the iterations that no backward has reached yet, the same on every rank."""
+
+    def __init__(self) -> None:
+        self._iterations: list[Iteration] = []
+
+    def add(self, iteration: Iteration) -> None:
+        """Add an iteration that begins."""
+        self._iterations = [*self._iterations[-_MAX_PENDING_ITERATIONS:], iteration]
+
+    def remove(self, iterations: Collection[Iteration]) -> None:
+        """Remove iterations, some of which may not be pending."""
+        self._iterations = [iteration for iteration in self._iterations if iteration not in iterations]
+
+    def adopt(self, other: PendingIterations) -> None:
+        """Add the iterations that are pending in ``other``."""
+        self._iterations += [iteration for iteration in other._iterations if iteration not in self._iterations]
+
+    def of_backward(self, any_rank: Callable[[Sequence[bool]], list[bool]]) -> list[Iteration]:
+        """Return the iterations that the running backward goes through on any rank; drop those of freed graphs.
+
+        If several are pending, ranks exchange flags by ``any_rank``, because a unit's post-backward runs at the first
+        of its forwards. An iteration that is missing here, because of an earlier backward, is included when it is
+        reached.
+        """
+        included = [iteration.is_in_backward for iteration in self._iterations]
+        if len(included) > 1:
+            flags = any_rank([*included, *[iteration.is_alive for iteration in self._iterations]])
+            included, alive = flags[: len(included)], flags[len(included) :]
+        else:
+            alive = [True] * len(included)
+        found = list(compress(self._iterations, included))
+        self._iterations = list(compress(self._iterations, alive))
+        return found
 
 
 @dataclass(slots=True, eq=False)
@@ -188,7 +228,7 @@ class Backward:
                 self._take_turn(event.unit)
 
     def _needs_unshard(self, event: Event) -> bool:
-        return event.in_grad or event.unit not in self._returning
+        return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._returning)
 
     def next_all_gather(self, after: Unit) -> Unit | None:
         """Return the unit whose all-gather is next, other than ``after``; None if there is none."""

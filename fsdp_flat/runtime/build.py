@@ -297,7 +297,7 @@ def _spec(
         num_ranks=options.groups.num_ranks,
         use_orig_params=options.use_orig_params,
         device=options.device if options.offload_params else device,
-        shard_device=torch.device("cpu") if options.offload_params else device,
+        shard_device=torch.device("cpu") if options.offload_params and device.type != "meta" else device,
         compute_dtype=precision.master_dtype if full else precision.param_dtype,
         reduce_dtype=precision.master_dtype if full else precision.reduce_dtype,
         master_dtype=precision.master_dtype,
@@ -407,12 +407,11 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            fqn = clean_fqn(name)
+            fqn, shape = clean_fqn(name), "sharded already"
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-            is_sharded = getattr(param, "_fsdp_flattened", False)
-            if not is_sharded:
+            if not getattr(param, "_fsdp_flattened", False):
+                shape = f"of shape {tuple(param.shape)}"
                 check_adapter(adapter_of(param, fqn), fqn, groups)
-            shape = "sharded already" if is_sharded else f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 

@@ -188,7 +188,7 @@ class UnitForward:
             # may follow.
             trains = iteration is not None and iteration.trains
             keep_buffers = (
-                not keep and not open_ended and unit is not schedule.root and unit.needs_all_gather and trains
+                not keep and not open_ended and trains and unit.needs_all_gather and unit.control.unshard_in_backward
             )
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
             unit.exit_forward(keep=keep, keep_buffers=keep_buffers)

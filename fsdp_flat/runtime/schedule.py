@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import weakref
 from functools import partial
-from itertools import compress
 from typing import Any
 
 import torch
@@ -19,11 +18,11 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_failure
+from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
+from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
 from fsdp_flat.runtime.phase import Phase, Weights
@@ -33,8 +32,6 @@ from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
-# A program that evaluates with gradients enabled never runs backward through its iterations.
-_MAX_PENDING_ITERATIONS = 32
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
 _GRADS_PER_POLL = 4
 _ORDER = ErrorTexts(
@@ -67,24 +64,27 @@ class Schedule(CommContext):
         self.units = list(dict.fromkeys(units.values()))
         self.root = self.units[0]
         super().__init__(self.root.options.device)
+        self.streams, self.pool = self.root.context.streams, self.root.context.pool
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
         self._used: dict[FlatParamHandle, bytes] = {}
         self._num_grads_ready = 0
         self._position = 0
         self._iteration: Iteration | None = None
-        # Iterations that no backward has reached yet, the same on every rank.
-        self._pending_iterations: list[Iteration] = []
+        self._pending = PendingIterations()
         self._last_order: dict[Unit, list[Unit]] = {}
-        self._prefetched: Unit | None = None
+        self._prefetched: list[Unit] = []
         self._last_run: Unit | None = None
         self.open_groups: dict[Unit, Any] = {}
         self.looked_for_compiled = False
         self.warned_uncompiled = False
         self._buffers_full: bool | None = None
+        paths: dict[Unit, list[str]] = {}
         for name, unit in units.items():
+            paths.setdefault(unit, []).append(clean_fqn(name))
+        for unit, names in paths.items():
             # A unit that is called without its root keeps the path from wrapping.
-            unit.rename(clean_fqn(name) or unit.name)
+            unit.rename(", ".join(filter(None, names)) or unit.name)
         check_units(self.units)
         for unit in self.units:
             self._adopt_unit(unit)
@@ -107,9 +107,7 @@ class Schedule(CommContext):
             self.trace = self.trace if self.trace is not None else before.trace
             self._position = max(self._position, before._position)
             if before.root in self.units:
-                self._pending_iterations.extend(
-                    it for it in before._pending_iterations if it not in self._pending_iterations
-                )
+                self._pending.adopt(before._pending)
         unit.use_context(self)
         for handle in unit.handles:
             handle.grads.on_ready = partial(self.grads_ready, unit)
@@ -154,8 +152,8 @@ class Schedule(CommContext):
             self.rank_checks.before_iteration()
             self._iteration = Iteration()
             if self._iteration.trains:
-                self._pending_iterations = [*self._pending_iterations[-_MAX_PENDING_ITERATIONS:], self._iteration]
-            self.streams.shards_written()
+                self._pending.add(self._iteration)
+            self.streams.optimizer_stepped()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
             for whole in self._unsharded:
@@ -191,13 +189,16 @@ class Schedule(CommContext):
 
         The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
+        if unit is self.root or not unit.control.keeps_last:
+            unit.regroup_kept()
+            return
         self._free_kept_buffers()
         self._last_run = unit
 
     def _free_kept_buffers(self) -> None:
         unit, self._last_run = self._last_run, None
         if unit is not None:
-            unit.free_kept_buffers()
+            unit.regroup_kept()
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
@@ -205,9 +206,7 @@ class Schedule(CommContext):
         self._last_order[self._iteration.order[0]] = self._iteration.order
         if not self._iteration.expects_backward:
             self._free_kept_buffers()
-            self._pending_iterations = [
-                iteration for iteration in self._pending_iterations if iteration is not self._iteration
-            ]
+            self._pending.remove([self._iteration])
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.reshard()
@@ -225,7 +224,8 @@ class Schedule(CommContext):
 
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
-        for rank_group in self.root.options.groups.rank_groups:
+        separate = self.root.collective_choice.reduce_group or ALONE
+        for rank_group in (*self.root.options.groups.rank_groups, separate):
             report_failure(rank_group, f"raised {type(error).__name__}: {error}")
         self.abort()
 
@@ -233,11 +233,11 @@ class Schedule(CommContext):
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
         self._iteration = None
         self.open_groups.clear()
-        self._pending_iterations = []
+        self._pending = PendingIterations()
         self.backward = None
         self._callback = None
         self._used.clear()
-        self._prefetched = None
+        self._prefetched = []
         self._last_run = None
         self.reductions.reset(self.streams)
         for unit in self.units:
@@ -246,24 +246,32 @@ class Schedule(CommContext):
 
     # -- prefetch ------------------------------------------------------------------------------------------------
 
-    def _begin_early(self, unit: Unit) -> None:
-        if self._prefetched is None and unit.needs_all_gather and unit.is_sharded:
-            self._prefetched = unit
+    def _begin_early(self, unit: Unit | None, event: str) -> None:
+        if unit is not None and unit.needs_all_gather and unit.is_sharded and unit.context is self:
+            unit.log_event(event)
+            self._prefetched.append(unit)
             unit.begin_unshard()
 
     def mark_in_use(self, unit: Unit) -> None:
         """Record that a unit's parameters are in use, so that it no longer counts as prefetched."""
-        if self._prefetched is unit:
-            self._prefetched = None
+        if unit in self._prefetched:
+            self._prefetched.remove(unit)
 
     def _drop_prefetched(self) -> None:
-        unit, self._prefetched = self._prefetched, None
-        if unit is not None:
+        units, self._prefetched = self._prefetched, []
+        for unit in units:
             unit.reshard()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Begin the all-gather of the unit that followed ``unit`` in the last iteration of the same outermost unit."""
+        """Begin the all-gathers of the caller's list, else of the unit that followed ``unit`` in the last iteration.
+
+        That is the last iteration of the same outermost unit.
+        """
         assert self._iteration is not None
+        for module in unit.control.forward_prefetch:
+            self._begin_early(unit_of(module), "forward_prefetch")
+        if self._prefetched or unit.control.forward_prefetch:
+            return
         # Without streams nothing overlaps unless it begins early, so forward prefetch is always on there.
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
@@ -272,14 +280,17 @@ class Schedule(CommContext):
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
                 if following.needs_all_gather:
-                    self._begin_early(following)
+                    self._begin_early(following, "forward_prefetch")
                     return
 
     def _prefetch_backward(self, unit: Unit, mode: BackwardPrefetch) -> None:
-        if unit.needs_all_gather and unit.options.backward_prefetch is mode and self.backward is not None:
-            following = self.backward.next_all_gather(unit)
-            if following is not None:
-                self._begin_early(following)
+        given = unit.control.backward_prefetch
+        if given:
+            for module in given if mode is BackwardPrefetch.BACKWARD_PRE else ():
+                self._begin_early(unit_of(module), "backward_prefetch")
+        elif unit.needs_all_gather and unit.options.backward_prefetch is mode and not self._prefetched:
+            assert self.backward is not None
+            self._begin_early(self.backward.next_all_gather(unit), "backward_prefetch")
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -295,30 +306,12 @@ class Schedule(CommContext):
                     self.abort()
                     raise
             self.backward = Backward(self._join, self._take_turn)
-            self.backward.include(self._iterations_of_backward())
+            self.backward.include(self._pending.of_backward(self._exchange.any_rank))
             # Only autograd holds the callback: if it is freed without having run, the backward has raised.
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
         return self.backward
-
-    def _iterations_of_backward(self) -> list[Iteration]:
-        """Return the iterations that the running backward goes through on any rank, among those that await one.
-
-        If several await one, ranks exchange flags, because a unit's post-backward runs at the first of its forwards. An
-        iteration that is missing here, because of an earlier backward, is included when it is reached.
-        """
-        included = [iteration.is_in_backward for iteration in self._pending_iterations]
-        if len(self._pending_iterations) > 1:
-            flags = self._exchange.any_rank(
-                [*included, *[iteration.is_alive for iteration in self._pending_iterations]]
-            )
-            included, alive = flags[: len(included)], flags[len(included) :]
-        else:
-            alive = [True] * len(included)
-        found = list(compress(self._pending_iterations, included))
-        self._pending_iterations = list(compress(self._pending_iterations, alive))
-        return found
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
@@ -364,7 +357,7 @@ class Schedule(CommContext):
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._last_run:
             self._last_run = None
-        elif unit.needs_all_gather and unit.is_sharded:
+        elif unit.needs_all_gather and unit.is_sharded and unit is not self.root:
             self._free_kept_buffers()
 
     def _join(self, unit: Unit, weights: Weights) -> None:
@@ -382,6 +375,7 @@ class Schedule(CommContext):
         if unit.context is not self:
             return  # it is under two roots, and the other root's schedule runs it
         with profiled("post_backward", unit.name):
+            unit.log_event("post_backward")
             unit.end_backward(keeps_graph=self.backward.keeps_graph)
             if unit.control.sync_gradients:
                 for handle in unit.handles:
@@ -402,7 +396,7 @@ class Schedule(CommContext):
 
     @dynamo_disabled
     def _end_of_backward(self) -> None:
-        """Pass all remaining events, reduce all remaining gradients, and set the sharded gradients."""
+        """Pass all remaining events; reduce all remaining gradients and set the sharded ones, unless left open."""
         backward = self.backward
         assert backward is not None
         with profiled("root_post_backward", self.root.name):
@@ -412,23 +406,26 @@ class Schedule(CommContext):
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
-            self.rank_checks.after_backward()
-            waiting = [unit for unit in self.units if not unit.control.sync_gradients]
-            for handle in [handle for unit in waiting for handle in unit.handles]:
-                handle.expose_unreduced_grads(self.streams.copy_to)
-            if waiting:
-                self.streams.wait_for_host_copies()
-            if self._reduces:
-                with self._unmanaged.walked_once():
-                    self._exchange_and_set_grads()
+            if self.root.control.is_last_backward:
+                self._finalize()
         self.backward = None
         self._callback = None
         if not backward.keeps_graph:
-            self._pending_iterations = [
-                iteration for iteration in self._pending_iterations if iteration not in backward.iterations
-            ]
+            self._pending.remove(backward.iterations)
         self.pool.clear()
-        self.root.log_event("end_of_backward")
+        self.root.log_event("root_post_backward")
+
+    def _finalize(self) -> None:
+        """Set the gradients of this backward, and of those before it that were left open."""
+        self.rank_checks.after_backward()
+        waiting = [unit for unit in self.units if not unit.control.sync_gradients]
+        for handle in [handle for unit in waiting for handle in unit.handles]:
+            handle.expose_unreduced_grads(self.streams.copy_to)
+        if waiting:
+            self.streams.wait_for_host_copies()
+        if self._reduces:
+            with self._unmanaged.walked_once():
+                self._exchange_and_set_grads()
 
     @property
     def _reduces(self) -> bool:
@@ -462,13 +459,14 @@ class Schedule(CommContext):
         if outcome.differing is not None:
             self._raise_different(outcome.differing)
         self.collectives.clear()
+        for unit in reduced:
+            if unit.policy.all_reduce:
+                unreduced.update(self.reductions.partial_without_result(unit.handles))
         for unit in reduced if unreduced else ():
             for handle in unit.handles:
                 if handle in unreduced:
                     unit.begin_reduction(handle)
-        shards = self.reductions.finish(self.streams)
-        for handle, shard in shards.items():
-            handle.grads.add_reduced(shard, used[handle])
+        self.reductions.set_grads(self.streams, used)
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 
-from fsdp_flat.comm import true_on_any_rank
+from fsdp_flat.comm import Pending, true_on_any_rank, unrecorded
 from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -24,7 +24,7 @@ from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import FullParams, Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["check_idle", "full_params", "summon_full_params"]
+__all__ = ["all_gather_full", "check_idle", "full_params", "summon_full_params"]
 
 
 def check_idle(unit: Unit, what: str) -> None:
@@ -40,6 +40,30 @@ def check_idle(unit: Unit, what: str) -> None:
             f"{what} was called while unit {unit.name!r} is {unit.phase.value}. Call it between steps and outside of "
             "other summon_full_params contexts."
         )
+
+
+def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
+    """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
+
+    The result is separate memory, except if nothing is sharded: then it is the given tensor.
+    Every rank of the shard group must call this.
+    """
+    streams = unit.context.streams
+    with unrecorded():
+        streams.shards_written()
+        with streams.all_gathers:
+            pendings = [_begin_gather(unit, handle, of(handle)) for handle in unit.handles]
+            wholes = [pending.wait() for pending in pendings]
+    streams.wait_for_all_gathers()
+    return wholes
+
+
+def _begin_gather(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
+    if unit.collectives is None:
+        return Pending((), shard)
+    whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
+    whole[handle.layout.shard(unit.options.groups.shard.rank).to_slice()].copy_(shard)
+    return unit.collectives.begin_all_gather(whole)
 
 
 @contextmanager
@@ -62,7 +86,7 @@ def full_params(unit: Unit, *, device: torch.device | None = None, show: bool = 
     if unit.is_sharded:
         for handle in unit.handles:
             handle.adopt_changes()
-    wholes = unit.all_gather_full(lambda handle: handle.flat_param.data)
+    wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
     if device is not None:
         wholes = [whole.to(device) for whole in wholes]
     gathered = FullParams(dict(zip(unit.handles, wholes, strict=True)), show)
@@ -154,7 +178,7 @@ def summon_full_params(
             if shown and with_grads:
                 stack.enter_context(_full_grads(unit, writeback=writeback))
             elif with_grads:
-                unit.all_gather_full(_shard_grad)
+                all_gather_full(unit, _shard_grad)
                 _has_grads(unit)
             if writeback:
                 stack.enter_context(_written_back(unit, whole))
@@ -241,7 +265,7 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
 @contextmanager
 def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     shards = {handle: _shard_grad(handle) for handle in unit.handles}
-    wholes = unit.all_gather_full(shards.__getitem__)
+    wholes = all_gather_full(unit, shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):
         show_full_grads(handle.views, whole, there[handle])

@@ -7,7 +7,6 @@ and calls nothing above itself.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -16,17 +15,16 @@ from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import (
-    AllGather,
-    CustomCollectives,
+    CollectiveChoice,
     Pending,
-    ReduceScatter,
+    chosen_collectives,
     collectives_for,
     profiled,
     unit_names,
     unrecorded,
 )
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, modules_of
+from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
@@ -73,6 +71,8 @@ class Unit:
         state_dict_settings: the state-dict type and its options, set by ``set_state_dict_type``.
         context: streams, memory and records shared with the other units of the tree.
         policy: settings for combining gradients over ranks.
+        collectives: the library's collectives of the shard group, which are exact; None for a single rank.
+        collective_choice: the parts of them that a caller has replaced for steps.
         is_nested: an outer wrapper was built around this one.
         unsharded_version: version of the weights that are unsharded, or were last.
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
@@ -115,9 +115,10 @@ class Unit:
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
         self.is_nested = False
-        self._collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
+        self.collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
         # Used in steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
-        self._step_collectives = self._collectives
+        self._step_collectives = self.collectives
+        self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
         # Storage epoch of the parameters that the buffers still hold although the unit is sharded.
         self._kept_epoch: int | None = None
@@ -149,22 +150,22 @@ class Unit:
         for handle in self.handles:
             handle.pool = context.pool
 
-    def use_collectives(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these collectives in later steps; None is the library's own. See ``fsdp_flat.collectives``.
+    def use_collectives(self, choice: CollectiveChoice) -> None:
+        """Use other collectives in later steps.
 
         Raises:
             PhaseError: a step is under way.
         """
-        if self._collectives is None:
-            return
         if self._pending_all_gathers or self.phase is not Phase.IDLE:
             raise PhaseError(
                 f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
                 "or a reduce-scatter under way. Replace them between steps."
             )
-        self._step_collectives = CustomCollectives(
-            self.options.groups.shard, self._collectives, all_gather, reduce_scatter
-        )
+        self.collective_choice = choice
+        shard, device = self.options.groups.shard, self.options.device
+        self._step_collectives = chosen_collectives(choice, shard, device, unit=self.unit_id, name=self.name)
+        if self.control.smaller_group is not None:
+            self.control.smaller_group.use_collectives(choice)
 
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
@@ -181,7 +182,7 @@ class Unit:
     @property
     def needs_all_gather(self) -> bool:
         """True if an unshard communicates, so that beginning it early helps."""
-        return bool(self.handles) and self._collectives is not None
+        return bool(self.handles) and self.collectives is not None
 
     @property
     def holds_copies(self) -> bool:
@@ -209,19 +210,21 @@ class Unit:
         """Begin the all-gather if the unit is sharded. Every rank of the shard group must call this."""
         if not self.handles or not self.is_sharded or self._reuse_kept():
             return
-        self.log_event("begin_unshard")
-        self.is_outdated = False
-        context, collectives = self.context, self._step_collectives
+        self.log_event("unshard")
+        smaller = None if self.handles[0].rows is None else self.control.smaller_group
+        self.is_outdated = self.is_outdated and smaller is not None
+        context = self.context
+        collectives = self._step_collectives if smaller is None else smaller.collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
-        with (
-            profiled("all_gather", self.name),
-            unrecorded(),
-            context.streams.all_gathers,
-        ):
+        with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
+            inputs = []
             for handle in self.handles:
                 handle.adopt_changes()
-                tensor, place = handle.begin_unshard()
-                if collectives is not None:
+                inputs.append(handle.begin_unshard() if smaller is None else handle.begin_unshard_of_rows())
+            if collectives is not None:
+                for tensor, place in joined(inputs) if len(inputs) > 1 else inputs:
+                    if context.trace is not None:
+                        context.trace.append(("all_gather", self.name))
                     self._issued.append(("all-gather", self))
                     self._pending_all_gathers.append(
                         collectives.begin_all_gather(tensor)
@@ -232,15 +235,22 @@ class Unit:
                 context.streams.shards_read()
 
     def _reuse_kept(self) -> bool:
-        """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
+        """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is.
+
+        Kept rows remain for the all-gather in that backward.
+        """
         if self._kept_epoch is None:
             return False
         for handle in self.handles:
             handle.adopt_changes()
-        if in_backward() == -1 or self._kept_epoch != self.storage_epoch:
-            self.free_kept_buffers()
+        has_rows = self.handles[0].rows is not None
+        is_regrouped = has_rows and self.control.smaller_group is None
+        if in_backward() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
+            self.free_kept()
             return False
         self._kept_epoch = None
+        if has_rows:
+            return False
         for handle in self.handles:
             handle.undo_reshard()
         # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
@@ -262,7 +272,7 @@ class Unit:
             for handle in self.handles:
                 handle.finish_unshard()
         self.unsharded_version = self._version()
-        self.log_event("finish_unshard")
+        self.log_event("wait_for_unshard")
 
     def _version(self) -> int:
         return sum([handle.views.version() for handle in self.handles])
@@ -320,10 +330,10 @@ class Unit:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
 
         With ``keep_buffers`` the unit counts as sharded, but the next backward reuses the buffers, unless
-        :meth:`free_kept_buffers` frees them before.
+        :meth:`free_kept` or :meth:`regroup_kept` frees them before.
         """
         if self.is_sharded:
-            self.free_kept_buffers()
+            self.free_kept()
             return
         self.finish_unshard()
         for handle in self.handles:
@@ -331,39 +341,32 @@ class Unit:
             handle.reshard()
         self._kept_epoch = self.storage_epoch
         if not keep_buffers:
-            self.free_kept_buffers()
+            self.free_kept()
 
-    def free_kept_buffers(self) -> None:
-        """Free the buffers that :meth:`reshard` has kept."""
+    def regroup_kept(self) -> None:
+        """Free the buffers that :meth:`reshard` has kept, except what the control keeps of them for backward."""
+        smaller = self.control.smaller_group
+        if smaller is None:
+            self.free_kept()
+        elif self._kept_epoch is not None and self.handles[0].rows is None:
+            smaller.keep(self.handles)
+            self._free_buffers()
+
+    def free_kept(self) -> None:
+        """Free the buffers, or the rows of them, that are kept for the next backward."""
         if self._kept_epoch is None:
             return
         self._kept_epoch = None
+        if self.handles[0].rows is None:
+            self._free_buffers()
+        for handle in self.handles:
+            handle.rows = None
+
+    def _free_buffers(self) -> None:
         self.log_event("reshard")
         for handle in self.handles:
             handle.free()
         self.context.streams.buffers_freed()
-
-    def all_gather_full(self, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
-        """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
-
-        The result is separate memory, except if nothing is sharded: then it is the given tensor.
-        Every rank of the shard group must call this.
-        """
-        streams = self.context.streams
-        with unrecorded():
-            streams.shards_written()
-            with streams.all_gathers:
-                pendings = [self._begin_gather(handle, of(handle)) for handle in self.handles]
-                wholes = [pending.wait() for pending in pendings]
-        streams.wait_for_all_gathers()
-        return wholes
-
-    def _begin_gather(self, handle: FlatParamHandle, shard: torch.Tensor) -> Pending:
-        if self._collectives is None:
-            return Pending((), shard)
-        whole = shard.new_empty(handle.layout.numel, device=handle.spec.device)
-        whole[handle.layout.shard(self.options.groups.shard.rank).to_slice()].copy_(shard)
-        return self._collectives.begin_all_gather(whole)
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -413,10 +416,12 @@ class Unit:
             )
         self.phase = Phase.BACKWARD
         self.log_event("pre_backward")
-        self.use_full_precision(weights.full_precision)
-        self.unshard()
+        needs_unshard = self.control.unshard_in_backward
+        if needs_unshard:
+            self.use_full_precision(weights.full_precision)
+            self.unshard()
         # The unsharded parameters are still those of the forward, but a write-back has changed the shards since.
-        current = self._version() if self.is_outdated else self.unsharded_version
+        current = self._version() if self.is_outdated or not needs_unshard else self.unsharded_version
         if weights.version != current:
             raise PhaseError(
                 f"The weights of unit {self.name!r} were changed after the forward of this backward (by an optimizer "
@@ -447,7 +452,7 @@ class Unit:
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
-        self.log_event("begin_reduce")
+        self.log_event("reduce_scatter")
         context = self.context
         self._issued.append(("reduction", self))
 
@@ -455,7 +460,7 @@ class Unit:
             with profiled("reduce_scatter", self.name):
                 return Reduction(handle, self.options, self._step_collectives, context.streams, self.policy)
 
-        context.reductions.add(begin)
+        context.reductions.add(begin, self.policy.max_in_flight)
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""

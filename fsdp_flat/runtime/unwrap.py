@@ -9,7 +9,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.compiled import show_compiled_name
 from fsdp_flat.runtime.precision import drop_full_precision
 from fsdp_flat.runtime.schedule import Schedule
-from fsdp_flat.runtime.summon import check_idle
+from fsdp_flat.runtime.summon import all_gather_full, check_idle
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 __all__ = ["unwrap"]
@@ -64,7 +64,7 @@ def _restore_full(unit: Unit) -> None:
     unit.reshard()
     for handle in unit.handles:
         handle.adopt_changes()
-    wholes = unit.all_gather_full(lambda handle: handle.flat_param.data)
+    wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
     for handle, whole in zip(unit.handles, wholes, strict=True):
         handle.views.unflatten(whole)
     unit.buffers.cast(full=True)

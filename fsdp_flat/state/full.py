@@ -5,7 +5,7 @@ result; a load copies this rank's part out of the given tensors and communicates
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -13,7 +13,7 @@ from torch.overrides import is_tensor_like
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError
-from fsdp_flat.flat import PLAIN
+from fsdp_flat.flat import PLAIN, TensorAdapter
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
 
@@ -21,9 +21,11 @@ __all__ = ["FullCodec"]
 
 
 class FullCodec(StateDictCodec):
-    """Encodes full tensors, on every rank or on rank 0 of each shard group."""
+    """Encodes full tensors, on every rank or on rank 0 of each shard group.
 
-    shows_full = True
+    While a model is saved, its modules and their hooks see full parameters, and :meth:`stored` encodes each as the
+    modules then hold it. A subclass that overrides ``stored`` stores full tensors in another form.
+    """
 
     def gather(
         self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
@@ -32,7 +34,7 @@ class FullCodec(StateDictCodec):
 
         Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
         """
-        dst = 0 if getattr(config, "rank0_only", False) else None
+        dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
 
         def transfers() -> Iterator[TensorTransfer]:
@@ -47,18 +49,29 @@ class FullCodec(StateDictCodec):
             redistribute(transfers())
         return found
 
+    @final
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return full tensors; None on ranks that get none."""
-        is_elsewhere = bool(getattr(config, "rank0_only", False))
         return [
-            None if is_elsewhere and shard.param.rank_group.rank else self._completed(shard, unsharded, config)
+            None
+            if config.rank0_only and shard.param.rank_group.rank
+            else self.stored(shard.param.adapter.from_local(unsharded), shard.param.adapter, config)
             for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
         ]
 
-    def _completed(self, shard: StateShard, unsharded: torch.Tensor, config: Any) -> torch.Tensor:
-        adapter = shard.param.adapter
-        value = adapter.full_tensor(adapter.from_local(unsharded))
-        return value.cpu() if config.offload_to_cpu else value
+    def stored(
+        self, tensor: torch.Tensor, adapter: TensorAdapter, config: StateDictConfig | OptimStateDictConfig
+    ) -> torch.Tensor:
+        """Return the value of an unsharded tensor; it may share memory with it.
+
+        Every rank of the adapter's mesh must call this.
+
+        Args:
+            tensor: a module's parameter, or an optimizer state; a DTensor under tensor parallelism.
+            adapter: the parameter's.
+            config: the options.
+        """
+        full = adapter.full_tensor(tensor)
+        return full.cpu() if config.offload_to_cpu else full
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
@@ -69,7 +82,7 @@ class FullCodec(StateDictCodec):
             )
         if isinstance(value, ShardedTensor):
             raise LoadError(
-                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a whole "
+                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a full "
                 "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
             )
         if run.start == run.stop and not is_read:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import is_tensor_like
 
-from fsdp_flat.api import StateDictConfig
+from fsdp_flat.api import StateDictConfig, StateDictSettings
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
@@ -20,6 +20,7 @@ from fsdp_flat.runtime import Unit, check_idle, full_params
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import BOXES, FULL, codec_of, decoder_of
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.param_index import IndexedParam, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 from fsdp_flat.user_warnings import warn_user
@@ -40,7 +41,7 @@ def gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDict
     """
     if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
         return {}
-    if codec.shows_full:
+    if isinstance(codec, FullCodec):
         # Inside summon_full_params the modules have full parameters already.
         units = [unit for unit in units if unit.whole is None]
     values = iter(_gathered((shard for unit in units for shard in _shards_of(unit, codec, "")), codec, config))
@@ -49,12 +50,12 @@ def gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDict
 
 def _gathered(shards: Iterable[StateShard], codec: StateDictCodec, config: StateDictConfig) -> Sequence[Any]:
     with torch.no_grad():
-        return FULL.gather(shards, config) if codec.shows_full else codec.encode(list(shards), config)
+        return codec.gather(shards, config) if isinstance(codec, FullCodec) else codec.encode(list(shards), config)
 
 
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
     """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
-    if not codec.shows_full:
+    if not isinstance(codec, FullCodec):
         check_idle(unit, "state_dict")
     if unit.is_sharded:
         # While the unit is unsharded the modules hold unsharded parameters, so the user cannot assign sharded ones.
@@ -79,8 +80,7 @@ def _flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
 
 def save_unit(
     unit: Unit,
-    codec: StateDictCodec,
-    config: StateDictConfig,
+    settings: StateDictSettings,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     *,
@@ -92,26 +92,27 @@ def save_unit(
 
     Args:
         unit: the unit.
-        codec: codec of the state-dict type.
-        config: the options.
+        settings: the state-dict type and its options.
         prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it.
         gathered: the result of :func:`gather_units` for the unit, or None.
     """
-    if codec.shows_full:
-        return _save_full(unit, config, prefix, inner, gathered)
+    config = settings.state_dict_config
+    codec = codec_of(settings.state_dict_type, config)
+    if isinstance(codec, FullCodec):
+        return _save_full(unit, codec, config, prefix, inner, gathered)
     check_idle(unit, "state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
         warn_user(
-            f"Unit {unit.name!r} is not sharded, so its entries of the {'local' if codec.is_flat else 'sharded'} state "
-            "dict are full tensors.",
+            f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
+            "tensors.",
             stacklevel=4,
         )
         if codec.is_flat:
-            return _save_full(unit, config, prefix, inner, None)
+            return _save_full(unit, FULL, config, prefix, inner, None)
     with _names_shown(() if codec.is_flat else unit.handles):
         destination = inner()
     shards = _shards_of(unit, codec, prefix)
@@ -121,7 +122,11 @@ def save_unit(
         destination.update(dict.fromkeys(shard.label for shard in shards))
     values = _gathered(shards, codec, config) if gathered is None else gathered
     for shard, value in zip(shards, values, strict=True):
-        destination.update((name, value) for name in shard.param.fqns if name in destination)
+        for name in shard.param.fqns:
+            if value is None:
+                destination.pop(name, None)
+            elif name in destination:
+                destination[name] = value
     unit.buffers.restore(destination, prefix)
     return destination
 
@@ -140,14 +145,15 @@ def _names_shown(handles: Sequence[FlatParamHandle]) -> Iterator[None]:
 
 def _save_full(
     unit: Unit,
+    codec: FullCodec,
     config: StateDictConfig,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     gathered: Sequence[Any] | None,
 ) -> dict[str, Any]:
     """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
-    keep = not getattr(config, "rank0_only", False) or unit.options.groups.primary.rank == 0
-    with _full_params_registered(unit, gathered, config, keep=keep) as is_fresh:
+    keep = not config.rank0_only or unit.options.groups.primary.rank == 0
+    with _full_params_registered(unit, codec, gathered, config, keep=keep) as is_fresh:
         destination = inner()
         for param in params_of(unit, prefix):
             present = [name for name in param.fqns if name in destination]
@@ -155,11 +161,10 @@ def _save_full(
                 for name in present:
                     del destination[name]
             elif present:
-                stored = param.adapter.full_tensor(destination[present[0]].detach())
+                stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
                 # Inside summon_full_params a value is a view of the summoned parameter, unless a hook replaced it.
                 if not is_fresh and _shares_memory(stored, param.handle.views.shown(param.index)):
                     stored = stored.clone()
-                stored = stored.cpu() if config.offload_to_cpu else stored
                 destination.update(dict.fromkeys(present, stored))
         if keep:
             unit.buffers.restore(destination, prefix)
@@ -175,7 +180,7 @@ def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 @contextmanager
 def _full_params_registered(
-    unit: Unit, gathered: Sequence[Any] | None, config: StateDictConfig, *, keep: bool
+    unit: Unit, codec: FullCodec, gathered: Sequence[Any] | None, config: StateDictConfig, *, keep: bool
 ) -> Iterator[bool]:
     """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
     if unit.whole is not None:
@@ -183,7 +188,7 @@ def _full_params_registered(
             yield False
         return
     was_unsharded = not unit.is_sharded
-    tensors = iter(_gathered(_shards_of(unit, FULL, ""), FULL, config) if gathered is None else gathered)
+    tensors = iter(_gathered(_shards_of(unit, codec, ""), codec, config) if gathered is None else gathered)
     try:
         for handle in unit.handles:
             if keep:
@@ -267,12 +272,12 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadR
     if codec.is_flat:
         _load_flats(unit, codec, state_dict, prefix, report)
     else:
-        if unit.handles and not codec.shows_full:
+        if unit.handles and not isinstance(codec, FullCodec):
             report.units.append(unit)
         for target, value in _prepare_load(unit, state_dict, prefix, report):
             if value is None:
                 continue
-            decoder = codec if codec.shows_full else decoder_of(value)
+            decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
             report.has_chunks = report.has_chunks or decoder.exchanges
             report.has_own = report.has_own or not decoder.exchanges
             _decode(decoder, value, target, report)
@@ -280,9 +285,9 @@ def load_unit(unit: Unit, state_dict: dict[str, Any], prefix: str, report: LoadR
 
 
 def _decode(codec: StateDictCodec, value: Any, target: StateShard, report: LoadReport) -> None:
-    shape, expected = shape_of(value), target.full_shape
-    is_one_element = codec is FULL and math.prod(shape) == 1 and math.prod(expected) == 1
-    if shape != expected and not is_one_element and (codec is not FULL or is_tensor_like(value)):
+    shape, expected, is_full = shape_of(value), target.full_shape, isinstance(codec, FullCodec)
+    is_one_element = is_full and math.prod(shape) == 1 and math.prod(expected) == 1
+    if shape != expected and not is_one_element and (not is_full or is_tensor_like(value)):
         report.errors.append(
             f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape)} from checkpoint, "
             f"the shape in current model is {torch.Size(expected)}."

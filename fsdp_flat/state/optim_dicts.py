@@ -12,6 +12,7 @@ from torch import nn
 from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.state.codecs import DEFAULT_SETTINGS, codec_of
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.load_states import load_optim_state
 from fsdp_flat.state.model_dicts import get_state_dict_type
 from fsdp_flat.state.optim_contents import contents_of, ordered_params, rekey
@@ -98,8 +99,8 @@ def optim_state_dict_to_load(
     """
     settings = get_state_dict_type(model) or DEFAULT_SETTINGS
     config = settings.optim_state_dict_config
-    is_full = settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    if not is_full:
+    codec = codec_of(settings.state_dict_type, config)
+    if not isinstance(codec, FullCodec):
         _warn_if_empty(optim, optim_state_dict)
     contents = contents_of(optim)
     loaded = load_optim_state(
@@ -108,8 +109,8 @@ def optim_state_dict_to_load(
         optim_state_dict,
         own_groups=None if is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
-        from_rank_zero=isinstance(config, FullOptimStateDictConfig) and config.rank0_only,
-        expects_chunks=not is_full,
+        from_rank_zero=config.rank0_only,
+        expects_chunks=codec.exchanges,
         owners=contents.owners,
     )
     if load_directly:

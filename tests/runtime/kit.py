@@ -125,7 +125,7 @@ def assert_idle(model: nn.Module) -> None:
                 assert handle.buffer.nbytes == 0, f"{unit.name} holds {handle.buffer.nbytes} gathered bytes"
         assert unit.context.reductions.is_empty
         if isinstance(unit.context, Schedule):
-            assert unit.context._prefetched is None
+            assert not unit.context._prefetched
             assert unit.context.backward is None
 
 

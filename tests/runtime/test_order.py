@@ -43,9 +43,9 @@ def test_backward_pre_begins_the_previous_gather_before_the_current_gradients(us
     trace = step_trace(twin, rank)
     for index in (3, 2, 1):
         own, previous = f"blocks.{index}", f"blocks.{index - 1}"
-        begins = at(trace, "begin_unshard", previous, 1)
-        assert at(trace, "pre_backward", own) < begins < at(trace, "begin_reduce", own)
-        assert begins < at(trace, "pre_backward", previous) < at(trace, "finish_unshard", previous, 1)
+        begins = at(trace, "unshard", previous, 1)
+        assert at(trace, "pre_backward", own) < begins < at(trace, "reduce_scatter", own)
+        assert begins < at(trace, "pre_backward", previous) < at(trace, "wait_for_unshard", previous, 1)
 
 
 @on_ranks(2)
@@ -54,8 +54,8 @@ def test_backward_post_begins_the_previous_gather_after_the_current_gradients(ra
     trace = step_trace(twin, rank)
     for index in (3, 2, 1):
         own, previous = f"blocks.{index}", f"blocks.{index - 1}"
-        begins = at(trace, "begin_unshard", previous, 1)
-        assert at(trace, "begin_reduce", own) < begins < at(trace, "pre_backward", previous)
+        begins = at(trace, "unshard", previous, 1)
+        assert at(trace, "reduce_scatter", own) < begins < at(trace, "pre_backward", previous)
 
 
 @on_ranks(2)
@@ -64,8 +64,8 @@ def test_without_backward_prefetch_each_gather_begins_when_it_is_needed(rank: in
     trace = step_trace(twin, rank)
     for index in range(3):
         unit = f"blocks.{index}"
-        assert at(trace, "begin_unshard", unit, 1) == at(trace, "pre_backward", unit) + 1
-        assert at(trace, "finish_unshard", unit, 1) == at(trace, "pre_backward", unit) + 2
+        assert at(trace, "unshard", unit, 1) == at(trace, "pre_backward", unit) + 1
+        assert at(trace, "wait_for_unshard", unit, 1) == at(trace, "pre_backward", unit) + 3
 
 
 @on_ranks(2)
@@ -78,9 +78,9 @@ def test_forward_begins_the_next_gather_once_the_own_one_is_there_and_before_it_
     trace = step_trace(twin, rank)
     order = ["Stack", *[f"blocks.{index}" for index in range(4)]]
     for own, following in itertools.pairwise(order):
-        begins = at(trace, "begin_unshard", following)
-        assert at(trace, "finish_unshard", own) < begins < at(trace, "post_forward", own)
-        assert begins < at(trace, "pre_forward", following) < at(trace, "finish_unshard", following)
+        begins = at(trace, "unshard", following)
+        assert at(trace, "wait_for_unshard", own) < begins < at(trace, "post_forward", own)
+        assert begins < at(trace, "pre_forward", following) < at(trace, "wait_for_unshard", following)
 
 
 @on_ranks(2)
@@ -89,7 +89,7 @@ def test_the_first_forward_knows_no_order_and_begins_each_gather_when_it_is_need
     trace = step_trace(twin, rank, num_before=0)
     for index in range(4):
         unit = f"blocks.{index}"
-        assert at(trace, "begin_unshard", unit) == at(trace, "pre_forward", unit) + 1
+        assert at(trace, "unshard", unit) == at(trace, "pre_forward", unit) + 1
 
 
 @on_ranks(2)
@@ -103,11 +103,11 @@ def test_each_unit_is_freed_before_its_reduction_begins_and_nothing_is_left_at_t
     units = ["Stack", *[f"blocks.{index}" for index in range(4)]]
     for unit in units:
         events = [event for event, name in trace if name == unit]
-        assert events.count("begin_unshard") == events.count("finish_unshard") == events.count("reshard")
-        assert events.count("begin_reduce") == 1
-        assert at(trace, "reshard", unit, events.count("reshard") - 1) < at(trace, "begin_reduce", unit)
-    assert trace[-1] == ("end_of_backward", "Stack")
-    reduced = [name for event, name in trace if event == "begin_reduce"]
+        assert events.count("unshard") == events.count("wait_for_unshard") == events.count("reshard")
+        assert events.count("reduce_scatter") == 1
+        assert at(trace, "reshard", unit, events.count("reshard") - 1) < at(trace, "reduce_scatter", unit)
+    assert trace[-1] == ("root_post_backward", "Stack")
+    reduced = [name for event, name in trace if event == "reduce_scatter"]
     assert reduced[:4] == [f"blocks.{index}" for index in (3, 2, 1, 0)]
     twin.optimizer.zero_grad()
     twin.step()
@@ -134,7 +134,7 @@ def test_a_unit_is_freed_when_the_next_one_runs_so_the_last_stays_for_backward(
         for index in range(2):
             own, following = f"blocks.{index}", f"blocks.{index + 1}"
             assert at(trace, "post_forward", own) < at(trace, "reshard", own) < at(trace, "pre_forward", following)
-        assert trace.count(("begin_unshard", "blocks.2")) == 1
+        assert trace.count(("unshard", "blocks.2")) == 1
         assert at(trace, "reshard", "blocks.2") > at(trace, "pre_backward", "blocks.2")
 
 
@@ -230,7 +230,7 @@ def test_a_wrong_guess_of_the_next_unit_is_freed_and_the_right_one_gathered(rank
     twin.model.module.order = [0, 2]
     trace = traced(twin.model)
     square_loss(twin.model, batch(rank)).backward()
-    assert at(trace, "begin_unshard", "blocks.1") < at(trace, "pre_forward", "blocks.2")
+    assert at(trace, "unshard", "blocks.1") < at(trace, "pre_forward", "blocks.2")
     assert at(trace, "reshard", "blocks.1") > 0
     assert ("pre_forward", "blocks.1") not in trace
 
@@ -241,13 +241,13 @@ def test_units_in_units_prefetch_in_the_order_of_their_outputs(prefetch: Backwar
     module = nn.Sequential(nn.Sequential(Stack(2), nn.Linear(5, 8)), Stack(2))
     twin = Twin.of(module, auto_wrap_policy=BLOCKS, backward_prefetch=prefetch)
     trace = step_trace(twin, rank)
-    reduced = [name for event, name in trace if event == "begin_reduce"]
+    reduced = [name for event, name in trace if event == "reduce_scatter"]
     assert [name for name in reduced if "blocks" in name] == [
         "1.blocks.1",
         "1.blocks.0",
         "0.0.blocks.1",
         "0.0.blocks.0",
     ]
-    begins = at(trace, "begin_unshard", "0.0.blocks.1", 1)
+    begins = at(trace, "unshard", "0.0.blocks.1", 1)
     assert begins < at(trace, "pre_backward", "0.0.blocks.1")
-    assert (begins < at(trace, "begin_reduce", "1.blocks.0")) == (prefetch is BackwardPrefetch.BACKWARD_PRE)
+    assert (begins < at(trace, "reduce_scatter", "1.blocks.0")) == (prefetch is BackwardPrefetch.BACKWARD_PRE)

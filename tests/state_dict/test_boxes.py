@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
-from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.state import BoxedTensor
 from tests.runtime.kit import recorded
 from tests.support import Ranks, assert_equal, on_ranks
@@ -242,3 +243,17 @@ def test_boxes_of_another_sharding_are_refused_with_a_name() -> None:
     with pytest.raises(RuntimeError, match="Boxes fit the sharding that they were made for"):
         load_boxed(other, boxed(one))
     assert whole_state(other).keys() == before.keys()
+
+
+@on_ranks(2)
+def test_a_rank_without_an_optimizer_state_dict_fails_alone_since_boxes_are_loaded_alone(rank: int) -> None:
+    model = shard(seeded())
+    optimizer = trained(model, rank)
+    states = boxed_optimizer(model, optimizer)
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, *BOXES):
+        if rank == 0:
+            FSDP.optim_state_dict_to_load(model, optimizer, states)
+        else:
+            with pytest.raises(OptionError, match="An optimizer state dict has 'state'"):
+                FSDP.optim_state_dict_to_load(model, optimizer, {})
+    dist.barrier()

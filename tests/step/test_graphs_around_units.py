@@ -186,9 +186,9 @@ def test_a_pass_without_gradients_before_the_real_one_holds_no_unit_longer(rank:
     square_loss(pair.model, batch(rank)).backward()
     last, before = ("blocks.2", "blocks.1") if len(pair.plain.blocks) > 2 else ("blocks.1", "blocks.0")
     backward = trace[trace.index(("pre_backward", last)) :]
-    assert backward.index(("begin_reduce", last)) < backward.index(("begin_reduce", before))
+    assert backward.index(("reduce_scatter", last)) < backward.index(("reduce_scatter", before))
     assert backward.index(("reshard", last)) < backward.index(("pre_backward", before)) + 3
-    assert [event for event in backward if event == ("begin_unshard", last)] == []
+    assert [event for event in backward if event == ("unshard", last)] == []
 
 
 class Sometimes(Block):

@@ -66,7 +66,7 @@ def test_the_first_use_logs_units_and_the_way_tensors_move_and_later_steps_nothi
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("event", ["begin_unshard", "finish_unshard", "reshard", "pre_backward", "begin_reduce"])
+@pytest.mark.parametrize("event", ["unshard", "wait_for_unshard", "reshard", "pre_backward", "reduce_scatter"])
 def test_each_transition_is_logged_for_debugging(event: str, rank: int) -> None:
     pair = Pair.of(Stack())
     pair.train()

@@ -136,7 +136,7 @@ def run(build: Build, wrap: Wrap, options: dict[str, Any], rank: int, num_ranks:
             loss = mean_loss(model, batches(num_ranks, step=step)[rank])
             loss.backward()
             losses.append(loss.detach())
-        gathers = sorted(count_events(trace, "begin_unshard").values())
+        gathers = sorted(count_events(trace, "unshard").values())
         assert not any(unit.handles[0].buffer.nbytes for unit in model._unit.context.units if unit.needs_all_gather)
     grads = {i: param.grad for i, param in enumerate(model.parameters()) if param.grad is not None and param.numel()}
     return {"losses": dict(enumerate(losses)), "gradients": grads}, gathers
@@ -193,7 +193,7 @@ def test_full_sharding_with_checkpoints_gathers_each_block_but_the_last_twice_a_
         with traced(model) as trace:
             mean_loss(model, batches(num_ranks)[rank]).backward()
         # Forward, and recompute with backward; the outermost unit and the last stay after forward.
-        assert count_events(trace, "begin_unshard") == {"Sequential": 1, "1": 2, "2": 1}
+        assert count_events(trace, "unshard") == {"Sequential": 1, "1": 2, "2": 1}
 
 
 @pytest.mark.parametrize("impl", ["NO_REENTRANT", "REENTRANT"])

@@ -60,10 +60,10 @@ def test_accumulation_under_no_sync_equals_one_large_batch(
         with model.no_sync():
             for step in range(2):
                 mean_loss(model, batches(num_ranks, step=step)[rank]).backward()
-        assert count_events(trace, "begin_reduce") == {}
+        assert count_events(trace, "reduce_scatter") == {}
         reshards = count_events(trace, "reshard")
         mean_loss(model, batches(num_ranks, step=2)[rank]).backward()
-        assert set(count_events(trace, "begin_reduce").values()) == {1}
+        assert set(count_events(trace, "reduce_scatter").values()) == {1}
     if strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"):
         assert reshards == {}, "parameters stay gathered between the micro batches"
     elif strategy != "NO_SHARD":

@@ -145,7 +145,7 @@ def test_norms_stay_in_fp32_and_are_gathered_with_their_unit(strategy: str, rank
     x = batches(num_ranks)[rank]
     with traced(model) as trace:
         output = model(x)
-        needs_all_gather = count_events(trace, "begin_unshard")
+        needs_all_gather = count_events(trace, "unshard")
     output.float().pow(2).mean().backward()
     assert seen["norm weight"] == seen["norm output"] == {FP32}  # the hook ran before the outputs were cast back
     assert seen["norm input"] == {FP32}

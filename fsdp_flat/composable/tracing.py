@@ -1,0 +1,58 @@
+"""Records the events of a model's steps, for tests of order and numbers of collectives."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from torch import nn
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.runtime import schedule_of, unit_of, units_of
+
+__all__ = ["trace"]
+
+
+@contextmanager
+def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
+    """Record the events of the units of ``model`` inside the block, in their order on this rank.
+
+    Each is ``(event, module)``, with the module's path in the tree (the outermost one's class, and the paths of several
+    modules of one unit separated by commas)::
+
+        with trace(model) as events:
+            model(x).sum().backward()
+        assert events.count(("reduce_scatter", "blocks.0")) == 1
+
+    Events of a unit are ``pre_forward``, ``post_forward``, ``pre_backward``, ``post_backward``; ``unshard`` where its
+    all-gather begins, ``wait_for_unshard`` where it is complete, ``reshard`` where its memory is freed;
+    ``forward_prefetch`` and ``backward_prefetch`` before an ``unshard`` that begins early; and ``root_post_backward``
+    at the end of a backward. Collectives are ``all_gather`` and ``reduce_scatter``, one for each dtype and each
+    ``requires_grad`` in the unit.
+
+    Args:
+        model: a module with units, of ``fully_shard`` or ``FullyShardedDataParallel``.
+
+    Raises:
+        OptionError: (a ValueError) there are none.
+    """
+    roots = [model] if unit_of(model) is not None else _outermost(model)
+    if not roots:
+        raise OptionError(f"{type(model).__name__} has no unit, of fully_shard or FullyShardedDataParallel, to trace.")
+    events: list[tuple[str, str]] = []
+    contexts = []
+    for root in roots:
+        unit = unit_of(root)
+        assert unit is not None
+        schedule = schedule_of(root, unit)
+        contexts.append((schedule, schedule.trace))
+        schedule.trace = events
+    try:
+        yield events
+    finally:
+        for schedule, before in contexts:
+            schedule.trace = before
+
+
+def _outermost(model: nn.Module) -> list[nn.Module]:
+    return [unit.members[0] for unit in units_of(model) if not unit.is_nested]

@@ -1,0 +1,245 @@
+"""Defines the methods by which a caller controls one unit, which the wrapper class and FSDP2's front share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from torch import nn
+
+from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.runtime import collective_settings, reduction_settings
+from fsdp_flat.runtime.other_forwards import UnshardHandle
+from fsdp_flat.runtime.phase import Phase
+from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+
+__all__ = ["ShardedModule", "share_comm_ctx"]
+
+
+class ShardedModule(nn.Module):
+    """Controls the unit of a module: parameters unsharded by hand, order and prefetch, and switches.
+
+    Switches are read in later steps. Every rank must set the same ones.
+    """
+
+    # -- sharded and unsharded state -------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """All-gather the parameters of this module's unit. Every rank of the shard group must call this.
+
+        Args:
+            async_op: return at once; the parameters are in place after ``wait`` of the result, or once the forward
+                has begun.
+
+        Returns:
+            The handle with ``async_op``, else None.
+
+        Raises:
+            PhaseError: inside ``summon_full_params``.
+            UsageError: parameters are on the meta device.
+        """
+        unit = _unit_for(self, "unshard")
+        schedule = unit.context if isinstance(unit.context, Schedule) else None
+        if schedule is None or (schedule.iteration is None and schedule.backward is None):
+            # No step runs, so the optimizer may have written the shards.
+            unit.context.streams.shards_written()
+        if async_op:
+            unit.begin_unshard()
+            return UnshardHandle(unit)
+        unit.unshard()
+        return None
+
+    def reshard(self) -> None:
+        """Free the unsharded parameters of this module's unit; the module then holds the sharded ones.
+
+        Raises:
+            PhaseError: inside ``summon_full_params`` or the unit's forward.
+        """
+        unit = _unit_for(self, "reshard")
+        if unit.phase is Phase.FORWARD:
+            raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
+        unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Reset the tree after an exception in a step: parameters are sharded, gradients of the step are dropped.
+
+        The next forward does so by itself; this frees memory earlier. Gradients accumulated without reduction are
+        dropped too.
+
+        Raises:
+            UsageError: not the outermost unit.
+        """
+        unit = _own_unit(self)
+        schedule = schedule_of(self, unit)
+        if schedule.root is not unit:
+            raise UsageError(
+                f"reset_iter_state must be called on the outermost unit; {unit.name!r} is nested in "
+                f"{schedule.root.name!r}."
+            )
+        schedule.abort()
+
+    # -- resharding ------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Free unsharded parameters after forward, or keep them for backward, also those of the outermost unit.
+
+        It replaces a number of ranks that ``fully_shard`` was given.
+
+        Args:
+            reshard_after_forward: whether to free them.
+            recurse: set it for the units below, too.
+
+        Raises:
+            OptionError: (a ValueError) not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise OptionError(f"reshard_after_forward must be True or False here; got {reshard_after_forward!r}.")
+        for unit in _units(self, recurse):
+            unit.control.reshard_after_forward = reshard_after_forward
+            unit.control.smaller_group = None
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Free unsharded parameters after backward, or keep them for the next forward.
+
+        Kept parameters are all-gathered again in that forward if an optimizer has changed the shards.
+
+        Args:
+            reshard_after_backward: whether to free them.
+            recurse: set it for the units below, too.
+        """
+        for unit in _units(self, recurse):
+            unit.control.reshard_after_backward = reshard_after_backward
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Unshard this unit's parameters for backward, or leave them sharded because backward does not read them.
+
+        An ``nn.Embedding`` does not. Where it does read them, autograd raises.
+
+        Args:
+            unshard_in_backward: whether to unshard them.
+        """
+        _own_unit(self).control.unshard_in_backward = unshard_in_backward
+
+    # -- order -----------------------------------------------------------------------------------------------------
+
+    def set_modules_to_forward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Begin the all-gathers of these modules' units in forward, once this unit's parameters are there.
+
+        A unit that does not run is resharded at the end of the forward.
+
+        Args:
+            modules: modules with units of their own, in this order; none for the library's choice.
+
+        Raises:
+            OptionError: (a ValueError) a module without a unit.
+        """
+        _own_unit(self).control.forward_prefetch = _with_units(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
+        """Begin the all-gathers of these modules' units in backward, once this unit's parameters are there.
+
+        A unit that the backward does not reach is resharded at its end.
+
+        Args:
+            modules: modules with units of their own, in this order; none for the library's choice.
+
+        Raises:
+            OptionError: (a ValueError) a module without a unit.
+        """
+        _own_unit(self).control.backward_prefetch = _with_units(modules)
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Set gradients at the end of later backwards of the tree, or only at the end of the next last one.
+
+        Until then each backward reduces as it goes (unless gradient synchronization is off) and keeps the results.
+
+        Args:
+            is_last_backward: whether later backwards set gradients.
+        """
+        unit = _own_unit(self)
+        root = unit.context.root if isinstance(unit.context, Schedule) else unit
+        root.control.is_last_backward = is_last_backward
+
+    def set_backend_collectives(self, enable: bool = True) -> None:
+        """Issue the all-gathers and reduce-scatters that FSDP2 issues, in this unit and those below.
+
+        Each is one call of the backend. By default the library uses cheaper ways where it has some (shared memory
+        between ranks of one host), and the last unit of a forward keeps its parameters for the backward that follows,
+        which saves an all-gather.
+
+        Args:
+            enable: False restores the default.
+        """
+        for unit in units_of(self):
+            unit.control.keeps_last = not enable
+            unit.use_collectives(replace(unit.collective_choice, backend=enable))
+
+    # -- gradients and communication -------------------------------------------------------------------------------
+
+    set_requires_gradient_sync = reduction_settings.set_requires_gradient_sync
+    set_requires_all_reduce = reduction_settings.set_requires_all_reduce
+    set_gradient_divide_factor = reduction_settings.set_gradient_divide_factor
+    set_force_sum_reduction_for_comms = reduction_settings.set_force_sum_reduction_for_comms
+    set_all_reduce_hook = reduction_settings.set_all_reduce_hook
+    set_post_optim_event = reduction_settings.set_post_optim_event
+    set_reduce_scatter_max_input_buffers = reduction_settings.set_reduce_scatter_max_input_buffers
+    set_reduce_scatter_unused_params = reduction_settings.set_reduce_scatter_unused_params
+    set_allocate_memory_from_process_group_for_comm = (
+        collective_settings.set_allocate_memory_from_process_group_for_comm
+    )
+    set_custom_all_gather = collective_settings.set_custom_all_gather
+    set_custom_reduce_scatter = collective_settings.set_custom_reduce_scatter
+    set_separate_reduce_scatter_group = collective_settings.set_separate_reduce_scatter_group
+    set_symm_mem_for_comm = collective_settings.set_symm_mem_for_comm
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accept FSDP2's switch: all-gathers are always asynchronous here."""
+
+
+def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
+    """Let several outermost units share streams and memory, as the stages of a pipeline in one process.
+
+    Args:
+        modules: modules with units of their own.
+
+    Raises:
+        OptionError: (a ValueError) a module without a unit.
+    """
+    units = [_own_unit(module) for module in _with_units(modules)]
+    for unit in units[1:]:
+        context, first = unit.context, units[0].context
+        context.streams, context.pool = first.streams, first.pool
+        for each in context.units if isinstance(context, Schedule) else [unit]:
+            each.use_context(context)
+
+
+def _own_unit(module: nn.Module) -> Unit:
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def _unit_for(module: nn.Module, action: str) -> Unit:
+    """Return the unit of a module, for an action between or inside steps."""
+    unit = _own_unit(module)
+    if isinstance(unit.context, Schedule):
+        unit.context.recover()
+    if unit.phase is Phase.SUMMONED:
+        raise PhaseError(f"{action} was called while unit {unit.name!r} is {unit.phase.value}. Leave that first.")
+    return unit
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    return units_of(module) if recurse else [_own_unit(module)]
+
+
+def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:
+    found = tuple(modules)
+    for module in found:
+        if not isinstance(module, nn.Module) or unit_of(module) is None:
+            raise OptionError(
+                f"Every module must have a unit of its own, by fully_shard or FullyShardedDataParallel; "
+                f"{type(module).__name__} has none."
+            )
+    return found

@@ -1,0 +1,115 @@
+"""Trains a plain model, torch's fully_shard and ours side by side, on the same batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.composable import fully_shard
+from fsdp_flat.runtime import Schedule, units_of
+from tests.runtime.kit import assert_idle
+from tests.support import assert_close
+from tests.support.kit import square_loss
+
+Shard = Callable[[Any, Callable[..., Any]], Any]
+Run = Callable[[Any, int], Any]
+
+
+def blocks_and_root(model: Any, shard: Callable[..., Any], **kwargs: Any) -> Any:
+    """Shard every block of a ``Stack``, then the model."""
+    for block in model.blocks:
+        shard(block, **kwargs)
+    return shard(model, **kwargs)
+
+
+def batch_of(step: int, width: int = 8, num_rows: int = 3) -> torch.Tensor:
+    """Return this rank's rows of a step."""
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(num_rows, width, generator=generator)
+
+
+def one_backward(model: Any, step: int) -> None:
+    square_loss(model, batch_of(step)).backward()
+
+
+class Sides:
+    """Holds the three models and their optimizers.
+
+    Args:
+        model: the plain model.
+        shard: shards a model by the function that it is given.
+        with_torch: also train torch's; it cannot run every case.
+    """
+
+    def __init__(self, model: nn.Module, shard: Shard = blocks_and_root, *, with_torch: bool = True) -> None:
+        self.plain: Any = copy.deepcopy(model)
+        self.ours: Any = copy.deepcopy(model)
+        self.theirs: Any = copy.deepcopy(model) if with_torch else None
+        shard(self.ours, fully_shard)
+        if with_torch:
+            shard(self.theirs, torch_fully_shard)
+        self._optimizers = {
+            side: torch.optim.AdamW(side.parameters(), lr=0.05)
+            for side in (self.plain, self.ours, self.theirs)
+            if side is not None
+        }
+        self.num_steps = 0
+
+    def step(self, run: Run = one_backward, run_torch: Run | None = None, *, num_steps: int = 1) -> None:
+        """Run ``run(model, step)`` on each side, compare gradients, step the optimizers, and compare parameters."""
+        for _ in range(num_steps):
+            for side in self._optimizers:
+                (run_torch or run if side is self.theirs else run)(side, self.num_steps)
+            self.num_steps += 1
+            _average(self.plain)
+            self.check_gradients()
+            for optimizer in self._optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+            self.check_parameters()
+            assert_no_step_runs(self.ours)
+
+    def check_gradients(self) -> None:
+        expected = {name: param.grad for name, param in self.plain.named_parameters() if param.grad is not None}
+        actual = {name: param.grad for name, param in self.ours.named_parameters() if param.grad is not None}
+        assert set(actual) == set(expected)
+        assert_close({name: _full(grad) for name, grad in actual.items()}, expected, atol=1e-6, rtol=1e-5)
+
+    def check_parameters(self) -> None:
+        expected = {name: param.detach() for name, param in self.plain.named_parameters()}
+        for side in list(self._optimizers)[1:]:
+            actual = {name: _full(param.detach()) for name, param in side.named_parameters()}
+            assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+
+
+def assert_no_step_runs(model: nn.Module) -> None:
+    """Assert that nothing is in flight; units may be unsharded if they were told to stay so."""
+    if all(unit.control.reshard_after_backward for unit in units_of(model)):
+        assert_idle(model)
+    for unit in units_of(model):
+        assert isinstance(unit.context, Schedule)
+        assert unit.context.backward is None
+        assert unit.context.iteration is None
+        assert all(handle.rows is None for handle in unit.handles)
+
+
+def _full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _average(plain: nn.Module) -> None:
+    """Average gradients over ranks; one that only some ranks have is averaged with zeros."""
+    for param in plain.parameters():
+        has_grad = torch.tensor(float(param.grad is not None))
+        dist.all_reduce(has_grad)
+        if has_grad:
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(grad)
+            param.grad = grad / dist.get_world_size()

@@ -1,0 +1,118 @@
+"""RowLayout against torch.chunk: each parameter in chunks along one dim, padded to one size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat.arrangement import local_part, place_rows, views_of
+from fsdp_flat.layout import Interval, RowLayout
+
+Shapes = list[tuple[int, ...]]
+shape_lists = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), min_size=1, max_size=5)
+
+
+def layout_of(shapes: Shapes, world_size: int, choices: Sequence[int]) -> RowLayout:
+    """Shard each parameter on the dim that ``choices`` asks for, or on dim 0 where that is not divisible."""
+    dims = [choice % len(shape) for choice, shape in zip(itertools.cycle(choices), shapes, strict=False)]
+    dims = [dim if shape[dim] % world_size == 0 else 0 for dim, shape in zip(dims, shapes, strict=True)]
+    named = [(f"p{index}", shape) for index, shape in enumerate(shapes)]
+    return RowLayout.of_rows(named, dims, world_size=world_size)
+
+
+layouts = st.builds(layout_of, shape_lists, st.integers(1, 5), st.lists(st.integers(0, 2), min_size=1, max_size=3))
+
+
+def params_of(layout: RowLayout) -> list[torch.Tensor]:
+    """Number all elements of all parameters from 1; 0 is for padding."""
+    start, found = 1, []
+    for param_info in layout.param_infos:
+        found.append(torch.arange(start, start + param_info.numel).view(param_info.shape))
+        start += param_info.numel
+    return found
+
+
+def shard_of(layout: RowLayout, params: Sequence[torch.Tensor], rank: int) -> torch.Tensor:
+    shard = torch.zeros(layout.shard_numel, dtype=torch.int64)
+    for index, param in enumerate(params):
+        part = local_part(layout, index, rank, param)
+        shard[layout.local_shard(index, rank).in_shard.to_slice()] = part
+    return shard
+
+
+@given(layouts)
+def test_local_parts_are_the_chunks_of_torch(layout: RowLayout) -> None:
+    for index, param in enumerate(params_of(layout)):
+        chunks = list(param.chunk(layout.world_size, layout.dims[index]))
+        for rank in range(layout.world_size):
+            part = local_part(layout, index, rank, param).view(layout.local_shape(index, rank))
+            if rank < len(chunks):
+                assert torch.equal(part, chunks[rank])
+            else:
+                assert part.numel() == 0
+                assert part.shape[layout.dims[index]] == 0
+
+
+@given(layouts)
+def test_placed_shards_are_the_parameters(layout: RowLayout) -> None:
+    params = params_of(layout)
+    buffer = torch.full((layout.numel,), -1)
+    place = place_rows(buffer, layout)
+    shards = torch.stack([shard_of(layout, params, rank) for rank in range(layout.world_size)])
+    # One row, and then the others together.
+    place(0, shards[:1])
+    if layout.world_size > 1:
+        place(1, shards[1:])
+    for view, param in zip(views_of(buffer, layout), params, strict=True):
+        assert torch.equal(view, param)
+        assert view.is_contiguous()
+    # Padding too is that of the shards.
+    assert torch.equal(buffer.sort().values, shards.view(-1).sort().values)
+
+
+@given(layouts)
+def test_shards_and_padding_cover_a_tensor_in_rank_order(layout: RowLayout) -> None:
+    covered = torch.zeros(layout.world_size * layout.shard_numel, dtype=torch.int64)
+    for rank in range(layout.world_size):
+        start = layout.shard(rank).start
+        assert layout.shard(rank) == Interval(start, start + layout.shard_numel)
+        for local_shard in layout.local_shards(rank):
+            covered[local_shard.in_shard.shift(start).to_slice()] += 1
+        for padding in layout.shard_paddings(rank):
+            covered[padding.shift(start).to_slice()] += 10
+    paddings = torch.zeros_like(covered)
+    for padding in layout.paddings():
+        paddings[padding.to_slice()] += 1
+    assert set(covered.unique().tolist()) <= {1, 10}
+    assert torch.equal(paddings, (covered == 10).long())
+    assert layout.unpadded_numel == layout.numel == covered.numel()
+
+
+@given(layouts)
+def test_partitions_count_elements_with_the_sharded_dim_first(layout: RowLayout) -> None:
+    for index, param in enumerate(params_of(layout)):
+        moved = param.movedim(layout.dims[index], 0)
+        partition = layout.partition(index)
+        for rank in range(layout.world_size):
+            local_shard = layout.local_shard(index, rank)
+            assert partition[rank] == local_shard.in_param
+            part = local_part(layout, index, rank, param).view(layout.local_shape(index, rank))
+            expected = moved.reshape(-1)[local_shard.in_param.to_slice()]
+            assert torch.equal(part.movedim(layout.dims[index], 0).reshape(-1), expected)
+        assert sum(partition[rank].numel for rank in range(layout.world_size)) == math.prod(param.shape)
+
+
+def test_scalars_and_uneven_inner_dims_are_refused() -> None:
+    with pytest.raises(OptionError, match="'p' is a scalar"):
+        RowLayout.of_rows([("p", ())], [0], world_size=2)
+    with pytest.raises(OptionError, match=r"'p' of shape \(4, 3\) cannot be sharded on dim 1 over 2 ranks"):
+        RowLayout.of_rows([("p", (4, 3))], [1], world_size=2)
+    with pytest.raises(OptionError):
+        RowLayout.of_rows([("p", (4, 3)), ("p", (2,))], [0, 0], world_size=2)
