@@ -234,8 +234,11 @@ def _split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torc
     """Split the gradient of a parameter (the parameter's shape) by the places of :func:`_grad_places`."""
     if not isinstance(layout, RowLayout):
         return [grad]
-    dim, step = layout.dims[index], layout.chunk_shapes[index][layout.dims[index]]
+    dim, shape = layout.dims[index], layout.chunk_shapes[index]
+    step = shape[dim]
     full, rest = _full_ranks(layout, index)
+    if dim == 0 and not rest:
+        return [grad.view(full, *shape)]
     whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
     return [whole, grad.narrow(dim, full * step, rest)] if rest else [whole]
 
