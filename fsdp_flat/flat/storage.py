@@ -235,8 +235,7 @@ def _split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torc
     if not isinstance(layout, RowLayout):
         return [grad]
     dim, shape = layout.dims[index], layout.chunk_shapes[index]
-    step = shape[dim]
-    full, rest = _full_ranks(layout, index)
+    step, (full, rest) = shape[dim], _full_ranks(layout, index)
     if dim == 0 and not rest:
         return [grad.view(full, *shape)]
     whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
