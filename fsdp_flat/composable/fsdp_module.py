@@ -49,16 +49,7 @@ class FSDPModule(ShardedModule):
             "build a second one and load the first one's state dict."
         )
 
-    # -- control ---------------------------------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in later backwards, or accumulate unreduced ones (gradient accumulation)."""
-        for unit in self._units(recurse):
-            unit.control.sync_gradients = requires_gradient_sync
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's sum of gradients over ranks by ``factor`` instead of the number of ranks."""
-        runtime.set_divide_factor([self._own_unit], factor)
+    set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
 
     # -- conversions -----------------------------------------------------------------------------------------------
 

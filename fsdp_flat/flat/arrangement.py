@@ -55,14 +55,23 @@ def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
     """Return a function that copies shards of ranks into the unsharded buffer."""
     ranked = [_by_rank(buffer, layout, index) for index in range(len(layout.param_infos))]
     sizes = [chunk.numel for chunk in layout.chunks]
+    # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows. Views are made once: each costs as
+    # much host time as a copy of a small parameter.
+    shapes = {index: shape for index, shape in enumerate(layout.chunk_shapes) if layout.dims[index] != 0}
+    ranked = [
+        each if index in shapes else each.view(layout.world_size, size)
+        for index, (each, size) in enumerate(zip(ranked, sizes, strict=True))
+    ]
+    targets: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def place(first: int, rows: torch.Tensor) -> None:
-        stop = first + len(rows)
-        sources = [
-            piece.view(len(rows), *shape)
-            for piece, shape in zip(rows.split(sizes, 1), layout.chunk_shapes, strict=True)
-        ]
-        torch._foreach_copy_([each[first:stop] for each in ranked], sources)
+        key = first, first + len(rows)
+        if key not in targets:
+            targets[key] = [each[slice(*key)] for each in ranked]
+        sources = list(rows.split(sizes, 1))
+        for index, shape in shapes.items():
+            sources[index] = sources[index].view(len(rows), *shape)
+        torch._foreach_copy_(targets[key], sources)
 
     return place
 

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.state._torch import dtype_of, is_chunked, is_scalar, shape_of
+from fsdp_flat.state._torch import is_chunked, is_scalar, shape_of
 from fsdp_flat.state.codecs import BOXES, decoder_of
 from fsdp_flat.state.dtensors import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
@@ -189,7 +189,7 @@ class _OptimLoad:
             elif first.is_original:
                 shape = visible_shape if owner is None else shape_of(values[0])
                 numel = first.local_shard.numel if owner is None else math.prod(shape) if is_owner else 0
-                local = torch.empty(numel, dtype=dtype_of(values[0]), device=first.handle.flat_param.device)
+                local = torch.empty(numel, dtype=_target_dtype(values[0]), device=first.handle.flat_param.device)
                 if owner is None or is_owner:
                     found[key] = local.view(shape)
                 self._fill(StateShard.of_state(first, local, key, shape, owner), values[0])
@@ -324,10 +324,14 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
 def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
     layout = param.handle.layout
-    shard = torch.empty(layout.shard_numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
+    shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=param.handle.flat_param.device)
     for padding in layout.shard_paddings(param.rank_group.rank):
         shard[padding.to_slice()].zero_()
     return shard
+
+
+def _target_dtype(value: Any) -> torch.dtype:
+    return decoder_of(value).decoded_dtype(value)
 
 
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:

@@ -1,4 +1,4 @@
-"""Saves and loads whole models in the state-dict type that is set on their units, through torch's hooks."""
+"""Saves and loads models in the state-dict type that is set on their units, through torch's hooks."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 alike = [each for each in units if _settings_of(each) == settings]
                 gathered.update(gather_units(alike, codec, config))
         inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
-        state = save_unit(unit, codec, config, prefix, inner, gathered=own)
+        state = save_unit(unit, settings, prefix, inner, gathered=own)
     finally:
         _saves.reset(token)
     if outermost:

@@ -124,7 +124,10 @@ def _by_name(
     by_name: dict[str, dict[str, Any]] = {}
     for state in states:
         if state.names:
-            row = {**state.plain, **{name: values[s] for name, s in state.tensors.items() if s in values}}
+            row = {
+                **state.plain,
+                **{name: value for name, s in state.tensors.items() if (value := values.get(s)) is not None},
+            }
             row |= {name: merged[state.param, name] for name in state.custom_handled if (state.param, name) in merged}
             by_name[state.param.fqn] = {key: row[key] for key in sorted(row)}
     return by_name

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from .case import Case, from_json, to_json
+from .case import FRONTS, Case, from_json, to_json
 from .features import FEATURES, without
 from .generate import case_from
 from .running import TIMEOUT_S, Failure, Fuzzer
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     args = parsed(argv)
     if args.print and args.seed is not None:
-        print(to_json(without(case_from(args.seed, args.ranks[0]), args.without), indent=1))
+        print(to_json(without(case_from(args.seed, args.ranks[0], args.front), args.without), indent=1))
         return 0
     if args.case:
         return replay(args)
@@ -37,6 +37,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--seed", type=int, help="run this one only")
     parser.add_argument("--ranks", default="2,3,4", help="numbers of ranks, as in 2,3,4")
+    parser.add_argument("--front", default="", choices=FRONTS, help="one front only")
     parser.add_argument("--case", type=Path, help="run the case of a JSON file")
     parser.add_argument("--print", action="store_true", help="with --seed: print the case and end")
     parser.add_argument("--no-shared-memory", action="store_true", help="only without shared memory")
@@ -77,7 +78,7 @@ def run_seeds(args: argparse.Namespace, num_ranks: int, shared_memory: bool) -> 
         start = last = time.monotonic()
         spent_shrinking = 0.0
         for count, seed in enumerate(seeds, 1):
-            case = without(case_from(seed, num_ranks), args.without)
+            case = without(case_from(seed, num_ranks, args.front), args.without)
             failure = fuzzer.run(case)
             if failure is not None:
                 kinds[failure.kind] += 1

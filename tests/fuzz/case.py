@@ -7,7 +7,22 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = ["Action", "Case", "Node", "Optimizer", "Options", "Wrapping", "from_json", "nodes_of", "to_json"]
+__all__ = [
+    "FRONTS",
+    "Action",
+    "Case",
+    "Node",
+    "Optimizer",
+    "Options",
+    "Rows",
+    "Wrapping",
+    "from_json",
+    "nodes_of",
+    "rows_from",
+    "to_json",
+]
+
+FRONTS = ("wrapper", "fully_shard")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +86,27 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Which modules ``fully_shard`` makes units of; the root is one in any case.
+
+    Attributes:
+        units: nodes; several of them are the modules of one unit.
+        wrapped: nodes that the wrapper takes instead.
+        keeps: nodes (the first of a unit) with ``reshard_after_forward=False``.
+        frees: those with True; for the others it is None.
+        last_dim: parameters are sharded along their last dim where the number of ranks divides it.
+        wrapper_root: the wrapper takes the root.
+    """
+
+    units: tuple[tuple[int, ...], ...] = ()
+    wrapped: tuple[int, ...] = ()
+    keeps: tuple[int, ...] = ()
+    frees: tuple[int, ...] = ()
+    last_dim: bool = False
+    wrapper_root: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """The optimizer of both models. ``num_groups`` is 1 or 2."""
 
@@ -94,6 +130,8 @@ class Case:
 
     Attributes:
         compares_by: summon, which gathers after each action, or slices, which leaves units as they are.
+        rows: how ``fully_shard`` builds the model, in place of ``wrapping``; of the options only mesh and offloading
+            count then.
     """
 
     seed: int
@@ -105,6 +143,12 @@ class Case:
     optimizer: Optimizer
     actions: tuple[Action, ...]
     compares_by: str = "summon"
+    rows: Rows | None = None
+
+    @property
+    def front(self) -> str:
+        """The front that builds the model, of :data:`FRONTS`."""
+        return "wrapper" if self.rows is None else "fully_shard"
 
 
 def nodes_of(node: Node) -> Iterator[Node]:
@@ -134,6 +178,19 @@ def from_json(text: str) -> Case:
         optimizer=Optimizer(**raw["optimizer"]),
         actions=tuple(Action(**action) for action in raw["actions"]),
         compares_by=raw.get("compares_by", "summon"),
+        rows=rows_from(raw["rows"]) if raw.get("rows") else None,
+    )
+
+
+def rows_from(raw: dict[str, Any]) -> Rows:
+    """Make :class:`Rows` of what ``asdict`` or JSON has made of some."""
+    rows = Rows(**raw)
+    return replace(
+        rows,
+        units=tuple(tuple(unit) for unit in rows.units),
+        wrapped=tuple(rows.wrapped),
+        keeps=tuple(rows.keeps),
+        frees=tuple(rows.frees),
     )
 
 

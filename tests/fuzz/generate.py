@@ -6,10 +6,10 @@ import random
 from dataclasses import replace
 
 from .actions import ACTIONS, State
-from .case import Action, Case, Node, Optimizer, Options, Wrapping, nodes_of
-from .features import same_on_every_rank
+from .case import FRONTS, Action, Case, Node, Optimizer, Options, Rows, Wrapping, nodes_of
+from .features import same_on_every_rank, without
 
-__all__ = ["case_from", "random_options", "random_wrapping"]
+__all__ = ["case_from", "random_options", "random_row_options", "random_rows", "random_wrapping"]
 
 LEAVES = {
     "linear": 3,
@@ -28,8 +28,9 @@ LEAVES = {
 CONTAINERS = {"seq": 4, "twice": 1.5, "residual": 1.5, "recompute": 4, "branch": 2}
 
 
-def case_from(seed: int, num_ranks: int) -> Case:
-    """Make the case of a seed for a number of ranks."""
+def case_from(seed: int, num_ranks: int, front: str = "") -> Case:
+    """Make the case of a seed for a number of ranks, and for a front of ``case.FRONTS``; either by default."""
+    front = front or random.Random(f"front/{seed}/{num_ranks}").choice(FRONTS)
     rng = random.Random(f"{seed}/{num_ranks}")
     width = rng.randint(3, 9)
     model = ModelMaker(rng, num_ranks).root()
@@ -51,6 +52,16 @@ def case_from(seed: int, num_ranks: int) -> Case:
         actions=(),
         compares_by=rng.choice(["summon", "slices", "slices"]),
     )
+    if front == "fully_shard":
+        rows = random_rows(rng, model, with_wrappers=rng.random() < 0.15)
+        case = replace(
+            case,
+            model=without(case, ["part-scalar"]).model,
+            wrapping=Wrapping(),
+            options=random_row_options(rng, num_ranks),
+            optimizer=replace(optimizer, foreach=optimizer.foreach and not (rows.wrapped or rows.wrapper_root)),
+            rows=rows,
+        )
     case = replace(case, actions=random_actions(rng, case))
     return same_on_every_rank(case) if _limits_ranks(case) else case
 
@@ -188,14 +199,50 @@ def random_wrapping(rng: random.Random, model: Node, options: Options) -> Wrappi
     return Wrapping(policy=policy, kinds=kinds, ids=ids, strategies=strategies, min_size=rng.choice([1, 10, 40, 100]))
 
 
+def random_row_options(rng: random.Random, num_ranks: int) -> Options:
+    """Choose the options that count for ``fully_shard``."""
+    mesh: tuple[int, ...] = ()
+    if rng.random() < 0.3:
+        replicas = rng.choice([n for n in range(1, num_ranks + 1) if num_ranks % n == 0])
+        mesh = (replicas, num_ranks // replicas)
+    return Options(use_orig_params=True, mesh=mesh, cpu_offload=rng.random() < 0.1)
+
+
+def random_rows(rng: random.Random, model: Node, *, with_wrappers: bool) -> Rows:
+    """Choose the units of ``fully_shard``, some of several modules, and among them some of the wrapper."""
+    share = rng.choice([0.25, 0.5, 0.8])
+    grouped: set[int] = set()
+    units: list[tuple[int, ...]] = []
+    for node in nodes_of(model):
+        places = [child.id for child in node.children if child.kind != "alias"]
+        if node.kind == "seq" and len(places) > 1 and rng.random() < 0.3:
+            start = rng.randrange(len(places) - 1)
+            units.append(tuple(places[start : start + rng.choice([2, 2, 3])]))
+            grouped.update(units[-1])
+    single = [node.id for node in nodes_of(model) if node.kind not in ("alias", "root") and node.id not in grouped]
+    single = [id for id in single if rng.random() < share]
+    wrapped = tuple(id for id in single if with_wrappers and rng.random() < 0.4)
+    units += [(id,) for id in single if id not in wrapped]
+    kinds = {unit[0]: rng.choice(["none", "none", "keep", "free"]) for unit in [(model.id,), *units]}
+    return Rows(
+        units=tuple(units),
+        wrapped=wrapped,
+        keeps=tuple(id for id, kind in kinds.items() if kind == "keep"),
+        frees=tuple(id for id, kind in kinds.items() if kind == "free"),
+        last_dim=rng.random() < 0.25,
+        wrapper_root=with_wrappers and rng.random() < 0.3,
+    )
+
+
 def random_actions(rng: random.Random, case: Case) -> tuple[Action, ...]:
     """Choose a program."""
     state, actions = State(), []
-    weights = {kind: action.weight for kind, action in ACTIONS.items()}
+    weights = {kind: action.weight for kind, action in ACTIONS.items() if action.applies(case)}
     # As with features of the model: each program has some kinds of actions only.
     kept = {kind: w for kind, w in weights.items() if ACTIONS[kind].is_basic or rng.random() < 0.35}
-    if "snapshot" in kept:
-        kept["restore"] = weights["restore"]
+    for kind in ("snapshot", "row_snapshot"):
+        if kind in kept:
+            kept[kind.replace("snapshot", "restore")] = weights[kind.replace("snapshot", "restore")]
     for _ in range(rng.randint(4, 12)):
         legal = {kind: weight for kind, weight in kept.items() if ACTIONS[kind].is_legal(state, case)}
         kind = pick(rng, legal)

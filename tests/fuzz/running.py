@@ -25,6 +25,7 @@ from tests.support.pool import RankFailure, WarmPools
 from .actions import ACTIONS, close_session
 from .case import Case, from_json, to_json
 from .models import CURRENT
+from .row_session import RowSession
 from .session import Mismatch, NotLegal, Session, expected_warnings_ignored
 
 __all__ = ["Failure", "Fuzzer", "Report", "run_here"]
@@ -95,12 +96,14 @@ def run_here(case_text: str, directory: str, environ: dict[str, str], plant: str
     sessions: list[Session] = []
 
     def start() -> None:
-        sessions.append(Session(case, directory))
+        sessions.append(Session(case, directory) if case.rows is None else RowSession(case, directory))
         session = sessions[0]
         if session.case.options != case.options:
             report.refused["use_orig_params=False"] += 1
         if session.case.wrapping != case.wrapping:
             report.refused["ties by hand"] += 1
+        if session.case.rows != case.rows:
+            report.refused["units that share parameters"] += 1
         session.compare_after_action()
 
     with expected_warnings_ignored():
@@ -110,7 +113,7 @@ def run_here(case_text: str, directory: str, environ: dict[str, str], plant: str
         session = sessions[0]
         for index, action in enumerate(case.actions):
             kind = ACTIONS[action.kind]
-            if not kind.is_legal(session, session.case):
+            if not (kind.applies(session.case) and kind.is_legal(session, session.case)):
                 report.refused[f"{action.kind} not legal here"] += 1
                 continue
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, fields
 
-from .case import Case, Node, Optimizer, Options, to_json
+from .case import Case, Node, Optimizer, Options, Rows, to_json
 from .running import Failure
 
 __all__ = ["described", "script_of"]
@@ -63,7 +63,11 @@ def described(case: Case) -> list[str]:
         "custom": wrapping.ids,
         "hand": wrapping.ids,
     }.get(wrapping.policy, "")
-    lines.append(f"units: {wrapping.policy} {detail} {dict(wrapping.strategies) or ''}".rstrip())
+    if case.rows is None:
+        lines.append(f"units: {wrapping.policy} {detail} {dict(wrapping.strategies) or ''}".rstrip())
+    else:
+        changed = {f.name: value for f in fields(Rows) if (value := getattr(case.rows, f.name)) not in ((), False)}
+        lines.append(f"fully_shard: {changed or 'the root only'}")
     for name, spec, plain in (("options", case.options, Options()), ("optimizer", case.optimizer, Optimizer())):
         changed = {
             f.name: getattr(spec, f.name) for f in fields(plain) if getattr(spec, f.name) != getattr(plain, f.name)

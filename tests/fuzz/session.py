@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,14 +30,14 @@ NARROW = {"rtol": 1e-4, "atol": 1e-5}
 EXPECTED_WARNINGS = (
     "NO_SHARD keeps full",
     ".*over a single rank",
-    "Unit .* is not sharded, so its entries of the local state dict are full tensors",
+    "Unit .* is not sharded, so its entries of the LOCAL_STATE_DICT are full tensors",
     "None of the inputs have requires_grad=True",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "auto_wrap_policy matches",
     "auto_wrap_policy names no class",
     "clip_grad_norm_ was called on a rank without gradients",
     ".*is sharded in torch.float32",
-    "Unit .* is not sharded, so its entries of the sharded state dict are full tensors",
+    "Unit .* is not sharded, so its entries of the SHARDED_STATE_DICT are full tensors",
     "Buffers differ between ranks after a step",
 )
 
@@ -152,11 +152,7 @@ class Session(State):
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         self.plain = build(case)
         self.is_narrow = any(p.dtype == torch.float32 for p in self.plain.parameters())
-        # As a user's script has it: only rank 0's weights count.
-        is_other = case.options.sync_module_states and self.rank > 0
-        self.model, self.case = self.wrapped(
-            lambda: build(self.case, case.seed + 1 if is_other else None), case.wrapping, case.options
-        )
+        self.model, self.case = self.make_model()
         self.optim = self.make_optimizer(self.model)
         self.plain_optim = self.make_optimizer(self.plain)
         self.groups = self.unit_groups()
@@ -170,6 +166,13 @@ class Session(State):
         self.num_saves = 0
 
     # -- making ------------------------------------------------------------------------------------------------------
+
+    def make_model(self) -> tuple[Any, Case]:
+        """Build the sharded model; return the case with what the library had to refuse changed."""
+        # As a user's script has it: only rank 0's weights count.
+        is_other = self.case.options.sync_module_states and self.rank > 0
+        seed = self.case.seed + 1 if is_other else None
+        return self.wrapped(lambda: build(self.case, seed), self.case.wrapping, self.case.options)
 
     def wrapped(
         self,
@@ -268,6 +271,31 @@ class Session(State):
                 for param in group:
                     if param.grad is None:
                         param.grad = torch.zeros_like(param)
+
+    # -- differences between fronts ----------------------------------------------------------------------------------
+
+    def unreduced(self, mode: str) -> AbstractContextManager[None]:
+        """Leave gradients unreduced inside the block."""
+        return self.model.no_sync(mode=mode)
+
+    def clip(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        """Clip the sharded model's gradients; returns the norm. Every rank must call this."""
+        return self.model.clip_grad_norm_(max_norm, norm_type)
+
+    def writable(self, *, with_grads: bool) -> AbstractContextManager[None]:
+        """Let parameters be written inside the block."""
+        return FSDP.summon_full_params(self.model, with_grads=with_grads)
+
+    def show_sharded(self) -> None:
+        """Make the modules hold what an optimizer holds."""
+
+    def converted(self) -> None:
+        """Look at the parameters again after a conversion."""
+
+    def callable_units(self) -> list[tuple[nn.Module, nn.Module]]:
+        """List the units below the root, each with its module of the model, that may be called by themselves."""
+        units = [unit for unit in FSDP.fsdp_modules(self.model) if unit is not self.model]
+        return [(unit, unit.module) for unit in units]
 
     # -- both --------------------------------------------------------------------------------------------------------
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any, Protocol
 
-from .case import Case, Node, Optimizer, Options, Wrapping, nodes_of
+from .case import Case, Node, Optimizer, Options, Rows, Wrapping, nodes_of
 from .running import Failure
 
 __all__ = ["shrink", "smaller_cases"]
@@ -113,6 +113,8 @@ def repaired(root: Node) -> Node:
 def _simpler_settings(case: Case) -> Iterator[Case]:
     if case.compares_by != "summon":
         yield replace(case, compares_by="summon")
+    if case.rows is not None:
+        yield from (replace(case, rows=rows) for rows in _fewer_rows(case.rows))
     if case.width > 3:
         yield replace(case, width=3)
     if case.wrapping.policy != "none":
@@ -136,6 +138,21 @@ def _simpler_settings(case: Case) -> Iterator[Case]:
         yield replace(case, options=options)
     for optimizer in _simpler(case.optimizer, Optimizer()):
         yield replace(case, optimizer=optimizer)
+
+
+def _fewer_rows(rows: Rows) -> Iterator[Rows]:
+    for field in fields(Rows):
+        value = getattr(rows, field.name)
+        if isinstance(value, tuple):
+            if len(value) > 1:
+                yield replace(rows, **{field.name: ()})
+            for index in range(len(value)):
+                yield replace(rows, **{field.name: value[:index] + value[index + 1 :]})
+        elif value:
+            yield replace(rows, **{field.name: False})
+    for index, unit in enumerate(rows.units):
+        if len(unit) > 1:
+            yield replace(rows, units=(*rows.units[:index], unit[:1], *rows.units[index + 1 :]))
 
 
 def _simpler(spec: Any, plain: Any) -> Iterator[Any]:
@@ -179,6 +196,8 @@ def _simpler_arguments(case: Case) -> Iterator[Case]:
                 simple = [everything] if many else everything
             elif name == "wrapping":
                 simple = {**value, "policy": "none", "ids": (), "kinds": (), "strategies": ()}
+            elif name == "rows":
+                simple = asdict(Rows())
             if simple != value:
                 changed = replace(action, args={**action.args, name: simple})
                 yield replace(case, actions=(*case.actions[:index], changed, *case.actions[index + 1 :]))
