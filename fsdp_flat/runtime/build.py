@@ -407,10 +407,12 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     lines += [f"unit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
-            fqn = clean_fqn(name)
-            check_adapter(adapter_of(param, fqn), fqn, groups)
-            # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
-            shape = "sharded already" if getattr(param, "_fsdp_flattened", False) else f"of shape {tuple(param.shape)}"
+            fqn, shape = clean_fqn(name), "sharded already"
+            # A nested unit already holds this rank's local shard, or a DTensor over these ranks; its shapes were
+            # compared when it was built, or are in its first step.
+            if not getattr(param, "_fsdp_flattened", False):
+                check_adapter(adapter_of(param, fqn), fqn, groups)
+                shape = f"of shape {tuple(param.shape)}"
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 
