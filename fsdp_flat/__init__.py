@@ -28,6 +28,7 @@ from fsdp_flat.composable import (
     UnshardHandle,
     fully_shard,
     register_fsdp_forward_method,
+    share_comm_ctx,
 )
 from fsdp_flat.errors import FsdpFlatError
 from fsdp_flat.extras import (
@@ -96,6 +97,7 @@ __all__ = [
     "register_optim_state_handler",
     "save_checkpoint",
     "save_full",
+    "share_comm_ctx",
     "uninstall",
     "unshard_for",
     "unwrap",

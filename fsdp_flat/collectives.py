@@ -6,6 +6,8 @@ host, else broadcasts into place and an exchange of slices. Elsewhere the backen
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from fsdp_flat.comm import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
@@ -21,7 +23,8 @@ def use_collectives(
 
     State dicts, ``summon_full_params`` and units that are not sharded keep the library's own. Objects made for
     ``set_custom_all_gather`` and ``set_custom_reduce_scatter`` of torch's ``fully_shard`` are called the same
-    way; ``allocate`` is not used, since the units own their buffers. Every rank must choose the same.
+    way; ``allocate`` is not used, since the units own their buffers (the methods of these names use it). Every rank
+    must choose the same.
 
     Args:
         module: a wrapper, or any module that holds wrappers.
@@ -32,4 +35,5 @@ def use_collectives(
         PhaseError: a step is under way.
     """
     for unit in units_of(module):
-        unit.use_collectives(all_gather, reduce_scatter)
+        choice = replace(unit.collective_choice, all_gather=all_gather, reduce_scatter=reduce_scatter)
+        unit.use_collectives(replace(choice, gather_memory=None, reduce_memory=None))

@@ -29,7 +29,7 @@ from fsdp_flat.compat.undocumented import (
     _optim_state_dict_type_to_config,
     _state_dict_type_to_config,
 )
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.extras.names import named_as_plain
 from fsdp_flat.flat import FlatParameter, unguarded
@@ -296,39 +296,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """
         runtime.average_buffers(self, self._require_root("average_buffers").units)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Replace the reduction of gradients by a function of the caller; only on the root, once.
-
-        Args:
-            state: passed to the hook.
-            hook: called as ``hook(state, full_gradient, output_shard)``; with NO_SHARD as ``hook(state, gradient)``,
-                which changes the gradient in place. Both are 1-D, in the reduction's dtype. The hook divides by itself.
-                Hybrid strategies call it over the shard group and average over the replicate group themselves. torch's
-                ``fp16_compress_hook`` and ``bf16_compress_hook`` stand for a reduction in that dtype.
-
-        Raises:
-            PhaseError: (an AssertionError) not the root, or a second hook.
-            OptionError: (a ValueError) the hook is not callable.
-        """
-        if self._unit.is_nested or self._schedule().root is not self._unit:
-            raise PhaseError(f"register_comm_hook must be called on the root; {self._unit.name!r} is nested.")
-        runtime.set_comm_hook(runtime.units_of(self), hook, state)
-
-    def set_gradient_divide_factor(self, factor: float | torch.Tensor | None) -> None:
-        """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, here and in units below.
-
-        With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is
-        read at the end of each backward, so it may be set again for every step.
-
-        Args:
-            factor: a number, a scalar tensor on the gradients' device, or None for the mean.
-
-        Raises:
-            UsageError: a communication hook is registered, which divides by itself.
-            OptionTypeError: neither a number nor a scalar tensor.
-            OptionError: zero.
-        """
-        runtime.set_divide_factor(runtime.units_of(self), factor)
+    register_comm_hook = runtime.register_comm_hook
+    set_gradient_divide_factor = runtime.set_divide_factor_of_tree
 
     summon_full_params = staticmethod(runtime.summon_full_params)
 
@@ -423,7 +392,8 @@ class FullyShardedDataParallel(UndocumentedMembers):
         version that they were saved with, whether by a wrapped model or a plain one.
 
         FULL and LOCAL state dicts need no communication, nor do SHARDED ones whose values are all full tensors: a rank
-        may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this.
+        may load those by itself, and a value that does not fit is its own error. With chunks every rank must call this;
+        a SHARDED load without any value (``strict=False``) waits for the other ranks too, which may have chunks.
 
         Args:
             state_dict: in the type that is set; SHARDED accepts full tensors as well.

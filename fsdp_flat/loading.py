@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn, clean_text
-from fsdp_flat.runtime import unit_of, units_of
+from fsdp_flat.runtime import check_idle, unit_of, units_of
 from fsdp_flat.state import LoadReport
 
 __all__ = ["ModelLoad", "all_or_nothing", "end_load", "report_of"]
@@ -42,7 +43,9 @@ class ModelLoad:
         self._strict = strict
         self._snapshot = _Snapshot(wrapper, assign=assign)
         self._is_put_off = False
-        self._wrappers = [child for child in modules_of(wrapper) if unit_of(child) is not None]
+        units = ((child, unit_of(child)) for child in modules_of(wrapper))
+        # Modules of fully_shard load as torch's do.
+        self._wrappers = [child for child, unit in units if unit is not None and unit.options.rows is None]
         for child in self._wrappers:
             child._load = self  # type: ignore[assignment]
 
@@ -156,12 +159,16 @@ def end_load(module: nn.Module, keys: Any) -> None:
 
 
 class _Snapshot:
-    """Holds tensors that a load may overwrite besides shards: buffers, and parameters that no unit manages."""
+    """Holds tensors that a load may overwrite besides flat shards: buffers, and parameters that no wrapper manages."""
 
     def __init__(self, root: nn.Module, *, assign: bool) -> None:
-        managed = {
-            param for unit in units_of(root) for handle in unit.handles for param in handle.views.visible_params()
-        }
+        managed: set[nn.Parameter] = set()
+        for unit in units_of(root):
+            if unit.options.rows is None:
+                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
+            else:
+                check_idle(unit, "load_state_dict")
+                unit.reshard()
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         for module in modules_of(root):
             for tensors in (module._buffers, module._parameters):
@@ -170,7 +177,8 @@ class _Snapshot:
                         continue
                     if is_lazy(tensor):
                         continue
-                    copied = None if assign else tensor.detach().clone()
+                    # A DTensor of fully_shard that takes the place of another one takes its memory too.
+                    copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
                     self._held.append((tensors, name, tensor, copied))
 
     def restore(self) -> None:
@@ -178,9 +186,16 @@ class _Snapshot:
         with torch.no_grad():
             for tensors, name, tensor, copied in self._held:
                 tensors[name] = tensor
-                if copied is not None and not torch.equal(tensor, copied):
+                if copied is not None and not _is_equal(tensor, copied):
                     tensor.copy_(copied)
 
     def discard(self) -> None:
         """Drop the snapshot and keep the current values."""
         self._held.clear()
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare the values that this rank has of two tensors."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        one, other = one.to_local(), other.to_local()
+    return torch.equal(one, other)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from fsdp_flat.checkpoint import directory as disk
@@ -158,12 +159,12 @@ class CheckpointValues:
             rank: this rank among those of the model.
             is_alike: tensors that no unit manages have the same names on every rank.
         """
-        by_name = index.by_name
+        by_name = {**index.by_name, **index.dtensors_by_name}
 
         def is_mine(name: str, value: Any) -> bool:
             param = by_name.get(name)
             if param is None:
-                return rank == 0 or not is_alike or isinstance(value, BoxedTensor)
+                return rank == 0 or not is_alike or isinstance(value, (BoxedTensor, DTensor))
             if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
                 return False
             replicas = param.unit.options.groups.replicate
@@ -174,6 +175,8 @@ class CheckpointValues:
             param = by_name.get(name)
             if param is None:
                 return True
+            if name in index.dtensors_by_name:
+                return param.rank_group.rank == 0
             run = param.local_shard.in_param
             return param.rank_group.rank == 0 if math.prod(param.shape) == 0 else run.start == 0 and not run.is_empty
 
@@ -191,8 +194,7 @@ class CheckpointValues:
         """Size of this rank's tensors in bytes."""
         states = self.tensors.get("optim", {"state": {}})["state"]
         tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
-        parts = [each.parts if isinstance(each, BoxedTensor) else (each,) for each in tensors]
-        return sum(part.nbytes for each in parts for part in each)
+        return sum(part.nbytes for each in tensors for part in _parts(each))
 
     def plain_of(self, each_rows: Sequence[str]) -> bytes:
         """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
@@ -202,6 +204,13 @@ class CheckpointValues:
                 state = {**unpacked(base64.b64decode(text)), **state}
             self.plain["optim"]["state"] = state
         return serialized(self.plain)
+
+
+def _parts(value: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return this rank's tensors of a value."""
+    if isinstance(value, BoxedTensor):
+        return value.parts
+    return (value.to_local() if isinstance(value, DTensor) else value,)
 
 
 def _copied(value: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_o
 from fsdp_flat.comm import P2PChannels
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.state import local_from
 
 __all__ = ["load_full", "save_full"]
 
@@ -318,9 +319,11 @@ class _Source:
         return found if found in self.tensors else None
 
     def local_shard(self, name: str, entry: StateEntry) -> torch.Tensor:
-        """Return the elements of ``name`` of this rank's local shard of ``entry``, 1-D."""
+        """Return the elements of ``name`` of this rank's local shard of ``entry``, in its order, 1-D."""
         full = self.tensors[name]
-        if entry.param is not None:
+        if entry.param is not None and entry.value is not None:
+            full = local_from(entry.param, full)
+        elif entry.param is not None:
             full = entry.param.adapter.local_slice(full).reshape(-1)[entry.param.local_shard.in_param.to_slice()]
         return full.reshape(-1)
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.checkpoint.contents import boxed_state_dict
 from fsdp_flat.comm import P2PChannels, RankGroup
@@ -30,7 +31,8 @@ class StateEntry:
 
     Attributes:
         name: name in the unwrapped model.
-        value: a plain tensor that every rank has (a buffer, an ignored parameter), or None for a managed parameter.
+        value: a plain tensor that every rank has (a buffer, an ignored parameter), or the DTensor of a parameter that
+            ``fully_shard`` has sharded; None for any other managed parameter.
         shape: shape of the full tensor.
         dtype: dtype of the stored tensor.
         param: the managed parameter, or None.
@@ -45,9 +47,9 @@ class StateEntry:
     same_as: str | None = None
 
     def held(self) -> torch.Tensor:
-        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (1-D, a view)."""
+        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (a view; 1-D if flat)."""
         if self.value is not None:
-            return self.value
+            return self.value.to_local() if isinstance(self.value, DTensor) else self.value
         assert self.param is not None
         return self.param.local
 
@@ -66,7 +68,8 @@ def entries_of(
         UnsupportedError: an entry is not a tensor.
         PhaseError: called in the middle of a step.
     """
-    by_name = ParamIndex(model).by_name
+    index = ParamIndex(model)
+    by_name = {**index.by_name, **index.dtensors_by_name}
     # The state dict of a compiled model has torch.compile's prefix in its names.
     template = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
     params = model.named_parameters() if trainable_only else ()
@@ -90,7 +93,8 @@ def entries_of(
             found.append(StateEntry(name, value.detach(), tuple(value.shape), value.dtype))
             continue
         same_as = None if first.setdefault(param, name) == name else first[param]
-        found.append(StateEntry(name, None, param.full_shape, param.handle.orig_dtype, param, same_as))
+        shown = value.detach() if isinstance(value, DTensor) else None
+        found.append(StateEntry(name, shown, param.full_shape, param.handle.orig_dtype, param, same_as))
     return found
 
 
@@ -122,6 +126,9 @@ def full_tensor_on(entry: StateEntry, dst: int | None, channels: P2PChannels) ->
     shard = StateShard(entry.param, entry.held(), entry.name, entry.param.shape)
     # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
+    if isinstance(entry.value, DTensor):
+        full = entry.value.full_tensor()
+        return full if dst in (None, rank_group.rank) else None
     part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
     redistribute([shard.transfer_to(dst, part)], channels)
     return None if part is None else adapter.full_tensor(adapter.from_local(part))

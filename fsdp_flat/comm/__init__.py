@@ -4,10 +4,15 @@ from fsdp_flat.comm.agreement import ErrorTexts, agree, exchange_if_different, f
 from fsdp_flat.comm.collective_log import CollectiveLog
 from fsdp_flat.comm.custom import (
     AllGather,
-    CustomCollectives,
+    Allocate,
+    CollectiveChoice,
     QuantizedAllGather,
     QuantizedReduceScatter,
     ReduceScatter,
+    backend_all_gather,
+    backend_reduce_scatter,
+    chosen_collectives,
+    memory_of_group,
 )
 from fsdp_flat.comm.failures import report_failure, unit_names
 from fsdp_flat.comm.flat_collectives import Collectives, Pending, begin_all_reduce, collectives_for
@@ -19,6 +24,7 @@ from fsdp_flat.comm.rank_groups import (
     global_ranks,
     host_group,
     resolve_groups,
+    second_group,
     subgroup_of,
 )
 from fsdp_flat.comm.small_messages import (
@@ -40,9 +46,10 @@ __all__ = [
     "ALONE",
     "STRATEGIES",
     "AllGather",
+    "Allocate",
+    "CollectiveChoice",
     "CollectiveLog",
     "Collectives",
-    "CustomCollectives",
     "ErrorTexts",
     "P2PChannels",
     "Pending",
@@ -54,8 +61,11 @@ __all__ = [
     "Strategy",
     "Streams",
     "agree",
+    "backend_all_gather",
+    "backend_reduce_scatter",
     "barrier",
     "begin_all_reduce",
+    "chosen_collectives",
     "collectives_for",
     "connected",
     "control_device",
@@ -70,9 +80,11 @@ __all__ = [
     "gather_bytes",
     "global_ranks",
     "host_group",
+    "memory_of_group",
     "profiled",
     "report_failure",
     "resolve_groups",
+    "second_group",
     "strategy_from",
     "streams_for",
     "subgroup_of",

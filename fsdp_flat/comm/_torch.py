@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "group_store", "reduce_scatter_single"]
+__all__ = ["all_gather_single", "group_store", "reduce_scatter_single", "tensor_allocator"]
 
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -17,3 +19,13 @@ def group_store(group: dist.ProcessGroup) -> dist.Store:
     """Return the key-value store of a group; torch has no public accessor for it."""
     store: dist.Store = dist.distributed_c10d._world.pg_map[group][1]
     return store
+
+
+def tensor_allocator(group: dist.ProcessGroup, device: torch.device) -> Callable[..., torch.Tensor] | None:
+    """Return the ``allocate_tensor(numel, dtype=, device=)`` of a group's backend; None if it has none.
+
+    Only backend objects have it, which no public function returns.
+    """
+    backend: Any = group._get_backend(device)
+    supports = getattr(backend, "supports_tensor_alloc", None)
+    return backend.allocate_tensor if supports is not None and supports(device) else None

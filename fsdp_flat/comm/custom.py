@@ -8,6 +8,9 @@ fp32. (Blockwise quantization of all-gathered weights and of an all-to-all of gr
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,18 +23,25 @@ from fsdp_flat.comm.flat_collectives import (
     Pending,
     PlaceRows,
     begin_staged_all_gather,
+    collectives_for,
     own_slice,
 )
 from fsdp_flat.comm.rank_groups import RankGroup
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import OptionError, UnsupportedError
 
 __all__ = [
     "AllGather",
+    "Allocate",
+    "CollectiveChoice",
     "CustomCollectives",
     "QuantizedAllGather",
     "QuantizedReduceScatter",
     "ReduceScatter",
     "Work",
+    "backend_all_gather",
+    "backend_reduce_scatter",
+    "chosen_collectives",
+    "memory_of_group",
 ]
 
 _SCALE_NBYTES = 4
@@ -97,51 +107,162 @@ class ReduceScatter(Protocol):
         ...
 
 
+class Allocate(Protocol):
+    """Describes a function that allocates memory for communication, such as ``allocate`` of FSDP2's objects."""
+
+    def __call__(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of this size that no collective in flight uses; a unit may have two in flight."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveChoice:
+    """Holds the parts of a unit's collectives that a caller has replaced.
+
+    Attributes:
+        all_gather: the caller's all-gather; None keeps the library's.
+        reduce_scatter: the caller's reduce-scatter; None keeps the library's.
+        gather_memory: allocates the outputs of all-gathers, which are copied from there; None uses the unit's buffers.
+        reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
+        reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
+        backend: the library's are the backend's, also where others are cheaper.
+    """
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    gather_memory: Allocate | None = None
+    reduce_memory: Allocate | None = None
+    reduce_group: RankGroup | None = None
+    backend: bool = False
+
+
+def chosen_collectives(
+    choice: CollectiveChoice, rank_group: RankGroup, device: torch.device, *, unit: int, name: str
+) -> Collectives | None:
+    """Return collectives of a group with the parts that a caller has replaced; None for a single rank.
+
+    Args:
+        choice: the replaced parts.
+        rank_group: the ranks.
+        device: the compute device.
+        unit: as for :func:`collectives_for`.
+        name: likewise.
+    """
+    own = collectives_for(rank_group, device, unit=unit, name=name, backend=choice.backend)
+    if own is None or choice == CollectiveChoice(backend=choice.backend):
+        return own
+    reductions: Collectives | None = own
+    if choice.reduce_group is not None:
+        reductions = collectives_for(choice.reduce_group, device, unit=unit, name=name, backend=choice.backend)
+    assert reductions is not None
+    return CustomCollectives(rank_group, own, reductions, choice)
+
+
 class CustomCollectives:
-    """Replaces the library's all-gather, reduce-scatter or both by a caller's.
+    """Replaces parts of the library's collectives by a caller's.
 
     Args:
         rank_group: the shard group, of more than one rank.
         own: the library's collectives for the group.
-        all_gather: the caller's all-gather; None keeps the library's.
-        reduce_scatter: the caller's reduce-scatter; None keeps the library's.
+        own_reductions: those for reduce-scatters, over ``choice.reduce_group`` if there is one.
+        choice: the replaced parts.
     """
 
     def __init__(
-        self,
-        rank_group: RankGroup,
-        own: Collectives,
-        all_gather: AllGather | None,
-        reduce_scatter: ReduceScatter | None,
+        self, rank_group: RankGroup, own: Collectives, own_reductions: Collectives, choice: CollectiveChoice
     ) -> None:
         self._rank_group = rank_group
+        self._reduce_group = choice.reduce_group or rank_group
         self._own = own
-        self._all_gather = all_gather
-        self._reduce_scatter = reduce_scatter
+        self._own_reductions = own_reductions
+        self._choice = choice
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Implement :class:`Collectives`."""
-        # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
-        if self._all_gather is None or not full.is_floating_point():
+        if not self._replaces_gather_of(full):
             return self._own.begin_all_gather(full)
-        assert self._rank_group.group is not None
-        work = self._all_gather(full, own_slice(full, self._rank_group), self._rank_group.group, async_op=True)
-        return Pending([work], full)
+        memory = self._choice.gather_memory
+        if memory is None:
+            return self._begin_gather(full)
+        staging = memory((full.numel(),), dtype=full.dtype, device=full.device)
+        own_slice(staging, self._rank_group).copy_(own_slice(full, self._rank_group))
+        pending = self._begin_gather(staging)
+
+        def finish() -> torch.Tensor:
+            with torch.no_grad():
+                return full.copy_(pending.wait())
+
+        return Pending([pending], full, finish, alive=(staging,))
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
         """Implement :class:`Collectives`."""
-        if self._all_gather is None:
+        if not self._replaces_gather_of(own):
             return self._own.begin_all_gather_rows(own, place)
-        return begin_staged_all_gather(self, self._rank_group, own, place)
+        memory, numel = self._choice.gather_memory, self._rank_group.size * own.numel()
+        staging = None if memory is None else memory((numel,), dtype=own.dtype, device=own.device)
+        return begin_staged_all_gather(self._begin_gather, self._rank_group, own, place, staging)
+
+    def _replaces_gather_of(self, tensor: torch.Tensor) -> bool:
+        # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
+        return self._choice.all_gather is not None and tensor.is_floating_point()
+
+    def _begin_gather(self, full: torch.Tensor) -> Pending:
+        assert self._choice.all_gather is not None
+        assert self._rank_group.group is not None
+        own = own_slice(full, self._rank_group)
+        work = self._choice.all_gather(full, own, self._rank_group.group, async_op=True)
+        return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         """Implement :class:`Collectives`."""
-        if self._reduce_scatter is None:
-            return self._own.begin_reduce_scatter(full, empty_like)
-        out = full.new_empty(full.numel() // self._rank_group.size)
-        assert self._rank_group.group is not None
-        work = self._reduce_scatter(out, full, self._rank_group.group, dist.ReduceOp.SUM, async_op=True)
-        return Pending([work], out, alive=(full,))
+        if self._choice.reduce_scatter is None:
+            return self._own_reductions.begin_reduce_scatter(full, empty_like)
+        numel, memory = full.numel() // self._rank_group.size, self._choice.reduce_memory
+        if memory is None:
+            out = full.new_empty(numel)
+        else:
+            full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
+            out = memory((numel,), dtype=full.dtype, device=full.device)
+        assert self._reduce_group.group is not None
+        work = self._choice.reduce_scatter(out, full, self._reduce_group.group, dist.ReduceOp.SUM, async_op=True)
+        # The result becomes a gradient, which outlives memory of the caller.
+        return Pending([work], out, None if memory is None else out.clone, alive=(full,))
+
+
+def backend_all_gather(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> Work | None:
+    """Implement :class:`AllGather` by the backend's own."""
+    work: Work | None = _torch.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+    return work
+
+
+def backend_reduce_scatter(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+) -> Work | None:
+    """Implement :class:`ReduceScatter` by the backend's own."""
+    work: Work | None = _torch.reduce_scatter_single(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    return work
+
+
+def memory_of_group(group: dist.ProcessGroup, device: torch.device) -> Allocate:
+    """Return the allocator of a group's backend.
+
+    Raises:
+        UnsupportedError: the backend has none.
+    """
+    allocate_tensor = _torch.tensor_allocator(group, device)
+    if allocate_tensor is None:
+        raise UnsupportedError(
+            f"The backend {dist.get_backend(group)!r} cannot allocate memory for communication on {device} "
+            "(supports_tensor_alloc is False). Leave the units' own buffers in use, or pass objects with an allocate "
+            "of your own to set_custom_all_gather and set_custom_reduce_scatter."
+        )
+
+    def allocate(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return allocate_tensor(math.prod(size), dtype=dtype, device=device)
+
+    return allocate
 
 
 class _Blocks:

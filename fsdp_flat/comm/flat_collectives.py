@@ -120,12 +120,25 @@ def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
 
 
 def begin_staged_all_gather(
-    collectives: Collectives, rank_group: RankGroup, own: torch.Tensor, place: PlaceRows
+    begin: Callable[[torch.Tensor], Pending],
+    rank_group: RankGroup,
+    own: torch.Tensor,
+    place: PlaceRows,
+    staging: torch.Tensor | None = None,
 ) -> Pending:
-    """Implement ``begin_all_gather_rows`` by an all-gather into a temporary tensor in rank order."""
-    staging = own.new_empty(rank_group.size * own.numel())
+    """Implement ``begin_all_gather_rows`` by an all-gather into a temporary tensor in rank order.
+
+    Args:
+        begin: begins to all-gather the temporary tensor in place.
+        rank_group: the ranks.
+        own: as for ``begin_all_gather_rows``.
+        place: likewise.
+        staging: the temporary tensor (1-D); None allocates it.
+    """
+    if staging is None:
+        staging = own.new_empty(rank_group.size * own.numel())
     own_slice(staging, rank_group).copy_(own)
-    pending = collectives.begin_all_gather(staging)
+    pending = begin(staging)
 
     def finish() -> torch.Tensor:
         with torch.no_grad():
@@ -165,7 +178,7 @@ class _RankGroupCollectives:
         raise NotImplementedError
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        return begin_staged_all_gather(self, self.rank_group, own, place)
+        return begin_staged_all_gather(self.begin_all_gather, self.rank_group, own, place)
 
 
 class BackendCollectives(_RankGroupCollectives):

@@ -25,6 +25,7 @@ __all__ = [
     "is_fake",
     "moves_by_gloo",
     "resolve_groups",
+    "second_group",
     "subgroup_of",
 ]
 
@@ -141,6 +142,19 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
         ranks = global_ranks(group)
         return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
     return group
+
+
+def second_group(rank_group: RankGroup) -> RankGroup:
+    """Create another process group of the same ranks, whose collectives run beside those of the first.
+
+    Every rank of the group must call this.
+    """
+    assert rank_group.group is not None
+    ranks = global_ranks(rank_group.group)
+    is_part = len(ranks) < dist.get_world_size()
+    group = dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second")
+    assert isinstance(group, dist.ProcessGroup)
+    return RankGroup.of(group)
 
 
 # Every unit of a model asks for the same groups, and each group costs connections.

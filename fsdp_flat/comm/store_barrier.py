@@ -48,7 +48,10 @@ def barrier(what: str, rank_group: RankGroup) -> None:
     transport = known_transport(rank_group)
     begun = time.monotonic()
     warned = False
-    while not store_barrier.wait(patience if transport is None else min(patience, POLL_INTERVAL_S)):
+    has_arrived, seconds = store_barrier.wait, patience if transport is None else min(patience, POLL_INTERVAL_S)
+    while not has_arrived(seconds):
+        waited = time.monotonic() - begun
+        has_arrived, seconds = store_barrier.poll, min(waited / 20, POLL_INTERVAL_S)
         if transport is not None and (found := transport.unexpected()) is not None and store_barrier.leave():
             other, collective = found
             raise UsageError(
@@ -56,8 +59,7 @@ def barrier(what: str, rank_group: RankGroup) -> None:
                 f"goes on with {collective}. It is a collective: every rank of the group must call it, at the same "
                 "point."
             )
-        waited = time.monotonic() - begun
-        if waited < patience:
+        if waited < patience or (warned and rank_group.rank and waited < limit):
             continue
         missing = store_barrier.missing()
         if (len(missing) == rank_group.size - 1 and rank_group.rank == 0) or waited >= limit:
@@ -108,6 +110,11 @@ class _StoreBarrier:
                 raise
             return False
         return True
+
+    def poll(self, seconds: float) -> bool:
+        """Sleep, and return whether all ranks have arrived; torch prints two warnings for each wait that times out."""
+        time.sleep(seconds)
+        return self._store.check([f"fsdp_flat/complete/{self._index}"])
 
     def missing(self) -> list[int]:
         """Return the ranks that have not arrived."""

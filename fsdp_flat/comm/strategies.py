@@ -1,4 +1,7 @@
-"""Defines sharding strategies as a table: the groups a unit is sharded and replicated over, and when to reshard."""
+"""Defines sharding strategies as a table: the groups a unit is sharded and replicated over, and when to reshard.
+
+A new strategy is a member of ``api.ShardingStrategy`` and a row of ``STRATEGIES``.
+"""
 
 from __future__ import annotations
 

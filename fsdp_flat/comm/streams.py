@@ -7,7 +7,7 @@ All units of a tree share one object. It ensures this order, without ``record_st
 * all-gathers run on a separate stream. An all-gather may write its buffer (memory of the all-gather stream) only after
   compute has finished with the former content: :meth:`Streams.buffers_freed` records that on the compute stream, and
   the next all-gather waits for it.
-* every all-gather waits for the optimizer: :meth:`Streams.shards_written`.
+* every all-gather waits for the optimizer: :meth:`Streams.optimizer_stepped` and :meth:`Streams.shards_written`.
 * compute waits for an all-gather before it uses the buffer.
 * reduce-scatters run on a separate stream, after the compute that produced the gradients. A buffer that a
   reduce-scatter reads is kept until compute has waited for that reduce-scatter.
@@ -58,6 +58,23 @@ class Streams:
     def shards_written(self) -> None:
         """Record that compute issued so far may have written shards, which later all-gathers read."""
 
+    def optimizer_stepped(self) -> None:
+        """Record, at the begin of an iteration, that an optimizer may have written shards.
+
+        That is compute issued so far, or the event of :meth:`set_post_optim_event`, once.
+        """
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Have the next :meth:`optimizer_stepped` take ``event``, recorded after the optimizer, for the last write."""
+
+    def also_on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Make ``stream`` current inside the block, between earlier and later work of the stream current outside.
+
+        Args:
+            stream: an accelerator's stream; None leaves the current one.
+        """
+        return _NOTHING
+
     def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Copy ``tensor`` to a device and dtype, for use after :meth:`wait_for_host_copies`."""
         return tensor.to(device=device, dtype=dtype)
@@ -98,6 +115,7 @@ class AcceleratorStreams(Streams):
         self._reduce_scatter: Any = None
         self._buffers_free: Any = None
         self._shards_ready: Any = None
+        self._post_optim_event: Any = None
         self._host_copies: Any = None
         self._host_reads: Any = None
         self.all_gathers = _StreamContext(self._enter_all_gathers)
@@ -134,6 +152,27 @@ class AcceleratorStreams(Streams):
 
     def shards_written(self) -> None:
         self._shards_ready = self._current().record_event()
+
+    def optimizer_stepped(self) -> None:
+        event, self._post_optim_event = self._post_optim_event, None
+        if event is None:
+            self.shards_written()
+        else:
+            self._shards_ready = event
+
+    def set_post_optim_event(self, event: Any) -> None:
+        self._post_optim_event = event
+
+    @contextmanager
+    def also_on(self, stream: Any) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        outer = self._current()
+        stream.wait_stream(outer)
+        with stream:
+            yield
+        outer.wait_stream(stream)
 
     def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         if device.type != "cpu" or tensor.device.type == "cpu":

@@ -16,6 +16,7 @@ from torch import nn
 
 from fsdp_flat import flat
 from fsdp_flat.api import ShardingStrategy
+from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import Interval, LocalShard
@@ -33,10 +34,12 @@ __all__ = [
     "training_states",
 ]
 
-HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+HYBRID_SHARDING_STRATEGIES = [row.member for row in STRATEGIES.values() if row.is_hybrid]
 """Strategies that shard within groups of ranks and replicate between them."""
 
-NO_RESHARD_AFTER_FORWARD_STRATEGIES = (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2)
+NO_RESHARD_AFTER_FORWARD_STRATEGIES = tuple(
+    row.member for row in STRATEGIES.values() if row.shards and not row.reshard_after_forward
+)
 """Strategies that keep parameters unsharded between forward and backward."""
 
 

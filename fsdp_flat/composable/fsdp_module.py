@@ -12,6 +12,7 @@ from torch import nn
 
 from fsdp_flat import runtime
 from fsdp_flat.errors import OptionTypeError
+from fsdp_flat.flat import DTensorViews
 from fsdp_flat.runtime import ShardedModule, Unit
 
 __all__ = ["FSDPModule", "hook_state_dicts", "sharded_class"]
@@ -48,16 +49,7 @@ class FSDPModule(ShardedModule):
             "build a second one and load the first one's state dict."
         )
 
-    # -- control ---------------------------------------------------------------------------------------------------
-
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Reduce gradients in later backwards, or accumulate unreduced ones (gradient accumulation)."""
-        for unit in self._units(recurse):
-            unit.control.sync_gradients = requires_gradient_sync
-
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's sum of gradients over ranks by ``factor`` instead of the number of ranks."""
-        runtime.set_divide_factor([self._own_unit], factor)
+    set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
 
     # -- conversions -----------------------------------------------------------------------------------------------
 
@@ -86,7 +78,7 @@ def hook_state_dicts(unit: Unit) -> None:
     sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
     for module in dict.fromkeys(site.module for site in sites):
         module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(partial(_prepare_load, unit))
 
 
 def _show_shards(unit: Unit, *_: Any) -> None:
@@ -97,3 +89,17 @@ def _show_shards(unit: Unit, *_: Any) -> None:
         unit.reshard()
     for handle in unit.handles:
         handle.adopt_changes()
+
+
+def _prepare_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts."""
+    _show_shards(unit)
+    for handle in unit.handles:
+        for index, entry in enumerate(handle.views.params):
+            for site in entry.sites:
+                key = prefix + site.name
+                value = state_dict.get(key) if site.module is module else None
+                if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
+                    continue
+                if value.shape == entry.param.shape and isinstance(handle.views, DTensorViews):
+                    state_dict[key] = handle.views.distribute(index, value)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import ShardingStrategy
-from fsdp_flat.comm import STRATEGIES, RankGroup, ShardingGroups, strategy_from
+from fsdp_flat.comm import RankGroup, ShardingGroups, strategy_from
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
@@ -48,6 +48,7 @@ class UnitDescription:
         gathered_nbytes: bytes of the unsharded parameters; 0 if nothing is sharded.
         whole_grad_nbytes: bytes of the gradient before it is reduced.
         is_gathered: the parameters are unsharded now.
+        reshard_after_forward: the parameters are freed after forward; None: unless the unit is the outermost.
     """
 
     name: str
@@ -61,6 +62,7 @@ class UnitDescription:
     gathered_nbytes: int
     whole_grad_nbytes: int
     is_gathered: bool = False
+    reshard_after_forward: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,9 @@ def describe(model: nn.Module) -> ModelDescription:
         )
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() if (unit := unit_of(child)) is not None}
     described = [
-        _described(paths[unit] or type(unit.module).__name__, unit.options, unit.handles)
+        _described(
+            paths[unit] or type(unit.module).__name__, unit.options, unit.handles, unit.control.reshard_after_forward
+        )
         for unit in units
         if unit.handles
     ]
@@ -249,7 +253,12 @@ def _planned(
         (position[module], name, option, handles_of(params, module, name, option))
         for (name, module, _), option, params in zip(units, options, collected, strict=True)
     )
-    described = [_described(name, option, handles) for _, name, option, handles in built if handles]
+    described = [
+        # As a new unit's control says.
+        _described(name, option, handles, None if option.strategy.reshard_after_forward else False)
+        for _, name, option, handles in built
+        if handles
+    ]
     return _summed(described, options[0].groups, has_root=bool(collected[0]))
 
 
@@ -275,7 +284,9 @@ def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitO
     )
 
 
-def _described(name: str, options: UnitOptions, handles: Sequence[FlatParamHandle]) -> UnitDescription:
+def _described(
+    name: str, options: UnitOptions, handles: Sequence[FlatParamHandle], reshard_after_forward: bool | None
+) -> UnitDescription:
     trainable = [handle for handle in handles if handle.is_trainable]
     gathered = [handle for handle in handles if not isinstance(handle.buffer, AliasBuffer)]
     return UnitDescription(
@@ -295,6 +306,7 @@ def _described(name: str, options: UnitOptions, handles: Sequence[FlatParamHandl
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
         whole_grad_nbytes=sum(handle.layout.numel * handle.grad_buffer_dtype.itemsize for handle in trainable),
         is_gathered=any(handle.state is not ShardState.SHARDED for handle in handles),
+        reshard_after_forward=reshard_after_forward,
     )
 
 
@@ -311,14 +323,10 @@ def _summed(described: Sequence[UnitDescription], groups: ShardingGroups, *, has
         has_root: the first of ``described`` is the outermost unit.
     """
     root, others = (described[:1], described[1:]) if has_root else ([], described)
-    freed = sorted(unit.gathered_nbytes for unit in others if _frees(unit))
-    kept = [unit.gathered_nbytes for unit in others if not _frees(unit)]
+    freed = sorted(unit.gathered_nbytes for unit in others if unit.reshard_after_forward is not False)
+    kept = [unit.gathered_nbytes for unit in others if unit.reshard_after_forward is False]
     most = sum([unit.gathered_nbytes for unit in root] + kept + freed[-2:])
     return ModelDescription(tuple(described), groups.shard.size, groups.replicate.size, most)
-
-
-def _frees(unit: UnitDescription) -> bool:
-    return STRATEGIES[ShardingStrategy[unit.strategy]].reshard_after_forward
 
 
 def _cells(unit: UnitDescription) -> tuple[str, ...]:

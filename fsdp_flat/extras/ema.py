@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.runtime import check_idle, units_of
@@ -185,5 +186,10 @@ def _averaged(model: nn.Module) -> dict[str, _Averaged]:
         }
         found[first.fqn] = _Averaged(handle.flat_param, identity)
     for param, name in index.others.items():
-        found[name] = _Averaged(param, {"shape": list(param.shape)})
+        identity = {"shape": list(param.shape)}
+        if isinstance(param, DTensor):
+            coordinate = param.device_mesh.get_coordinate()
+            identity |= {"placements": [str(each) for each in param.placements], "rank": list(coordinate or ())}
+            identity |= {"mesh": list(param.device_mesh.shape)}
+        found[name] = _Averaged(param, identity)
     return found

@@ -18,7 +18,7 @@ from fsdp_flat.flat.guards import (
     unguarded,
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.sharded_grad import ReduceScatteredGrad, set_grad
 from fsdp_flat.flat.shown_grads import (
     grads_by_adapter,
     have_grads,
@@ -59,6 +59,7 @@ __all__ = [
     "ManagedParam",
     "MemoryPool",
     "Place",
+    "ReduceScatteredGrad",
     "RowSharding",
     "ShardState",
     "ShardedPlaceholder",

@@ -21,6 +21,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, is_in_a_graph, strided_shard
+from fsdp_flat.flat.arrangement import local_part
 from fsdp_flat.flat.tensor_adapter import DTensorAdapter
 from fsdp_flat.flat.views import Views, VisibleParam
 from fsdp_flat.flat.walk import ManagedParam
@@ -170,6 +171,20 @@ class DTensorViews(Views):
 
     def unregister_full_params(self) -> None:
         pass
+
+    def distribute(self, index: int, full: torch.Tensor) -> DTensor:
+        """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.
+
+        Nothing is communicated. The local tensor may be a view of ``full``, on whose device it is.
+        """
+        entry = self.params[index]
+        inner = entry.adapter.local_slice(full.detach())
+        local = local_part(self.layout, index, self.rank, inner).view(self.layout.local_shape(index, self.rank))
+        return self.with_local(index, local)
+
+    def with_local(self, index: int, local: torch.Tensor) -> DTensor:
+        """Return a DTensor with the mesh and placements of parameter ``index`` and the given local tensor."""
+        return self._rows.template(self.params[index], self.layout.dims[index], local)
 
     def remove(self) -> None:
         for parameters, name, _, _ in self._bindings:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +15,7 @@ from fsdp_flat.errors import UsageError
 
 __all__ = [
     "LocalNorm",
+    "ReduceScatteredGrad",
     "ShardedGrad",
     "UnreducedGrad",
     "UnreducedLocalGrad",
@@ -273,6 +275,19 @@ class UnreducedLocalGrad:
         if self._param.grad is self._grad:
             zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
             set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
+
+
+@dataclass(slots=True)
+class ReduceScatteredGrad:
+    """Holds this rank's shard of a gradient that is summed over the shard group, and not over the replicate group yet.
+
+    Attributes:
+        shard: the sum, 1-D, in the reduce dtype; None once another gradient contains it.
+        used: for each parameter, whether any rank has used it.
+    """
+
+    shard: torch.Tensor | None
+    used: Sequence[int]
 
 
 def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,13 @@ from fsdp_flat.errors import UnsupportedError, UsageError
 from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
 from fsdp_flat.flat.arrangement import views_of
 from fsdp_flat.flat.guards import unguarded
-from fsdp_flat.flat.sharded_grad import UnreducedLocalGrad, accumulate_grad, apply_hooks, run_grad_hooks
+from fsdp_flat.flat.sharded_grad import (
+    ReduceScatteredGrad,
+    UnreducedLocalGrad,
+    accumulate_grad,
+    apply_hooks,
+    run_grad_hooks,
+)
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import ManagedParam
@@ -138,20 +144,10 @@ class FlatGradBuffer:
 
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
-        num_grads_ready: number of parameters with a gradient.
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = (
-        "_buffer",
-        "_layout",
-        "_paddings",
-        "_places",
-        "_waiting",
-        "grads_ready",
-        "is_exposed",
-        "num_grads_ready",
-    )
+    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_waiting", "grads_ready", "is_exposed")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
@@ -161,13 +157,17 @@ class FlatGradBuffer:
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
-        self.num_grads_ready = 0
         self.is_exposed = False
         self._buffer.free(MemoryPool())
 
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the buffer has this dtype and device."""
         return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
+
+    @property
+    def num_grads_ready(self) -> int:
+        """Number of parameters with a gradient."""
+        return sum(self.grads_ready)
 
     @property
     def nbytes(self) -> int:
@@ -180,7 +180,6 @@ class FlatGradBuffer:
             grad = grad.to_dense()
         if not self.grads_ready[index]:
             self.grads_ready[index] = 1
-            self.num_grads_ready += 1
             self._waiting[index] = grad
         elif index in self._waiting:
             self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
@@ -192,7 +191,6 @@ class FlatGradBuffer:
         """Drop the gradient of parameter ``index``."""
         if self.grads_ready[index]:
             self.grads_ready[index] = 0
-            self.num_grads_ready -= 1
             if self._waiting.pop(index, None) is None and self._buffer.nbytes:
                 torch._foreach_zero_(self._places[index])
 
@@ -217,7 +215,6 @@ class FlatGradBuffer:
         """Drop all gradients and return the memory to ``pool``; no views of the buffer may be in use."""
         self._buffer.free(pool)
         self.grads_ready = bytearray(len(self._places))
-        self.num_grads_ready = 0
 
 
 def _grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tensor]]:
@@ -262,6 +259,7 @@ class HandleGradients:
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
+        partial: gradient that a later backward completes; None if there is none.
     """
 
     buffer_dtype: torch.dtype
@@ -278,6 +276,7 @@ class HandleGradients:
         self._buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
+        self.partial: ReduceScatteredGrad | None = None
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
@@ -388,7 +387,7 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = None
+        self._buffer = self.partial = None
         for shown in self._unreduced:
             shown.take_back()
         self._unreduced = []

@@ -19,8 +19,9 @@ from fsdp_flat.runtime.precision import precision_from, precision_of_rows
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
     clear_gradients,
-    set_comm_hook,
-    set_divide_factor,
+    register_comm_hook,
+    set_divide_factor_of_tree,
+    set_reduce_scatter_divide_factor,
     without_reduction,
 )
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
@@ -59,13 +60,14 @@ __all__ = [
     "participate",
     "precision_from",
     "precision_of_rows",
+    "register_comm_hook",
     "register_forward_method",
     "reset_schedule",
     "resolve_ignored",
     "run_module",
     "schedule_of",
-    "set_comm_hook",
-    "set_divide_factor",
+    "set_divide_factor_of_tree",
+    "set_reduce_scatter_divide_factor",
     "share_comm_ctx",
     "summon_full_params",
     "unit_of",

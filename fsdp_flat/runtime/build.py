@@ -408,11 +408,10 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
     for name, param in root.named_parameters():
         if param not in ignored.params:
             fqn, shape = clean_fqn(name), "sharded already"
-            # A nested unit already holds this rank's local shard, or a DTensor over these ranks; its shapes were
-            # compared when it was built, or are in its first step.
+            # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
             if not getattr(param, "_fsdp_flattened", False):
-                check_adapter(adapter_of(param, fqn), fqn, groups)
                 shape = f"of shape {tuple(param.shape)}"
+                check_adapter(adapter_of(param, fqn), fqn, groups)
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
 

@@ -39,7 +39,9 @@ def check_units(units: Sequence[Unit]) -> None:
     for option in ("use_orig_params", "limit_all_gathers"):
         first: dict[bool, str] = {}
         for unit in units:
-            if unit.handles or option == "limit_all_gathers":
+            # Units of fully_shard go with either.
+            is_free = option == "use_orig_params" and (not unit.handles or unit.options.rows is not None)
+            if not is_free:
                 first.setdefault(getattr(unit.options, option), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())

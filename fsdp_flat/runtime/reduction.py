@@ -9,7 +9,7 @@ other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,7 +19,7 @@ import torch
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, streams_for, unrecorded
-from fsdp_flat.flat import FlatParamHandle, MemoryPool
+from fsdp_flat.flat import FlatParamHandle, MemoryPool, ReduceScatteredGrad
 from fsdp_flat.runtime.options import UnitOptions
 
 __all__ = ["LOW_PRECISION_HOOKS", "CommContext", "Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
@@ -56,12 +56,23 @@ class ReductionPolicy:
         hook: communication hook that replaces the reduction, called with ``hook_state``.
         hook_state: the first argument of ``hook``.
         dtype: dtype in which gradients are communicated, for the built-in low-precision hooks.
+        all_reduce: sum gradients over the replicate group too; False keeps sums over the shard group for a later
+            backward.
+        all_reduce_hook: called with the shard of each reduced gradient.
+        all_reduce_hook_stream: accelerator stream that is current in the hook; None for that of reduce-scatters.
+        max_in_flight: number of reductions in flight with this unit's; None is the library's choice.
+        zeros_for_unused: trainable parameters that no rank has used get gradients of zeros, not None.
     """
 
     divide_factor: float | torch.Tensor | None = None
     hook: Callable[..., Any] | None = None
     hook_state: Any = None
     dtype: torch.dtype | None = None
+    all_reduce: bool = True
+    all_reduce_hook: Callable[[torch.Tensor], object] | None = None
+    all_reduce_hook_stream: Any = None
+    max_in_flight: int | None = None
+    zeros_for_unused: bool = False
 
 
 class Reduction:
@@ -69,19 +80,26 @@ class Reduction:
 
     fp16 is divided in two steps around the sum, as in FSDP1, because the sum could overflow. Other dtypes are summed
     unscaled and only the shard is scaled, which is one pass over less data.
+
+    Attributes:
+        handle: the handle of the gradient.
+        is_partial: the gradient is summed over the shard group only, for a later backward.
     """
 
     __slots__ = (
+        "_divided_by",
         "_flat",
         "_groups",
+        "_mean_divisor",
         "_pending",
         "_policy",
-        "_postscale",
+        "_prescale",
         "_replicated",
         "_scratch",
         "_streams",
         "_used_up",
         "handle",
+        "is_partial",
     )
 
     def __init__(
@@ -94,12 +112,14 @@ class Reduction:
     ) -> None:
         self.handle = handle
         self._groups = options.groups
-        num_ranks = options.groups.shard.size * options.groups.replicate.size
         self._streams = streams
         self._policy = policy
         self._replicated = False
+        self.is_partial = not (policy.all_reduce or options.groups.replicate.size == 1)
         self._scratch: tuple[torch.Tensor, ...] = ()
-        self._postscale: float = num_ranks
+        # Divisor that makes the sum the mean.
+        self._mean_divisor = options.groups.shard.size * options.groups.replicate.size
+        self._prescale = self._divided_by = 1.0
         with unrecorded():
             flat, gradient = handle.grads.take(handle.pool)
             # Hooks may keep their arguments, and if nothing is sharded, the flat buffer becomes the gradient.
@@ -112,9 +132,8 @@ class Reduction:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
             if flat.dtype == torch.float16:
-                prescale = predivide_factor(num_ranks)
-                flat.div_(prescale)
-                self._postscale /= prescale
+                self._prescale = predivide_factor(self._mean_divisor)
+                flat.div_(self._prescale)
             with streams.reduce_scatters:
                 if collectives is None:
                     self._pending = Pending((), flat)
@@ -130,32 +149,36 @@ class Reduction:
         hook, state = self._policy.hook, self._policy.hook_state
         assert hook is not None
         if not shards:
-            self._postscale = 1.0
+            self._mean_divisor = 1
             self._replicated = True
+            self.is_partial = False
             hook(state, flat)
             return flat
-        self._postscale = self._groups.replicate.size
+        self._mean_divisor = self._groups.replicate.size
         out = flat.new_zeros(self.handle.layout.shard_numel)
         hook(state, flat, out)
         return out
 
     def advance(self) -> None:
         """Wait for the sum over the shard group and begin the all-reduce over the replicate group, if there is one."""
-        if self._replicated or self._groups.replicate.size == 1:
+        if self._replicated or self.is_partial or self._groups.replicate.size == 1:
             return
         self._replicated = True
         with unrecorded(), self._streams.reduce_scatters:
             self._scratch = self._pending.scratch
+            shard, partial = self._pending.wait(), self.handle.grads.partial
+            if partial is not None and partial.shard is not None:
+                shard.add_(partial.shard)
+                partial.shard = None
             self._pending = begin_all_reduce(
-                self._pending.wait(),
-                self._groups.replicate,
-                collective=f"the all-reduce of unit {self.handle.spec.unit_name!r}",
+                shard, self._groups.replicate, collective=f"the all-reduce of unit {self.handle.spec.unit_name!r}"
             )
 
     @property
     def is_done(self) -> bool:
         """True if :meth:`finish` needs neither waiting nor communication. Ranks may see different values."""
-        return self._groups.replicate.size == 1 and self._pending.is_completed()
+        hooked = self._policy.all_reduce_hook is not None
+        return self._groups.replicate.size == 1 and not hooked and self._pending.is_completed()
 
     def _free(self) -> None:
         # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
@@ -168,24 +191,71 @@ class Reduction:
             self.handle.grads.recycle(gradient, self.handle.pool)
 
     def finish(self) -> torch.Tensor:
-        """Return the mean gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype)."""
+        """Return the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype).
+
+        It is the mean, or the sum divided by the caller's factor, unless the factor is a tensor. A partial one is a
+        sum in the reduce dtype.
+        """
         self.advance()
-        spec = self.handle.spec
         with unrecorded(), self._streams.reduce_scatters:
             shard = self._pending.wait()
-            if self._postscale != 1.0:
-                shard.div_(self._postscale)
-            dtype = shard.dtype if spec.keep_reduce_dtype else self.handle.orig_dtype
-            if shard.dtype != dtype or shard.device != spec.shard_device:
-                shard = self._streams.copy_to(shard, spec.shard_device, dtype)
+            if not self.is_partial:
+                shard = self._complete(shard)
         self._free()
         return shard
 
+    def _complete(self, shard: torch.Tensor) -> torch.Tensor:
+        """Divide the sum over all ranks, call the caller's hook, and convert the result."""
+        spec, divisor = self.handle.spec, self._divisor
+        self._divided_by = self._prescale if isinstance(divisor, torch.Tensor) else divisor
+        if self._divided_by != self._prescale:
+            shard.div_(self._divided_by / self._prescale)
+        if self._policy.all_reduce_hook is not None:
+            with self._streams.also_on(self._policy.all_reduce_hook_stream):
+                self._policy.all_reduce_hook(shard)
+        dtype = shard.dtype if spec.keep_reduce_dtype else self.handle.orig_dtype
+        if shard.dtype != dtype or shard.device != spec.shard_device:
+            shard = self._streams.copy_to(shard, spec.shard_device, dtype)
+        return shard
+
     @property
-    def rescale(self) -> float | torch.Tensor | None:
-        """Factor for the mean that :meth:`finish` returns; None unless the caller has set a divisor."""
+    def _divisor(self) -> float | torch.Tensor:
+        """The divisor of the sum over all ranks."""
+        if self._policy.hook is not None:
+            return self._mean_divisor
         factor = self._policy.divide_factor
-        return None if factor is None or self._policy.hook is not None else self._groups.num_ranks / factor
+        return self._mean_divisor if factor is None else factor
+
+    def hand_over(self, shard: torch.Tensor, used: Sequence[int]) -> None:
+        """Add what :meth:`finish` returned to the gradients of the handle.
+
+        The caller's factor is read again: a caller may complete it while backward runs.
+
+        Args:
+            shard: the result, or the sum of the results of several reductions of the handle.
+            used: for each parameter, whether any rank has used it.
+        """
+        grads = self.handle.grads
+        partial, grads.partial = grads.partial, None
+        if partial is not None:
+            used = bytes(map(max, used, partial.used))
+        if self.is_partial:
+            if partial is not None and partial.shard is not None:
+                shard.add_(partial.shard)
+            grads.partial = ReduceScatteredGrad(shard, used)
+            return
+        divisor = self._divisor
+        if isinstance(divisor, torch.Tensor) or divisor != self._divided_by:
+            shard.div_(divisor / self._divided_by)
+        if self._policy.zeros_for_unused:
+            used = bytes(self.handle.views.requires_grad())
+        grads.add_reduced(shard, used)
+
+    def discard(self) -> None:
+        """Wait for the communication and drop the result."""
+        self.advance()
+        self._pending.wait()
+        self._free()
 
 
 class Reductions:
@@ -208,11 +278,16 @@ class Reductions:
         """True if nothing was reduced."""
         return not self._in_flight and not self.results
 
-    def add(self, begin: Callable[[], Reduction]) -> None:
-        """Begin a reduction; advance older ones, and finish the oldest if too many are in flight, to free memory."""
+    def add(self, begin: Callable[[], Reduction], most: int | None) -> None:
+        """Begin a reduction; advance older ones, and finish the oldest if too many are in flight, to free memory.
+
+        Args:
+            begin: begins the reduction.
+            most: the number that may be in flight with it; None is the default.
+        """
         for earlier in self._in_flight:
             earlier.advance()
-        while len(self._in_flight) >= self._most:
+        while len(self._in_flight) >= (most or self._most):
             self._finish_oldest()
         self._in_flight.append(begin())
 
@@ -234,29 +309,35 @@ class Reductions:
 
     def reset(self, streams: Streams) -> None:
         """Wait for all reductions and drop them; their errors add nothing to the cause of the reset."""
-        while self._in_flight:
+        in_flight, self._in_flight = self._in_flight, []
+        for reduction in in_flight:
             with suppress(RuntimeError):
-                self._finish_oldest()
-        self.finish(streams)
+                reduction.discard()
+        self.results = {}
+        self._last.clear()
+        streams.wait_for_reduce_scatters()
+        streams.wait_for_host_copies()
 
-    def finish(self, streams: Streams) -> dict[FlatParamHandle, torch.Tensor]:
-        """Wait for all reductions; return the sharded mean gradients by handle, ready for compute and for the host."""
+    def partial_without_result(self, handles: Sequence[FlatParamHandle]) -> list[FlatParamHandle]:
+        """Return the handles with a partial gradient that no reduction of this backward completes."""
+        return [handle for handle in handles if handle.grads.partial is not None and handle not in self.results]
+
+    def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, Sequence[int]]) -> None:
+        """Wait for all reductions, and add the results to the gradients of their handles.
+
+        Args:
+            streams: ordered so that compute, and the host, may use the results.
+            used: for each handle and parameter, whether any rank has used it.
+        """
         self.finish_all()
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
-        gathered, self.results = self.results, {}
-        results: dict[FlatParamHandle, torch.Tensor] = {}
-        for handle, (first, *others) in gathered.items():
+        results, self.results = self.results, {}
+        last, self._last = self._last, {}
+        for handle, (first, *others) in results.items():
             for other in others:
                 first.add_(other)
-            results[handle] = first
-        # Apply factors last: a factor may be a tensor that the caller completes while backward runs.
-        for handle, reduction in self._last.items():
-            scale = reduction.rescale
-            if scale is not None:
-                results[handle].mul_(scale)
-        self._last.clear()
-        return results
+            last[handle].hand_over(first, used[handle])
 
 
 class CommContext:

@@ -1,18 +1,35 @@
-"""Sets how the units of a tree accumulate, reduce and clear gradients."""
+"""Sets how units accumulate, reduce and clear gradients, also by methods of the wrapper and of FSDP2's front."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
-from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
+from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
-__all__ = ["clear_gradients", "set_comm_hook", "set_divide_factor", "without_reduction"]
+__all__ = [
+    "clear_gradients",
+    "register_comm_hook",
+    "set_all_reduce_hook",
+    "set_divide_factor_of_tree",
+    "set_force_sum_reduction_for_comms",
+    "set_gradient_divide_factor",
+    "set_post_optim_event",
+    "set_reduce_scatter_divide_factor",
+    "set_reduce_scatter_max_input_buffers",
+    "set_reduce_scatter_unused_params",
+    "set_requires_all_reduce",
+    "set_requires_gradient_sync",
+    "without_reduction",
+]
 
 
 @contextmanager
@@ -48,14 +65,24 @@ def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:
                     param.grad.detach().zero_()
 
 
-def set_comm_hook(units: Sequence[Unit], hook: Callable[..., Any], state: object) -> None:
-    """Replace the reduction of gradients by ``hook``; torch's low-precision hooks set the dtype of the reduction.
+def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
+    """Replace the reduction of gradients by a function of the caller; only on the root, once.
+
+    Args:
+        state: passed to the hook.
+        hook: called as ``hook(state, full_gradient, output_shard)``; with NO_SHARD as ``hook(state, gradient)``,
+            which changes the gradient in place. Both are 1-D, in the reduction's dtype. The hook divides by itself.
+            Hybrid strategies call it over the shard group and average over the replicate group themselves. torch's
+            ``fp16_compress_hook`` and ``bf16_compress_hook`` stand for a reduction in that dtype.
 
     Raises:
-        PhaseError: there is a hook already.
-        OptionError: the hook is not callable.
+        PhaseError: (an AssertionError) not the root, or a second hook.
+        OptionError: (a ValueError) the hook is not callable.
     """
-    policies = [unit.policy for unit in units]
+    (unit,) = _units(self, recurse=False)
+    if unit.is_nested or schedule_of(self, unit).root is not unit:
+        raise PhaseError(f"register_comm_hook must be called on the root; {unit.name!r} is nested.")
+    policies = [each.policy for each in units_of(self)]
     if any(policy.hook is not None or policy.dtype is not None for policy in policies):
         raise PhaseError("A communication hook is registered already; there can be one.")
     if not callable(hook):
@@ -68,24 +95,175 @@ def set_comm_hook(units: Sequence[Unit], hook: Callable[..., Any], state: object
             policy.hook, policy.hook_state = hook, state
 
 
-def set_divide_factor(units: Sequence[Unit], factor: float | torch.Tensor | None) -> None:
-    """Divide sums of gradients by ``factor``; None is the number of ranks.
+def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | None) -> None:
+    """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, here and in units below.
+
+    With losses summed over tokens, ``factor`` is the number of tokens of all ranks; 1.0 leaves the sum. It is
+    read at the end of each backward, so it may be set again for every step.
+
+    Args:
+        factor: a number, a scalar tensor on the gradients' device, or None for the mean.
 
     Raises:
-        UsageError: there is a communication hook, which divides by itself.
-        OptionTypeError: ``factor`` is neither a number nor a scalar tensor.
-        OptionError: it is zero.
+        UsageError: a communication hook is registered, which divides by itself.
+        OptionTypeError: neither a number nor a scalar tensor.
+        OptionError: zero.
     """
-    policies = [unit.policy for unit in units]
-    if factor is not None:
-        if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
-            raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
-        if not isinstance(factor, torch.Tensor) and factor == 0:
-            raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
-        if any(policy.hook is not None for policy in policies):
-            raise UsageError(
-                "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the "
-                "hook, or do without it."
-            )
+    policies = [unit.policy for unit in units_of(self)]
+    _check_divide_factor(policies, factor)
     for policy in policies:
         policy.divide_factor = factor
+
+
+def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
+    """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, for this module's unit.
+
+    Raises:
+        OptionTypeError: ``factor`` is not a number.
+        OptionError: it is zero.
+    """
+    (unit,) = _units(self, recurse=False)
+    _check_divide_factor([unit.policy], factor)
+    unit.policy.divide_factor = factor
+
+
+def _check_divide_factor(policies: Sequence[ReductionPolicy], factor: float | torch.Tensor | None) -> None:
+    if factor is None:
+        return
+    if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
+        raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
+    if not isinstance(factor, torch.Tensor) and factor == 0:
+        raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
+    if any(policy.hook is not None for policy in policies):
+        raise UsageError(
+            "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the hook, or "
+            "do without it."
+        )
+
+
+def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+    """Reduce gradients in later backwards, over all ranks, or accumulate unreduced ones (gradient accumulation).
+
+    Args:
+        requires_gradient_sync: reduce gradients; also undoes :meth:`set_requires_all_reduce`.
+        recurse: set it for the units below too.
+    """
+    for unit in _units(self, recurse):
+        unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
+
+
+def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    """Sum gradients over the replicate group in later backwards, or over the shard group only (hybrid sharding).
+
+    With False a backward reduce-scatters, sets no gradients, and keeps each rank's shard. The next backward with True
+    adds it before the all-reduce. Without a replicate group it has no effect.
+
+    Args:
+        requires_all_reduce: all-reduce gradients.
+        recurse: set it for the units below too.
+    """
+    for unit in _units(self, recurse):
+        unit.policy.all_reduce = requires_all_reduce
+
+
+def set_reduce_scatter_divide_factor(self: nn.Module, factor: float) -> None:
+    """Call :meth:`set_gradient_divide_factor`, the name that replaced this one."""
+    warnings.warn(
+        "set_reduce_scatter_divide_factor is deprecated; call set_gradient_divide_factor.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    set_gradient_divide_factor(self, factor)
+
+
+def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
+    """Accept the request that backends get sums of gradients only, which is always so here.
+
+    Gradients are divided after the sum, fp16 also before it, by the library itself.
+
+    Args:
+        enable: no effect.
+    """
+
+
+def set_all_reduce_hook(self: nn.Module, hook: Callable[[torch.Tensor], object], *, stream: Any = None) -> None:
+    """Call ``hook`` with each reduced gradient of this module's unit, for example to all-reduce it over more ranks.
+
+    Every rank calls it in the same order.
+
+    Args:
+        hook: gets the rank's shard (1-D, in the reduce dtype, with padding) and changes it in place. It is divided
+            already: after the reduce-scatter, or on a hybrid mesh after the all-reduce.
+        stream: accelerator stream that is current in the hook; None for the stream of the reduce-scatters.
+
+    Raises:
+        OptionTypeError: ``hook`` is not callable.
+        OptionError: ``stream`` was given on a hybrid mesh.
+    """
+    (unit,) = _units(self, recurse=False)
+    if not callable(hook):
+        raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
+    if stream is not None and unit.options.strategy.replicates:
+        raise OptionError(
+            f"Unit {unit.name!r} is on a hybrid mesh, whose all-reduce has a stream of its own: leave stream out. It "
+            "is for a hook that does the all-reduce of a mesh of one dim."
+        )
+    unit.policy.all_reduce_hook, unit.policy.all_reduce_hook_stream = hook, stream
+
+
+def set_post_optim_event(self: nn.Module, event: torch.Event) -> None:
+    """Have the next all-gather wait for ``event`` in place of everything issued on the compute stream.
+
+    By default the first all-gather of a forward waits for all compute issued before, which includes the optimizer's
+    step. The event counts once, for the next forward of the outermost module. On the CPU there is nothing to wait for.
+
+    Args:
+        event: recorded after the optimizer's step.
+    """
+    (unit,) = _units(self, recurse=False)
+    schedule_of(self, unit).streams.set_post_optim_event(event)
+
+
+def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int, *, recurse: bool = True) -> None:
+    """Set how many reductions may be in flight, each with its flat gradient, while backward goes on.
+
+    More of them hide a slow network, and take the memory of more gradients. The default is 2 on accelerators and 1 on
+    the CPU.
+
+    Args:
+        max_input_buffers: at least 1.
+        recurse: set it for the units below too.
+
+    Raises:
+        OptionTypeError: not an int.
+        OptionError: less than 1.
+    """
+    if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+        raise OptionTypeError(f"max_input_buffers must be an int; got {max_input_buffers!r}.")
+    if max_input_buffers < 1:
+        raise OptionError(f"max_input_buffers must be at least 1; got {max_input_buffers}.")
+    for unit in _units(self, recurse):
+        unit.policy.max_in_flight = max_input_buffers
+
+
+def set_reduce_scatter_unused_params(
+    self: nn.Module, reduce_scatter_unused_params: bool, *, recurse: bool = True
+) -> None:
+    """Give parameters of a reduced unit that no rank has used gradients of zeros, or None.
+
+    In either case a unit's ranks reduce zeros for parameters that only other ranks have used.
+
+    Args:
+        reduce_scatter_unused_params: zeros.
+        recurse: set it for the units below too.
+    """
+    for unit in _units(self, recurse):
+        unit.policy.zeros_for_unused = reduce_scatter_unused_params
+
+
+def _units(module: nn.Module, recurse: bool) -> list[Unit]:
+    if recurse:
+        return units_of(module)
+    unit = unit_of(module)
+    assert unit is not None
+    return [unit]

@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, profiled, report_failure
+from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
@@ -153,7 +153,7 @@ class Schedule(CommContext):
             self._iteration = Iteration()
             if self._iteration.trains:
                 self._pending.add(self._iteration)
-            self.streams.shards_written()
+            self.streams.optimizer_stepped()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
             for whole in self._unsharded:
@@ -224,7 +224,8 @@ class Schedule(CommContext):
 
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
-        for rank_group in self.root.options.groups.rank_groups:
+        separate = self.root.collective_choice.reduce_group or ALONE
+        for rank_group in (*self.root.options.groups.rank_groups, separate):
             report_failure(rank_group, f"raised {type(error).__name__}: {error}")
         self.abort()
 
@@ -458,13 +459,14 @@ class Schedule(CommContext):
         if outcome.differing is not None:
             self._raise_different(outcome.differing)
         self.collectives.clear()
+        for unit in reduced:
+            if unit.policy.all_reduce:
+                unreduced.update(self.reductions.partial_without_result(unit.handles))
         for unit in reduced if unreduced else ():
             for handle in unit.handles:
                 if handle in unreduced:
                     unit.begin_reduction(handle)
-        shards = self.reductions.finish(self.streams)
-        for handle, shard in shards.items():
-            handle.grads.add_reduced(shard, used[handle])
+        self.reductions.set_grads(self.streams, used)
         return outcome
 
     def _raise_different(self, groups: ShardingGroups) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.runtime import collective_settings, reduction_settings
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
@@ -171,7 +173,25 @@ class ShardedModule(nn.Module):
         """
         for unit in units_of(self):
             unit.control.keeps_last = not enable
-            unit.use_backend_collectives(enable)
+            unit.use_collectives(replace(unit.collective_choice, backend=enable))
+
+    # -- gradients and communication -------------------------------------------------------------------------------
+
+    set_requires_gradient_sync = reduction_settings.set_requires_gradient_sync
+    set_requires_all_reduce = reduction_settings.set_requires_all_reduce
+    set_gradient_divide_factor = reduction_settings.set_gradient_divide_factor
+    set_force_sum_reduction_for_comms = reduction_settings.set_force_sum_reduction_for_comms
+    set_all_reduce_hook = reduction_settings.set_all_reduce_hook
+    set_post_optim_event = reduction_settings.set_post_optim_event
+    set_reduce_scatter_max_input_buffers = reduction_settings.set_reduce_scatter_max_input_buffers
+    set_reduce_scatter_unused_params = reduction_settings.set_reduce_scatter_unused_params
+    set_allocate_memory_from_process_group_for_comm = (
+        collective_settings.set_allocate_memory_from_process_group_for_comm
+    )
+    set_custom_all_gather = collective_settings.set_custom_all_gather
+    set_custom_reduce_scatter = collective_settings.set_custom_reduce_scatter
+    set_separate_reduce_scatter_group = collective_settings.set_separate_reduce_scatter_group
+    set_symm_mem_for_comm = collective_settings.set_symm_mem_for_comm
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: all-gathers are always asynchronous here."""

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_flat.comm import RankGroup, collectives_for, subgroup_of, unrecorded
+from fsdp_flat.comm import CollectiveChoice, RankGroup, chosen_collectives, subgroup_of, unrecorded
 from fsdp_flat.flat import FlatParamHandle
 
 __all__ = ["SmallerGroup"]
@@ -39,12 +39,12 @@ class SmallerGroup:
         self._name = name
         num_rows = shard.size // num_ranks
         self._ranks = range(self._rank_group.rank * num_rows, (self._rank_group.rank + 1) * num_rows)
-        self.use_backend_collectives(False)
+        self.use_collectives(CollectiveChoice())
 
-    def use_backend_collectives(self, enable: bool) -> None:
-        """Use the backend's collectives, or those that are cheapest."""
+    def use_collectives(self, choice: CollectiveChoice) -> None:
+        """Use other collectives in later steps, as the unit does."""
         group, unit, name = self._rank_group, self._unit, self._name
-        collectives = collectives_for(group, self._device, unit=unit, name=name, backend=enable)
+        collectives = chosen_collectives(choice, group, self._device, unit=unit, name=name)
         assert collectives is not None
         self.collectives = collectives
 

@@ -15,10 +15,9 @@ from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import (
-    AllGather,
-    CustomCollectives,
+    CollectiveChoice,
     Pending,
-    ReduceScatter,
+    chosen_collectives,
     collectives_for,
     profiled,
     unit_names,
@@ -73,6 +72,7 @@ class Unit:
         context: streams, memory and records shared with the other units of the tree.
         policy: settings for combining gradients over ranks.
         collectives: the library's collectives of the shard group, which are exact; None for a single rank.
+        collective_choice: the parts of them that a caller has replaced for steps.
         is_nested: an outer wrapper was built around this one.
         unsharded_version: version of the weights that are unsharded, or were last.
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
@@ -118,6 +118,7 @@ class Unit:
         self.collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
         # Used in steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
         self._step_collectives = self.collectives
+        self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
         # Storage epoch of the parameters that the buffers still hold although the unit is sharded.
         self._kept_epoch: int | None = None
@@ -149,31 +150,22 @@ class Unit:
         for handle in self.handles:
             handle.pool = context.pool
 
-    def use_backend_collectives(self, enable: bool) -> None:
-        """Use the backend's collectives in later steps, or again the cheapest ones."""
-        groups, device = self.options.groups, self.options.device
-        self._step_collectives = collectives_for(
-            groups.shard, device, unit=self.unit_id, name=self.name, backend=enable
-        )
-        if self.control.smaller_group is not None:
-            self.control.smaller_group.use_backend_collectives(enable)
-
-    def use_collectives(self, all_gather: AllGather | None, reduce_scatter: ReduceScatter | None) -> None:
-        """Use these collectives in later steps; None is the library's own. See ``fsdp_flat.collectives``.
+    def use_collectives(self, choice: CollectiveChoice) -> None:
+        """Use other collectives in later steps.
 
         Raises:
             PhaseError: a step is under way.
         """
-        if self.collectives is None:
-            return
         if self._pending_all_gathers or self.phase is not Phase.IDLE:
             raise PhaseError(
                 f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
                 "or a reduce-scatter under way. Replace them between steps."
             )
-        self._step_collectives = CustomCollectives(
-            self.options.groups.shard, self.collectives, all_gather, reduce_scatter
-        )
+        self.collective_choice = choice
+        shard, device = self.options.groups.shard, self.options.device
+        self._step_collectives = chosen_collectives(choice, shard, device, unit=self.unit_id, name=self.name)
+        if self.control.smaller_group is not None:
+            self.control.smaller_group.use_collectives(choice)
 
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
@@ -468,7 +460,7 @@ class Unit:
             with profiled("reduce_scatter", self.name):
                 return Reduction(handle, self.options, self._step_collectives, context.streams, self.policy)
 
-        context.reductions.add(begin)
+        context.reductions.add(begin, self.policy.max_in_flight)
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""

@@ -2,6 +2,7 @@
 
 from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import CODECS, CodecRow, codec_of, settings_for
+from fsdp_flat.state.dtensors import local_from
 from fsdp_flat.state.handlers import OptimStateHandler, StatePart, register_optim_state_handler
 from fsdp_flat.state.load_states import load_optim_state, template_states
 from fsdp_flat.state.model_dicts import (
@@ -48,6 +49,7 @@ __all__ = [
     "load_full_or_sharded",
     "load_optim_state",
     "load_unit",
+    "local_from",
     "optim_state_dict",
     "optim_state_dict_to_load",
     "rank_groups_of",

@@ -1,6 +1,7 @@
 """Maps each state-dict type to its codec and options, and checks the settings of ``set_state_dict_type``.
 
-A new state-dict type is a member of ``api.StateDictType``, a subclass of ``StateDictCodec``, and a row of ``CODECS``.
+A new state-dict type is a member of ``api.StateDictType``, two config classes, a subclass of ``StateDictCodec`` (of
+``FullCodec`` for full tensors in another form), and a row of ``CODECS``; docs/architecture.md has the recipe.
 """
 
 from __future__ import annotations

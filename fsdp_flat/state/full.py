@@ -82,7 +82,7 @@ class FullCodec(StateDictCodec):
             )
         if isinstance(value, ShardedTensor):
             raise LoadError(
-                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a whole "
+                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a full "
                 "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
             )
         if run.start == run.stop and not is_read:

@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.state._torch import dtype_of, is_chunked, is_scalar, shape_of
+from fsdp_flat.state._torch import is_chunked, is_scalar, shape_of
 from fsdp_flat.state.codecs import BOXES, decoder_of
+from fsdp_flat.state.dtensors import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
 from fsdp_flat.state.model_state import LOADING
 from fsdp_flat.state.optim_contents import check_groups, copied_state
@@ -71,7 +73,7 @@ def load_optim_state(
         UsageError: (a RuntimeError) other ranks did not call this; likewise.
     """
     index = ParamIndex(model)
-    if from_rank_zero and index.params:
+    if from_rank_zero and index.units:
         given = shared_from_rank_zero(index.units[0], given)
     loading = _OptimLoad(index, owners or {})
     result: dict[str, Any] = {}
@@ -149,7 +151,7 @@ class _OptimLoad:
                 state[keys[positions[first.fqn]]] = row
         for param, name in self._index.others.items():
             if name in by_name and name in positions:
-                row = {key: self._unmanaged_state(value, param) for key, value in by_name[name].items()}
+                row = {key: self._unmanaged_state(key, value, param) for key, value in by_name[name].items()}
                 state[keys[positions[name]]] = row
         _warn_left_out(self._index, positions, by_name)
         groups = None if given is None else given.get("param_groups")
@@ -187,7 +189,7 @@ class _OptimLoad:
             elif first.is_original:
                 shape = visible_shape if owner is None else shape_of(values[0])
                 numel = first.local_shard.numel if owner is None else math.prod(shape) if is_owner else 0
-                local = torch.empty(numel, dtype=dtype_of(values[0]), device=first.handle.flat_param.device)
+                local = torch.empty(numel, dtype=_target_dtype(values[0]), device=first.handle.flat_param.device)
                 if owner is None or is_owner:
                     found[key] = local.view(shape)
                 self._fill(StateShard.of_state(first, local, key, shape, owner), values[0])
@@ -235,11 +237,24 @@ class _OptimLoad:
                 f"{type(value).__name__}."
             )
 
-    def _unmanaged_state(self, value: Any, param: nn.Parameter) -> Any:
+    def _unmanaged_state(self, key: str, value: Any, param: nn.Parameter) -> Any:
         """Return a state of a parameter that no unit manages."""
+        shown = self._index.dtensors.get(param)
+        if shown is not None and not is_scalar(value):
+            return self._dtensor_state(shown, value, f"State {key!r} of {shown.fqn!r}")
         if not isinstance(value, FromRankZero):
             return copied_state(value)
         found: torch.Tensor = value.plan_broadcast(param.device, self.plan)
+        return found
+
+    def _dtensor_state(self, param: IndexedParam, value: Any, label: str) -> DTensor:
+        if not isinstance(value, FromRankZero):
+            return dtensor_from(param, value, label)
+        found = empty_dtensor(param, value.dtype, param.handle.flat_param.device)
+        if value.shape != found.shape:
+            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(found.shape)}.")
+        device = param.unit.options.device
+        value.plan_broadcast(device, self.plan, lambda full: found.to_local().copy_(local_from(param, full)))
         return found
 
     def _is_elementwise(self, key: str, value: Any, shape: tuple[int, ...]) -> bool:
@@ -309,10 +324,14 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
 def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
     layout = param.handle.layout
-    shard = torch.empty(layout.shard_numel, dtype=dtype_of(value), device=param.handle.flat_param.device)
+    shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=param.handle.flat_param.device)
     for padding in layout.shard_paddings(param.rank_group.rank):
         shard[padding.to_slice()].zero_()
     return shard
+
+
+def _target_dtype(value: Any) -> torch.dtype:
+    return decoder_of(value).decoded_dtype(value)
 
 
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
@@ -351,6 +370,7 @@ def template_states(
     index = ParamIndex(model)
     sharded = {param.fqn: (param, visible in owners) for visible, entries in index.managed.items() for param in entries}
     others = {name: tuple(param.shape) for param, name in index.others.items()}
+    dtensors = {param.fqn: param for param in index.dtensors.values()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():
@@ -372,7 +392,10 @@ def template_states(
                     f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
                     "merge=..., split=...). Nothing was loaded."
                 )
-            if param is None:
+            value: torch.Tensor
+            if fqn in dtensors and shape:
+                value = empty_dtensor(dtensors[fqn], dtype, torch.device("cpu"))
+            elif param is None:
                 value = torch.zeros(shape, dtype=dtype)
             else:
                 local = torch.zeros(param.local_shard.numel, dtype=dtype)

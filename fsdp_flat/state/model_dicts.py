@@ -1,4 +1,4 @@
-"""Saves and loads whole models in the state-dict type that is set on their units, through torch's hooks."""
+"""Saves and loads models in the state-dict type that is set on their units, through torch's hooks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import codec_of, settings_for
+from fsdp_flat.state.dtensors import without_dtensors
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.model_state import gather_units, save_unit
+from fsdp_flat.state.param_index import ParamIndex
 from fsdp_flat.user_warnings import warn_user
 
 __all__ = [
@@ -173,15 +176,30 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
                 alike = [each for each in units if _settings_of(each) == settings]
                 gathered.update(gather_units(alike, codec, config))
         inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
-        state = save_unit(unit, codec, config, prefix, inner, gathered=own)
+        state = save_unit(unit, settings, prefix, inner, gathered=own)
     finally:
         _saves.reset(token)
     if outermost:
         _record_versions(wrapper, state, prefix)
+        if isinstance(codec, FullCodec):
+            _complete_dtensors(wrapper, state, prefix, config)
     for hook in wrapper._state_dict_hooks.values():
         result = hook(wrapper, state, prefix, {})
         state = state if result is None else result
     return state
+
+
+def _complete_dtensors(wrapper: nn.Module, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
+    """Replace the DTensors of nested units of ``fully_shard`` by full tensors. Every rank must call this."""
+    if all(unit.options.rows is None for unit in units_of(wrapper)):
+        return
+    for name, param in ParamIndex(wrapper).dtensors_by_name.items():
+        if prefix + name in state:
+            full = without_dtensors(state[prefix + name], to_cpu=config.offload_to_cpu)
+            if getattr(config, "rank0_only", False) and param.unit.options.groups.primary.rank:
+                del state[prefix + name]
+            else:
+                state[prefix + name] = full
 
 
 def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import is_tensor_like
 
-from fsdp_flat.api import StateDictConfig
+from fsdp_flat.api import StateDictConfig, StateDictSettings
 from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle
@@ -80,8 +80,7 @@ def _flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
 
 def save_unit(
     unit: Unit,
-    codec: StateDictCodec,
-    config: StateDictConfig,
+    settings: StateDictSettings,
     prefix: str,
     inner: Callable[[], dict[str, Any]],
     *,
@@ -93,13 +92,14 @@ def save_unit(
 
     Args:
         unit: the unit.
-        codec: codec of the state-dict type.
-        config: the options.
+        settings: the state-dict type and its options.
         prefix: prefix of the names.
         inner: runs the wrapped module's own ``state_dict`` into the destination and returns it. Nested units
             save themselves in it.
         gathered: the result of :func:`gather_units` for the unit, or None.
     """
+    config = settings.state_dict_config
+    codec = codec_of(settings.state_dict_type, config)
     if isinstance(codec, FullCodec):
         return _save_full(unit, codec, config, prefix, inner, gathered)
     check_idle(unit, "state_dict")
@@ -107,8 +107,8 @@ def save_unit(
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
         warn_user(
-            f"Unit {unit.name!r} is not sharded, so its entries of the {'local' if codec.is_flat else 'sharded'} state "
-            "dict are full tensors.",
+            f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
+            "tensors.",
             stacklevel=4,
         )
         if codec.is_flat:
@@ -122,7 +122,11 @@ def save_unit(
         destination.update(dict.fromkeys(shard.label for shard in shards))
     values = _gathered(shards, codec, config) if gathered is None else gathered
     for shard, value in zip(shards, values, strict=True):
-        destination.update((name, value) for name in shard.param.fqns if name in destination)
+        for name in shard.param.fqns:
+            if value is None:
+                destination.pop(name, None)
+            elif name in destination:
+                destination[name] = value
     unit.buffers.restore(destination, prefix)
     return destination
 

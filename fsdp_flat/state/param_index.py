@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -75,6 +75,11 @@ class IndexedParam:
         return self.handle.layout.partition(self.index)
 
     @property
+    def shown(self) -> nn.Parameter:
+        """The tensor that its modules hold outside of compute."""
+        return self.handle.views.params[self.index].param
+
+    @property
     def is_original(self) -> bool:
         """Return whether optimizers hold it itself, and not a flat parameter."""
         return self.handle.spec.use_orig_params
@@ -109,35 +114,53 @@ class ParamIndex:
         params: all parameters that units manage, in the model's order.
         managed: by parameter that an optimizer holds, the parameters in it: one with original parameters, else all of
             its handle.
-        others: by parameter that no unit manages, its name.
+        others: by parameter that no unit manages in state dicts, its name: those outside of units, and DTensors.
+        dtensors: by DTensor that a unit of ``fully_shard`` shows, where it is. Its values in state dicts are DTensors
+            too, so torch can save and load them.
         shown_names: by parameter, its first name in ``model.named_parameters()``, wrapper components included.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.params: list[IndexedParam] = []
         self.managed: dict[nn.Parameter, tuple[IndexedParam, ...]] = {}
-        unsharded: set[nn.Parameter] = set()
+        rows: dict[nn.Parameter, IndexedParam] = {}
+        # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
+        unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
         for path, module in model.named_modules():
             unit = unit_of(module)
             if unit is None:
+                continue
+            if unit.options.rows is not None:
+                rows.update((param.shown, param) for param in params_of(unit, ""))
+                unsharded.update(
+                    {param.handle.views.unsharded_params[param.index]: param.shown for param in rows.values()}
+                )
                 continue
             prefix = clean_fqn(path)
             found = params_of(unit, prefix + "." if prefix else "")
             self.params += found
             for handle in unit.handles:
                 own = [(param,) for param in found if param.handle is handle]
-                unsharded.update(handle.views.unsharded_params)
+                unsharded.update(dict.fromkeys(handle.views.unsharded_params))
                 if handle.spec.use_orig_params:
                     self.managed.update(zip(handle.views.visible_params(), own, strict=True))
                 else:
                     self.managed[handle.flat_param] = tuple(param for (param,) in own)
-        self.shown_names: dict[nn.Parameter, str] = {}
-        for name, param in model.named_parameters():
-            self.shown_names.setdefault(param, name)
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            kept = unsharded.get(param)
+            names.setdefault(param if kept is None else kept, []).append(name)
+        self.shown_names = {param: found[0] for param, found in names.items()}
         self.others = {
             param: clean_fqn(name)
             for param, name in self.shown_names.items()
             if param not in self.managed and param not in unsharded
+        }
+        # A unit of several modules does not know their names.
+        self.dtensors = {
+            param: replace(rows[param], fqns=tuple(map(clean_fqn, found)))
+            for param, found in names.items()
+            if param in rows
         }
 
     @cached_property
@@ -146,9 +169,14 @@ class ParamIndex:
         return {fqn: param for param in self.params for fqn in param.fqns}
 
     @cached_property
+    def dtensors_by_name(self) -> dict[str, IndexedParam]:
+        """DTensors of ``fully_shard`` under all their names."""
+        return {fqn: param for param in self.dtensors.values() for fqn in param.fqns}
+
+    @cached_property
     def units(self) -> list[Unit]:
         """Units that have parameters, each once, in the model's order."""
-        return list(dict.fromkeys(param.unit for param in self.params))
+        return list(dict.fromkeys(param.unit for param in (*self.params, *self.dtensors.values())))
 
     @property
     def device(self) -> torch.device:

@@ -122,7 +122,7 @@ def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
         has = "nothing" if not given else sorted(map(str, given))
         raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
     state = {
-        name: {key: _encoded(value, f"State {key!r} of {name!r}", whole=True) for key, value in row.items()}
+        name: {key: _encoded(value, f"State {key!r} of {name!r}", tensors=True) for key, value in row.items()}
         for name, row in given["state"].items()
     }
     groups = given.get("param_groups")
@@ -134,9 +134,9 @@ def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"state": state, "param_groups": groups}
 
 
-def _encoded(value: Any, what: str, *, whole: bool = False) -> list[Any]:
+def _encoded(value: Any, what: str, *, tensors: bool = False) -> list[Any]:
     """Encode a value as JSON, which has neither tensors nor tuples (Adam's betas)."""
-    if isinstance(value, torch.Tensor) and value.dim() and whole:
+    if isinstance(value, torch.Tensor) and value.dim() and tensors:
         return ["tensor", str(value.dtype), list(value.shape)]
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         return ["scalar", str(value.dtype), value.item()]

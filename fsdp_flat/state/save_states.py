@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier
 from fsdp_flat.errors import some_of
 from fsdp_flat.state._torch import is_scalar
 from fsdp_flat.state.codecs import FULL
+from fsdp_flat.state.dtensors import without_dtensors
+from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.handlers import merged_states
 from fsdp_flat.state.optim_contents import OptimContents, complete_groups, copied_state, merged_params, named_groups
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex
@@ -78,11 +81,12 @@ def save_optim_state(
                 lambda position, size: 0 if config.rank0_only else position % size if peers is not None else None,
                 offload=config.offload_to_cpu,
             )
+    others = _others(index, contents, codec, config)
     if config.rank0_only and any(
         rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
     ):
         return {}
-    by_name = _by_name(index, contents, states, values, merged, offload=config.offload_to_cpu)
+    by_name = {**_by_name(states, values, merged), **others}
     placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
     state = {"state": {name: by_name[name] for name in placed}}
     return state if groups is None else {**state, "param_groups": groups}
@@ -113,28 +117,37 @@ def _encoded(
 
 
 def _by_name(
-    index: ParamIndex,
-    contents: OptimContents,
     states: Sequence[ParamState],
     values: Mapping[StateShard, Any],
     merged: Mapping[tuple[IndexedParam, str], torch.Tensor],
-    *,
-    offload: bool,
 ) -> dict[str, dict[str, Any]]:
     by_name: dict[str, dict[str, Any]] = {}
     for state in states:
         if state.names:
-            row = {**state.plain, **{name: values[s] for name, s in state.tensors.items() if s in values}}
+            row = {
+                **state.plain,
+                **{name: value for name, s in state.tensors.items() if (value := values.get(s)) is not None},
+            }
             row |= {name: merged[state.param, name] for name in state.custom_handled if (state.param, name) in merged}
             by_name[state.param.fqn] = {key: row[key] for key in sorted(row)}
-    held = set(contents.params)
+    return by_name
+
+
+def _others(
+    index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: OptimStateDictConfig
+) -> dict[str, dict[str, Any]]:
+    """Return by name the states of parameters that no unit manages; full tensors for DTensors if the codec has such."""
+    held, offload = set(contents.params), config.offload_to_cpu
+    found: dict[str, dict[str, Any]] = {}
     for param, name in index.others.items():
         if param in held and param in contents.state:
-            by_name[name] = {
-                key: copied_state(value, "cpu" if offload or is_scalar(value) else None)
-                for key, value in contents.state[param].items()
+            row = dict(contents.state[param])
+            if isinstance(codec, FullCodec) and param in index.dtensors:
+                row = {key: without_dtensors(row[key], to_cpu=offload) for key in sorted(row)}
+            found[name] = {
+                key: copied_state(value, "cpu" if offload or is_scalar(value) else None) for key, value in row.items()
             }
-    return by_name
+    return found
 
 
 def _read_alone(index: ParamIndex, contents: OptimContents) -> tuple[Groups, list[ParamState]]:
@@ -188,7 +201,17 @@ def _agreed_states(index: ParamIndex, contents: OptimContents) -> tuple[Groups, 
     groups, states, error = _read_or_fail(index, contents)
     error = agree_on_states(index, states, error)
     if index.units:
-        agree([], error, index.rank_groups, index.device, _SAVING)
+        agree(_dtensor_lines(index, contents), error, index.rank_groups, index.device, _SAVING)
     elif error is not None:
         raise error
     return groups, states
+
+
+def _dtensor_lines(index: ParamIndex, contents: OptimContents) -> list[str]:
+    """Describe the DTensors of an optimizer's states, which must be the same on every rank."""
+    return [
+        f"state {key!r} of {param.fqn!r}"
+        for visible, param in index.dtensors.items()
+        for key, value in sorted(contents.state.get(visible, {}).items())
+        if isinstance(value, DTensor)
+    ]

@@ -17,6 +17,7 @@ from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, plan_transfer
+from fsdp_flat.state._torch import dtype_of
 from fsdp_flat.state.param_index import IndexedParam
 
 __all__ = ["LoadPlan", "StateDictCodec", "StateShard", "TensorTransfer", "redistribute"]
@@ -174,7 +175,7 @@ class StateDictCodec:
     is_flat = False
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return the values of a state dict, one per shard.
+        """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
         Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
         every rank of the shard groups must call this with the same tensors.
@@ -189,10 +190,15 @@ class StateDictCodec:
         """Return whether ``value`` is of this codec's own kind; values of no codec's kind are decoded as full."""
         return False
 
+    def decoded_dtype(self, value: Any) -> torch.dtype:
+        """Return the dtype of the optimizer state that ``value`` is decoded into, by default its own."""
+        return dtype_of(value)
+
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan how ``target`` gets its elements of ``value``.
 
-        If ``exchanges``, every rank of the shard group must call this with the same tensor.
+        If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype
+        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state.
 
         Raises:
             LoadError: the value does not fit.

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
-import copy
-
+import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
-from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import clean_tensor_name
 from fsdp_flat.composable import fully_shard
-from tests.composable.sides import one_backward
-from tests.support import assert_close, on_ranks
-from tests.support.kit import Stack
+from tests.composable.sides import batch_of, blocks_and_root, one_backward
+from tests.support import on_ranks
+from tests.support.kit import Stack, square_loss
 
 
 @on_ranks(2)
-def test_the_wrapper_takes_a_module_that_holds_units_of_fully_shard() -> None:
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_between_forward_and_backward_clears_gradients_of_unsharded_units(set_to_none: bool) -> None:
     torch.manual_seed(0)
-    plain = Stack()
-    model = copy.deepcopy(plain)
-    fully_shard(model.blocks[1])
-    model = FSDP(model, use_orig_params=True)
-    for step in range(2):
-        for side in (plain, model):
-            optimizer = torch.optim.SGD(side.parameters(), lr=0.1, foreach=False)
-            one_backward(side, step)
-            for param in plain.parameters() if side is plain else ():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-            optimizer.step()
-            optimizer.zero_grad()
-    expected = dict(plain.named_parameters())
-    for name, value in model.state_dict().items():
-        name = clean_tensor_name(name)
-        assert isinstance(value, DTensor) == name.startswith("blocks.1.")
-        assert_close(value.full_tensor() if isinstance(value, DTensor) else value, expected[name].detach(), what=name)
+    model = blocks_and_root(Stack(), fully_shard, reshard_after_forward=False)
+    one_backward(model, 0)
+    square_loss(model, batch_of(1))
+    model.zero_grad(set_to_none)
+    model.reshard()
+    for name, param in model.named_parameters():
+        assert param.grad is None if set_to_none else not param.grad.to_local().any(), name
+
+
+@on_ranks(2)
+def test_zero_grad_clears_gradients_that_are_not_reduced_yet() -> None:
+    torch.manual_seed(0)
+    model = blocks_and_root(Stack(), fully_shard)
+    one_backward(model, 1)
+    expected = [param.grad.to_local().clone() for param in model.parameters()]
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)
+    one_backward(model, 0)
+    model.set_requires_gradient_sync(True)
+    model.zero_grad()
+    one_backward(model, 1)
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad.to_local(), grad)

@@ -267,10 +267,18 @@ def test_checkpoints_of_torch_pass_between_both_fronts(saved: str, loaded: str, 
 
 
 @on_ranks(2)
-def test_a_plain_tensor_or_a_wrong_shape_is_refused() -> None:
-    model = sharded(mlps(3))
+@pytest.mark.parametrize("assign", [False, True])
+def test_full_tensors_load_and_wrong_shapes_are_refused(assign: bool) -> None:
+    plain, model = mlps(3, seed=1), sharded(mlps(3))
+    own = pointers(model.state_dict())
+    with no_communication():
+        model.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()}, assign=assign)
     state = model.state_dict()
-    with pytest.raises(RuntimeError, match=r"0\.inner\.weight"):
-        model.load_state_dict({**state, "0.inner.weight": torch.zeros(2, 2)})
+    assert_full(state, plain.state_dict())
+    assert assign or pointers(state) == own
+    with pytest.raises(RuntimeError, match=r"inner\.weight"):
+        model.load_state_dict({**state, "0.inner.weight": torch.zeros(2, 2)}, assign=assign)
+    assert_full(model.state_dict(), plain.state_dict())
+    model[0].inner.weight = nn.Parameter(torch.zeros(7, 3))
     with pytest.raises(UsageError, match=r"'inner\.weight'.*distribute_tensor"):
-        model.load_state_dict({**state, "0.inner.weight": torch.zeros(7, 3)}, assign=True)
+        model(torch.ones(2, 3))

@@ -30,14 +30,14 @@ NARROW = {"rtol": 1e-4, "atol": 1e-5}
 EXPECTED_WARNINGS = (
     "NO_SHARD keeps full",
     ".*over a single rank",
-    "Unit .* is not sharded, so its entries of the local state dict are full tensors",
+    "Unit .* is not sharded, so its entries of the LOCAL_STATE_DICT are full tensors",
     "None of the inputs have requires_grad=True",
     "Please use DTensor instead and we are deprecating ShardedTensor",
     "auto_wrap_policy matches",
     "auto_wrap_policy names no class",
     "clip_grad_norm_ was called on a rank without gradients",
     ".*is sharded in torch.float32",
-    "Unit .* is not sharded, so its entries of the sharded state dict are full tensors",
+    "Unit .* is not sharded, so its entries of the SHARDED_STATE_DICT are full tensors",
     "Buffers differ between ranks after a step",
 )
 

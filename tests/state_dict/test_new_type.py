@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType
-from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
+from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictConfig
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import TensorAdapter
 from fsdp_flat.state import CodecRow, LoadPlan, StateDictCodec, StateShard, codecs
@@ -32,7 +32,7 @@ KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "
 
 @dataclass(frozen=True)
 class Negated:
-    """The value of the toy type: this rank's elements with the sign changed, and their place in the tensor."""
+    """The value of the toy type: this rank's elements, negated, in float64, and their place in the tensor."""
 
     elements: torch.Tensor
     start: int
@@ -59,10 +59,13 @@ class NegatedCodec(StateDictCodec):
     communicates = False
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        return [Negated(-shard.local, shard.run.start, shard.full_shape) for shard in shards]
+        return [Negated(-shard.local.double(), shard.run.start, shard.full_shape) for shard in shards]
 
     def reads(self, value: Any) -> bool:
         return isinstance(value, Negated)
+
+    def decoded_dtype(self, value: Any) -> torch.dtype:
+        return torch.float32
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         if (value.start, value.elements.shape) != (target.run.start, target.local.shape):
@@ -91,8 +94,18 @@ class HalfCodec(FullCodec):
         return super().stored(tensor.bfloat16(), adapter, config)
 
 
+class ElsewhereCodec(StateDictCodec):
+    """Encodes full tensors for rank 0, without an option that says so."""
+
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        return codecs.FULL.encode(shards, FullStateDictConfig(config.offload_to_cpu, rank0_only=True))
+
+
 NEGATED = CodecRow(NegatedCodec(), NegatedCodec(), NegatedConfig, NegatedOptimConfig)
 HALF = CodecRow(HalfCodec(), HalfCodec(), HalfConfig, HalfOptimConfig)
+
+
+ELSEWHERE = CodecRow(ElsewhereCodec(), ElsewhereCodec(), StateDictConfig, OptimStateDictConfig)
 
 
 @contextmanager
@@ -135,9 +148,34 @@ def test_a_toy_type_saves_and_loads_a_model_and_adam(use_orig_params: bool) -> N
         assert all(isinstance(row["exp_avg"], Negated) for row in states["state"].values())
         with FSDP.state_dict_type(other, negated):
             other.load_state_dict(state)
-            other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, states))
+            loaded = FSDP.optim_state_dict_to_load(other, other_optimizer, states)
+        assert all(row["exp_avg"].dtype is torch.float32 for row in loaded["state"].values())
+        other_optimizer.load_state_dict(loaded)
     assert_equal(whole_state(other), expected[0])
     assert_equal(save(other, other_optimizer, FULL)[1]["state"], expected[1])
+
+
+@KINDS
+@on_ranks(2)
+def test_a_rank_for_which_a_codec_returns_no_values_has_no_such_names(use_orig_params: bool, rank: int) -> None:
+    (model, optimizer), _ = two_trained(use_orig_params)
+    expected, rows = whole_state(model), save(model, optimizer, FULL)[1]["state"]
+    with registered(ELSEWHERE) as elsewhere, FSDP.state_dict_type(model, elsewhere):
+        state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)["state"]
+    kept = {name: value for name, value in expected.items() if rank == 0 or name.endswith("shift")}
+    assert_equal(dict(state), kept)
+    assert_equal(states, rows if rank == 0 else {name: {"step": row["step"]} for name, row in rows.items()})
+
+
+@on_ranks(2)
+def test_a_warning_about_a_toy_type_names_it() -> None:
+    model = shard(seeded(), "NO_SHARD")
+    with (
+        registered(ELSEWHERE) as elsewhere,
+        FSDP.state_dict_type(model, elsewhere),
+        pytest.warns(UserWarning, match="is not sharded, so its entries of the TOY_STATE_DICT are full tensors"),
+    ):
+        model.state_dict()
 
 
 @on_ranks(2)

@@ -103,6 +103,17 @@ def test_a_plan_for_replicas_is_what_a_hybrid_mesh_makes() -> None:
     assert [unit.name for unit in inner.units] == ["0"]
 
 
+@on_ranks(2)
+def test_a_unit_that_is_kept_after_forward_counts_as_kept_whatever_its_strategy() -> None:
+    model = FSDP(Stack(), auto_wrap_policy=BLOCKS)
+    assert [unit.reshard_after_forward for unit in describe(model).units] == [None] * 4
+    for unit in units_of(model):
+        unit.control.reshard_after_forward = False
+    kept = describe(model)
+    assert [unit.reshard_after_forward for unit in kept.units] == [False] * 4
+    assert kept.most_gathered_nbytes == sum(unit.gathered_nbytes for unit in kept.units)
+
+
 TABLE = """\
 unit      strategy    dtype    parameters  elements  trainable  shard  gradient  gathered
 Stack     FULL_SHARD  float32           4       117        117    236       236       472

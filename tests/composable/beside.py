@@ -1,0 +1,108 @@
+"""Trains a model of fully_shard beside torch's fully_shard and a plain replica, on the same batches."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.composable import fully_shard
+from tests.support.kit import Block, Stack, square_loss
+
+
+def sharded(model: Stack, fully_shard: Callable[..., Any] = fully_shard, **kwargs: Any) -> Any:
+    """Call ``fully_shard`` on the blocks, then on the model."""
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    return fully_shard(model, **kwargs)
+
+
+def batch_of(rank: int, number: int) -> torch.Tensor:
+    """Return a rank's batch of a number."""
+    return torch.randn(3, 8, generator=torch.Generator().manual_seed(1000 * number + rank))
+
+
+def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the full tensor of a DTensor, detached; every rank must call this."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def grads_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the full gradient of each parameter. Every rank must call this."""
+    return {name: whole(param.grad) for name, param in model.named_parameters()}
+
+
+@dataclass
+class Beside:
+    """Holds one model three times.
+
+    Attributes:
+        ours: sharded by the library.
+        theirs: sharded by torch.
+        plain: replicated.
+    """
+
+    ours: Any
+    theirs: Any
+    plain: Stack
+
+    @classmethod
+    def of(
+        cls,
+        model: Stack | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        of_theirs: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+        **kwargs: Any,
+    ) -> Beside:
+        """Shard two of three copies; ``of_theirs`` makes the arguments of torch's function of ours."""
+        torch.manual_seed(0)
+        plain = (model or Stack()).to(dtype)
+        ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
+        return cls(sharded(ours, **kwargs), sharded(theirs, torch_fully_shard, **of_theirs(kwargs)), plain)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the parameters."""
+        return self.plain.head.weight.dtype
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        """The two sharded models."""
+        return self.ours, self.theirs
+
+    def units(self) -> list[tuple[Any, Any]]:
+        """Return each module that is a unit, ours and theirs."""
+        pairs = zip(self.ours.modules(), self.theirs.modules(), strict=True)
+        return [(own, other) for own, other in pairs if isinstance(own, (Block, Stack))]
+
+    def backward(self, number: int, *, models: Sequence[Any] | None = None) -> None:
+        """Run forward and backward of the sharded models on this rank's batch."""
+        for model in models or self.both:
+            square_loss(model, batch_of(dist.get_rank(), number).to(self.dtype)).backward()
+
+    def plain_backward(self, number: int, divisor: float | None = None) -> None:
+        """Add every rank's gradients to the replica's, divided by the number of ranks or ``divisor``."""
+        for rank in range(dist.get_world_size()):
+            batch = batch_of(rank, number).to(self.dtype)
+            (square_loss(self.plain, batch) / (divisor or dist.get_world_size())).backward()
+
+    def check_grads(self, *, replica: bool = True, **tolerance: Any) -> None:
+        """Compare the gradients of the three models."""
+        ours = grads_of(self.ours)
+        expected = grads_of(self.theirs)
+        for name, grad in ours.items():
+            torch.testing.assert_close(grad, expected[name], **tolerance, msg=lambda text, name=name: f"{name}: {text}")
+        if replica:
+            torch.testing.assert_close(ours, grads_of(self.plain), **tolerance)
+
+    def zero_grad(self) -> None:
+        for model in (*self.both, self.plain):
+            model.zero_grad()
