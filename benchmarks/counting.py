@@ -53,7 +53,9 @@ class Counter(TorchDispatchMode):
         return shared_nbytes()
 
     def _note(self, tensors: Iterable[Any]) -> None:
-        for tensor in tensors:
+        for each in tensors:
+            # The storage of a DTensor itself has the size of the full tensor, and no memory.
+            tensor = getattr(each, "_local_tensor", each)
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and not hasattr(tensor, "untyped_storage"):
                 continue
             try:

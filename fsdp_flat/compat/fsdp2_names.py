@@ -24,4 +24,5 @@ FSDP2_NAMES = (
     "UnshardHandle",
     "fully_shard",
     "register_fsdp_forward_method",
+    "share_comm_ctx",
 )

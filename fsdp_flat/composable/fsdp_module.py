@@ -74,11 +74,12 @@ _classes: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionar
 
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
-    reshard = partial(_show_shards, unit)
+    assert unit.options.rows is not None
+    hooks = unit.options.rows.hooks
     sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
     for module in dict.fromkeys(site.module for site in sites):
-        module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(partial(_prepare_load, unit))
+        hooks.append(module.register_state_dict_pre_hook(partial(_show_shards, unit)))
+        hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, unit)))
 
 
 def _show_shards(unit: Unit, *_: Any) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
-from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_flat.composable.sharding_policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime import (
@@ -83,7 +83,8 @@ def fully_shard(
     mesh = _mesh_or_default(mesh)
     strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD)
     device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
-    offloads = isinstance(offload_policy, CPUOffloadPolicy)
+    # By the field, so that torch's policy, which a client may have bound before install(), is not ignored.
+    offloads = hasattr(offload_policy, "pin_memory")
     options = UnitOptions(
         strategy=strategy,
         groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),

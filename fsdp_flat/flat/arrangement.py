@@ -12,7 +12,7 @@ import torch
 
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = ["Place", "joined", "local_part", "place_rows", "rows_of", "views_of"]
+__all__ = ["Place", "joined", "local_part", "place_rows", "rows_of", "shard_of", "unsharded_of", "views_of"]
 
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
@@ -32,18 +32,46 @@ def local_part(layout: FlatLayout, index: int, rank: int, param: torch.Tensor) -
     return param.reshape(-1)[layout.local_shard(index, rank).in_param.to_slice()]
 
 
+def shard_of(layout: FlatLayout, rank: int, unsharded: torch.Tensor) -> torch.Tensor:
+    """Return a rank's shard (1-D, ``shard_numel``) of a tensor like the unsharded buffer; zeros are its padding."""
+    if not isinstance(layout, RowLayout) or layout.world_size == 1:
+        return unsharded[layout.shard(rank).to_slice()]
+    shard, params = unsharded.new_zeros(layout.shard_numel), views_of(unsharded, layout)
+    for part in layout.local_shards(rank):
+        shard[part.in_shard.to_slice()] = local_part(layout, part.index, rank, params[part.index])
+    return shard
+
+
+def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like the unsharded buffer, of the shards of all ranks one after another (1-D)."""
+    if not isinstance(layout, RowLayout) or layout.world_size == 1:
+        return ranked
+    unsharded = torch.empty_like(ranked)
+    place_rows(unsharded, layout)(0, ranked.view(layout.world_size, -1))
+    return unsharded
+
+
 def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
     """Return a function that copies shards of ranks into the unsharded buffer."""
     ranked = [_by_rank(buffer, layout, index) for index in range(len(layout.param_infos))]
     sizes = [chunk.numel for chunk in layout.chunks]
+    # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows. Views are made once: each costs as
+    # much host time as a copy of a small parameter.
+    shapes = {index: shape for index, shape in enumerate(layout.chunk_shapes) if layout.dims[index] != 0}
+    ranked = [
+        each if index in shapes else each.view(layout.world_size, size)
+        for index, (each, size) in enumerate(zip(ranked, sizes, strict=True))
+    ]
+    targets: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def place(first: int, rows: torch.Tensor) -> None:
-        stop = first + len(rows)
-        sources = [
-            piece.view(len(rows), *shape)
-            for piece, shape in zip(rows.split(sizes, 1), layout.chunk_shapes, strict=True)
-        ]
-        torch._foreach_copy_([each[first:stop] for each in ranked], sources)
+        key = first, first + len(rows)
+        if key not in targets:
+            targets[key] = [each[slice(*key)] for each in ranked]
+        sources = list(rows.split(sizes, 1))
+        for index, shape in shapes.items():
+            sources[index] = sources[index].view(len(rows), *shape)
+        torch._foreach_copy_(targets[key], sources)
 
     return place
 

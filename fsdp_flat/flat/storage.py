@@ -234,8 +234,10 @@ def _split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torc
     """Split the gradient of a parameter (the parameter's shape) by the places of :func:`_grad_places`."""
     if not isinstance(layout, RowLayout):
         return [grad]
-    dim, step = layout.dims[index], layout.chunk_shapes[index][layout.dims[index]]
-    full, rest = _full_ranks(layout, index)
+    dim, shape = layout.dims[index], layout.chunk_shapes[index]
+    step, (full, rest) = shape[dim], _full_ranks(layout, index)
+    if dim == 0 and not rest:
+        return [grad.view(full, *shape)]
     whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
     return [whole, grad.narrow(dim, full * step, rest)] if rest else [whole]
 
@@ -259,7 +261,7 @@ class HandleGradients:
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
-        partial: gradient that a later backward completes; None if there is none.
+        partial: gradient that a later backward completes.
     """
 
     buffer_dtype: torch.dtype
@@ -276,7 +278,7 @@ class HandleGradients:
         self._buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
-        self.partial: ReduceScatteredGrad | None = None
+        self.partial = ReduceScatteredGrad()
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
@@ -387,7 +389,8 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = self.partial = None
+        self._buffer = None
+        self.partial = ReduceScatteredGrad()
         for shown in self._unreduced:
             shown.take_back()
         self._unreduced = []

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks import __main__ as bench
 from benchmarks import gpu, micro, plans, projection, report, scale, tables
@@ -109,6 +111,16 @@ def test_the_counter_sees_bytes_sent_and_bytes_that_come_back_under_a_storage(ra
     assert counter.sent == 1000
     assert alone == 0
     assert counter.peak >= 4000
+
+
+@on_ranks(2)
+def test_the_counter_counts_the_local_memory_of_dtensors_alone() -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    kept = [distribute_tensor(torch.ones(1000), mesh, [Shard(0)])]
+    with Counter(2) as counter:
+        kept.append(kept[0] + 1)
+        alive = counter.peak
+    assert 2 * 2000 <= alive < 4000 + 1000
 
 
 def test_a_projected_step_is_never_faster_than_its_compute_or_its_network() -> None:

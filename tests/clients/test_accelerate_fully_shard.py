@@ -56,7 +56,7 @@ def run(state_dict_type: str, reshard: bool, mixed_precision: str, efficient: bo
         return told
 
 
-@pytest.mark.parametrize("efficient", [False])
+@pytest.mark.parametrize("efficient", [False, True])
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("state_dict_type", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])

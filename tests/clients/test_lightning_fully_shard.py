@@ -60,7 +60,7 @@ def run_fabric(distributed: bool, dtype: torch.dtype | None, on_meta: bool, fold
     return told
 
 
-@pytest.mark.parametrize("on_meta", [False])
+@pytest.mark.parametrize("on_meta", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=["full", "bf16"])
 @DISTRIBUTED
 @on_ranks(2)

@@ -294,3 +294,16 @@ def test_torchs_enums_records_and_policies_are_taken_wherever_ours_are(rank: int
         model,
     )
     assert ids["state"] == {}
+
+
+@on_ranks(2)
+def test_torchs_policies_of_fsdp2_are_taken_wherever_ours_are(rank: int) -> None:
+    from fsdp_flat.runtime import unit_of
+
+    policy = peer_library.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    for offload_policy, offloads in ((peer_library.CPUOffloadPolicy(), True), (peer_library.OffloadPolicy(), False)):
+        model = fsdp_flat.fully_shard(nn.Linear(4, 4), mp_policy=policy, offload_policy=offload_policy)
+        options = unit_of(model).options
+        assert options.offload_params is offloads
+        assert options.precision.param_dtype is torch.bfloat16
+        assert model(torch.ones(2, 4)).dtype is torch.float32

@@ -8,10 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 TINY = ["--layers", "1", "--width", "8", "--heads", "1", "--seq-len", "8", "--batch-size", "6", "--validate-every", "3"]
@@ -114,3 +116,15 @@ def test_minimal_runs_on_two_nodes_through_one_rendezvous_and_saves_the_whole_mo
     saved = torch.load(tmp_path / "minimal.pt", weights_only=True)
     assert saved["3.2.weight"].shape == (16, 64)
     assert len(saved) == 16
+
+
+def test_fully_shard_trains_and_saves_a_checkpoint_that_a_plain_model_reads(tmp_path: Path) -> None:
+    command = torchrun("--standalone", "--nproc-per-node", "2", str(EXAMPLES / "fully_shard.py"))
+    losses = [float(text) for text in re.findall(r"loss (\d+\.\d+)", finish(start(command, tmp_path)))]
+    assert len(losses) == 5
+    assert losses[-1] < 0.5 * losses[0]
+    state = {"model": {"3.2.weight": torch.zeros(16, 64)}}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        dcp.load(state, checkpoint_id=tmp_path / "checkpoints" / "fully_shard", no_dist=True)
+    assert state["model"]["3.2.weight"].abs().sum() > 0

@@ -96,8 +96,14 @@ def blocks() -> dict[str, list[str]]:
 
 def test_the_guide_has_the_blocks_that_are_run() -> None:
     counts = {heading: len(code) for heading, code in blocks().items()}
-    expected = {"From torch's FSDP1": 2, "Checkpoints of FSDP1": 3, "From fairscale": 0, "On to FSDP2": 2}
-    assert counts == expected
+    assert counts == {
+        "From torch's FSDP1": 2,
+        "Checkpoints of FSDP1": 3,
+        "From fairscale": 0,
+        "From torch's FSDP2": 1,
+        "From the wrapper to fully_shard": 2,
+        "On to FSDP2": 2,
+    }
 
 
 @on_ranks(2)
@@ -141,8 +147,13 @@ def test_the_blocks_load_what_fsdp1_wrote_and_hand_it_on_to_fsdp2(tmp_path: Path
             check(model_too=model_too)
 
         run(code["Checkpoints of FSDP1"][0])
-        for block in code["On to FSDP2"]:
+        run(code["From torch's FSDP2"][0])
+        mixed, moved = code["From the wrapper to fully_shard"]
+        run(mixed)
+        step(names["mixed"], names["mixed_optimizer"], 1)
+        for block in (moved, *code["On to FSDP2"]):
             run(block)
+            assert isinstance(names["new"], fsdp_flat.FSDPModule) is (block is moved)
             found = whole_of(dict(names["new"].state_dict()))
             assert_close(found, dict(expected), rtol=0, atol=0)
             states = names["sd"].get_optimizer_state_dict(names["new"], names["new_optimizer"])["state"]
