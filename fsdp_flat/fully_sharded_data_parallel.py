@@ -189,15 +189,6 @@ class FullyShardedDataParallel(UndocumentedMembers):
 
     forward = runtime.forward
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, also between forward and backward, and unreduced ones inside ``no_sync``.
-
-        Args:
-            set_to_none: ``.grad`` becomes None; else it is filled with zeros.
-        """
-        super().zero_grad(set_to_none)
-        runtime.clear_gradients(runtime.units_of(self), set_to_none=set_to_none)
-
     def _schedule(self) -> Schedule:
         return runtime.schedule_of(self, self._unit)
 

@@ -61,6 +61,16 @@ class ShardedModule(nn.Module):
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
         unit.reshard()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear gradients, also between forward and backward, and those that are not reduced yet.
+
+        Args:
+            set_to_none: ``.grad`` becomes None; else it is filled with zeros.
+        """
+        super().zero_grad(set_to_none)
+        # While parameters are unsharded, the modules do not hold those that have the gradients.
+        reduction_settings.clear_gradients(units_of(self), set_to_none=set_to_none)
+
     def reset_iter_state(self) -> None:
         """Reset the tree after an exception in a step: parameters are sharded, gradients of the step are dropped.
 

@@ -37,14 +37,16 @@ class RowSnapshot(ActionKind):
     def run(self, session: Session, action: Action) -> None:
         assert isinstance(session, RowSession)
         state = session.model.state_dict()
-        own = {name: param.to_local().data_ptr() for name, param in session.params.items()}
-        if moved := [n for n, p in own.items() if n in state and state[n].to_local().data_ptr() != p]:
+        # A wrapper's full state dict holds full tensors also of units of fully_shard inside.
+        shown = {name: state[name] for name in session.params if isinstance(state[name], DTensor)}
+        own = {name: session.params[name].to_local().data_ptr() for name in shown}
+        if moved := [name for name, value in shown.items() if value.to_local().data_ptr() != own[name]]:
             raise Mismatch("memory of state dicts", f"{moved} are not the parameters' own")
         whole = {name: full(value).clone() for name, value in state.items()}
         with session.replica(session.rank) as plain:
             session.compare("state dicts", whole, dict(plain.state_dict()))
             plain.load_state_dict(whole)
-        session.cached = {name: value for name, value in state.items() if name in session.params}
+        session.cached = shown
         kept = {name: value.detach().clone() for name, value in state.items()}
         params = {name: p.detach().clone() for name, p in session.plain.named_parameters()}
         optims = copy.deepcopy((session.optim.state_dict(), session.plain_optim.state_dict()))
@@ -74,6 +76,8 @@ class RowRestore(ActionKind):
             raise NotLegal(f"{form} values for both fronts")
         if form == "assign" and any(node.kind == "tied" for node in nodes_of(session.case.model)):
             raise NotLegal("assigned values of a tied parameter")
+        if form == "rank 0" and any(node.refers >= 0 for node in nodes_of(session.case.model)):
+            raise NotLegal("torch's broadcast fails, with its own fully_shard too, for modules at two places")
         if form in ("sharded", "assign"):
             model.load_state_dict({name: value.clone() for name, value in kept.items()}, assign=form == "assign")
         elif form == "distributed":

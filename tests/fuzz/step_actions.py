@@ -214,12 +214,12 @@ class Fail(ActionKind):
     weight = 2
 
     def is_legal(self, state: State, case: Case) -> bool:
-        return state.num_pending == 0 and (case.rows is None or not state.unsynced)
+        return state.num_pending == 0
 
     def arguments(self, rng: random.Random, case: Case) -> dict[str, Any]:
         ids = [node.id for node in nodes_of(case.model) if node.kind != "alias"]
         where = rng.choice(["before", "after", "backward", "backward at the end"])
-        return {"id": rng.choice(ids), "where": where, "no_sync": case.rows is None and rng.random() < 0.2}
+        return {"id": rng.choice(ids), "where": where, "no_sync": rng.random() < 0.2}
 
     def advance(self, state: State, action: Action) -> None:
         state.unsynced = False
@@ -272,14 +272,15 @@ class ZeroGrad(ActionKind):
     is_basic = True
 
     def is_legal(self, state: State, case: Case) -> bool:
-        # As in FSDP2, nothing shows, or clears, gradients of fully_shard that are not reduced yet.
-        return case.rows is None or not state.unsynced
+        return True
 
     def arguments(self, rng: random.Random, case: Case) -> dict[str, Any]:
         return {"by": rng.choice(["model", "optimizer"]), "set_to_none": rng.random() < 0.7}
 
     def run(self, session: Session, action: Action) -> None:
         by_model, set_to_none = action.args["by"] == "model", action.args["set_to_none"]
+        if session.case.rows is not None and session.unsynced and not by_model:
+            raise NotLegal("as in FSDP2, no parameter of an optimizer shows gradients that are not reduced yet")
         (session.model if by_model else session.optim).zero_grad(set_to_none=set_to_none)
         (session.plain if by_model else session.plain_optim).zero_grad(set_to_none=set_to_none)
 

@@ -17,10 +17,11 @@ from tests.support import on_ranks
 from tests.support.pool import WarmPools
 
 from .actions import ACTIONS
-from .case import Action, Case, Node, Options, from_json, nodes_of, to_json
+from .case import Action, Case, Node, Options, Rows, from_json, nodes_of, to_json
 from .features import FEATURES, without
 from .generate import case_from
 from .models import CLASSES, build
+from .rows import fitted
 from .running import Failure, Fuzzer, plain_words
 from .script import script_of
 from .shrink import repaired, shrink, smaller_cases
@@ -35,12 +36,13 @@ def small_case(*actions: Action, **changes: Any) -> Case:
     """Make a case of two layers."""
     body = Node(kind="seq", id=1, children=(Node(kind="linear", id=2), Node(kind="mlp", id=3)))
     case = replace(
-        case_from(0, 2),
+        case_from(0, 2, "wrapper"),
         width=3,
         model=Node(kind="root", id=0, children=(body,)),
         options=Options(),
         actions=actions,
         compares_by="summon",
+        rows=None,
     )
     return replace(case, wrapping=replace(case.wrapping, policy="custom", ids=(3,), strategies=()), **changes)
 
@@ -113,6 +115,11 @@ def test_a_case_comes_back_from_json() -> None:
 
 def test_seeds_cover_every_kind_of_part_action_and_option() -> None:
     cases = [case_from(seed, 4) for seed in range(400)]
+    rows = [case.rows for case in cases if case.rows is not None]
+    assert 100 < len(rows) < 300
+    assert any(len(unit) > 1 for one in rows for unit in one.units)
+    for feature in ("wrapped", "keeps", "frees", "last_dim", "wrapper_root"):
+        assert any(getattr(one, feature) for one in rows), feature
     assert {node.kind for case in cases for node in nodes_of(case.model)} == {*CLASSES, "alias"}
     assert {action.kind for case in cases for action in case.actions} == set(ACTIONS)
     assert len({case.wrapping.policy for case in cases}) == 8
@@ -122,6 +129,14 @@ def test_seeds_cover_every_kind_of_part_action_and_option() -> None:
         False,
         True,
     }
+
+
+def test_units_of_fully_shard_hold_all_places_of_their_parameters() -> None:
+    body = Node(kind="seq", id=1, children=(Node(kind="mlp", id=2), Node(kind="linear", id=3)))
+    tied = Node(kind="tied", id=4, refers=2)
+    case = small_case(model=Node(kind="root", id=0, children=(body, tied)))
+    assert fitted(replace(case, rows=Rows(units=((2, 3), (4,), (9,))))).units == ()
+    assert fitted(replace(case, rows=Rows(units=((3,),), keeps=(3,)))) == Rows(units=((3,),), keeps=(3,))
 
 
 def test_aliases_and_ties_refer_to_nodes_before_them() -> None:
@@ -175,6 +190,20 @@ def test_a_planted_defect_is_found(
     assert kind in failure.kind, failure.text
 
 
+@pytest.mark.parametrize("compares_by", ["summon", "slices"])
+@pytest.mark.parametrize(
+    "plant, actions, kind", [("scaled gradient", (TRAIN,), "different gradients"), ("lost step", (TRAIN,), "different")]
+)
+def test_a_planted_defect_is_found_in_a_model_of_fully_shard(
+    plant: str, actions: tuple[Action, ...], kind: str, compares_by: str, fuzzer: Callable[..., Fuzzer]
+) -> None:
+    # The first defect is one of the wrapper's, here around a part.
+    rows = Rows(wrapped=(3,)) if plant == "scaled gradient" else Rows(units=((2, 3),))
+    failure = fuzzer(2, plant=plant).run(small_case(*actions, compares_by=compares_by, rows=rows))
+    assert failure is not None
+    assert kind in failure.kind, failure.text
+
+
 def test_a_hang_is_ended_and_reported_with_the_stack_of_each_rank(fuzzer: Callable[..., Fuzzer]) -> None:
     failure = fuzzer(2, plant="hang", timeout_s=1.5).run(small_case(FORWARD))
     assert failure is not None
@@ -198,7 +227,7 @@ class FailsWithClip:
 
 def test_shrinking_keeps_what_the_failure_needs_and_nothing_else() -> None:
     runner = FailsWithClip()
-    seeds = [seed for seed in range(60) if any(a.kind == "clip" for a in case_from(seed, 2).actions)]
+    seeds = [seed for seed in range(90) if any(a.kind == "clip" for a in case_from(seed, 2).actions)]
     for seed in seeds[:5]:
         small, failure = shrink(case_from(seed, 2), Failure("clip", ""), runner)
         assert failure.kind == "clip"
@@ -206,6 +235,7 @@ def test_shrinking_keeps_what_the_failure_needs_and_nothing_else() -> None:
         assert len(list(nodes_of(small.model))) <= 3
         assert small.options == Options()
         assert small.wrapping.policy == "none"
+        assert small.rows in (None, Rows())
 
 
 def test_smaller_cases_are_other_cases_and_can_be_built() -> None:

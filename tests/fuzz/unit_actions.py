@@ -75,6 +75,8 @@ class Unshard(ActionKind):
     def run(self, session: Session, action: Action) -> None:
         assert isinstance(session, RowSession)
         units = session.sharded_modules()
+        if not units:
+            raise NotLegal("no unit")
         unit = units[action.args["index"] % len(units)]
         handle = unit.unshard(async_op=action.args["how"] != "at once")
         if handle is not None and action.args["how"] == "wait":
@@ -101,6 +103,8 @@ class Reshard(ActionKind):
     def run(self, session: Session, action: Action) -> None:
         assert isinstance(session, RowSession)
         units = session.sharded_modules()
+        if not units:
+            raise NotLegal("no unit")
         for unit in units if action.args["all"] else [units[action.args["index"] % len(units)]]:
             unit.reshard()
 
@@ -123,6 +127,8 @@ class Control(ActionKind):
     def run(self, session: Session, action: Action) -> None:
         assert isinstance(session, RowSession)
         units = session.sharded_modules()
+        if not units:
+            raise NotLegal("no unit")
         unit = units[action.args["index"] % len(units)]
         change = getattr(unit, f"set_reshard_after_{action.args['which']}")
         change(action.args["on"], recurse=action.args["recurse"])
