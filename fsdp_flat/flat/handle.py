@@ -19,7 +19,7 @@ from fsdp_flat.flat._torch import set_versions
 from fsdp_flat.flat.arrangement import Place, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
-from fsdp_flat.flat.optimizers import check_before_first_step
+from fsdp_flat.flat.optimizers import check_before_first_step, count_steps_on
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
@@ -200,6 +200,7 @@ class FlatParamHandle:
         common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
         if spec.rows is not None:
             self.views = DTensorViews(spec.rows, params, unsharded_params, *common)
+            count_steps_on(self.views)
         else:
             self.views = (OrigViews if spec.use_orig_params else FlatViews)(params, unsharded_params, *common)
         self.grads = HandleGradients(params, self.views)

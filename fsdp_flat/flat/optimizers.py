@@ -1,4 +1,4 @@
-"""Checks each optimizer before its first step on the parameters of a unit."""
+"""Checks each optimizer before its first step on the parameters of a unit, and counts steps on DTensors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import FlatParameter
+from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
-__all__ = ["check_before_first_step"]
+__all__ = ["check_before_first_step", "count_steps_on"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
@@ -23,18 +24,34 @@ _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
 class _Watch:
-    """Checks an optimizer before its first step, and before its first step after it loads a state dict."""
+    """Checks an optimizer before its first step, and before its first step after it loads a state dict.
+
+    Attributes:
+        checked: the optimizers that were checked.
+        dtensor_views: views whose parameters are DTensors. Foreach operations change these without raising a version
+            counter, so each step counts as a change.
+    """
 
     def __init__(self) -> None:
         self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self.dtensor_views: weakref.WeakSet[Views] = weakref.WeakSet()
+        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
+            weakref.WeakKeyDictionary()
+        )
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in self.checked:
             _check_optimizer(optimizer)
             self.checked.add(optimizer)
+            held = {param for group in optimizer.param_groups for param in group["params"]}
+            self._stepped[optimizer] = weakref.WeakSet(
+                views for views in self.dtensor_views if not held.isdisjoint(views.visible_params())
+            )
             if self.checked.discard not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self.checked.discard)
+        for views in self._stepped[optimizer]:
+            views.bump_version()
 
 
 @functools.cache
@@ -44,6 +61,12 @@ def _watch() -> _Watch:
 
 def check_before_first_step() -> None:
     """Check each optimizer before its next step, by torch's hook for all optimizers of the process."""
+    _watch().checked.clear()
+
+
+def count_steps_on(views: Views) -> None:
+    """Count each later step of an optimizer that holds parameters of ``views`` as a change of their values."""
+    _watch().dtensor_views.add(views)
     _watch().checked.clear()
 
 

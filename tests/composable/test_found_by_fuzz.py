@@ -41,9 +41,6 @@ def test_zero_grad_clears_gradients_that_are_not_reduced_yet() -> None:
         torch.testing.assert_close(param.grad.to_local(), grad)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="foreach operations on DTensors raise no version counter, so the step is not seen"
-)
 @on_ranks(2)
 def test_a_foreach_step_on_an_unsharded_unit_counts_in_the_next_forward() -> None:
     torch.manual_seed(0)
