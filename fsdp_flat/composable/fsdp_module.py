@@ -74,15 +74,16 @@ _classes: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionar
 
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
-    reshard = partial(_show_shards, unit)
+    assert unit.options.rows is not None
+    hooks = unit.options.rows.hooks
     held: dict[nn.Module, list[tuple[str, FlatParamHandle, int]]] = {}
     for handle in unit.handles:
         for index, entry in enumerate(handle.views.params):
             for site in entry.sites:
                 held.setdefault(site.module, []).append((site.name, handle, index))
     for module, params in held.items():
-        module.register_state_dict_pre_hook(reshard)
-        module.register_load_state_dict_pre_hook(partial(_prepare_load, unit, params))
+        hooks.append(module.register_state_dict_pre_hook(partial(_show_shards, unit)))
+        hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, unit, params)))
 
 
 def _show_shards(unit: Unit, *_: Any) -> None:

@@ -13,8 +13,8 @@ from torch import nn
 from fsdp_flat.comm import begin_all_reduce
 from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import dynamo_disabled, in_backward
-from fsdp_flat.layout import clean_fqn, join_fqn
-from fsdp_flat.runtime import summon_full_params, unit_of, units_of
+from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
+from fsdp_flat.runtime import summon_full_params, units_of
 
 __all__ = ["Difference", "compare_with"]
 
@@ -157,7 +157,9 @@ def _run(run: Callable[[nn.Module], Any], module: nn.Module, device: torch.devic
 def _recorded(root: nn.Module) -> Iterator[_Outputs]:
     outputs = _Outputs()
     # Wrappers have the clean name of their inner module, which is recorded instead.
-    innermost = {clean_fqn(path): child for path, child in root.named_modules() if unit_of(child) is None}
+    innermost = {
+        clean_fqn(path): child for path, child in root.named_modules() if FSDP_WRAPPED_MODULE not in child._modules
+    }
     hooks = [
         module.register_forward_hook(lambda _module, _args, output, name=name: outputs.note(name, output))
         for name, module in innermost.items()

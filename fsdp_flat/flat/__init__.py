@@ -8,7 +8,7 @@ from fsdp_flat.flat._torch import (
     node_will_run,
     pytree_children,
 )
-from fsdp_flat.flat.arrangement import Place, joined, views_of
+from fsdp_flat.flat.arrangement import Place, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,
@@ -18,7 +18,7 @@ from fsdp_flat.flat.guards import (
     unguarded,
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.sharded_grad import ReduceScatteredGrad, set_grad
+from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.shown_grads import (
     grads_by_adapter,
     have_grads,
@@ -59,7 +59,6 @@ __all__ = [
     "ManagedParam",
     "MemoryPool",
     "Place",
-    "ReduceScatteredGrad",
     "RowSharding",
     "ShardState",
     "ShardedPlaceholder",
@@ -79,16 +78,19 @@ __all__ = [
     "in_backward",
     "inside_wrappers",
     "joined",
+    "local_part",
     "modules_of",
     "named_sites",
     "node_will_run",
     "pytree_children",
     "restore_sharded_grad",
     "set_grad",
+    "shard_of",
     "sharded_grad_of",
     "show_full_grads",
     "to_local_param",
     "unguarded",
+    "unsharded_of",
     "unsharded_shape",
     "views_of",
 ]

@@ -12,7 +12,7 @@ import torch
 
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = ["Place", "joined", "local_part", "place_rows", "rows_of", "views_of"]
+__all__ = ["Place", "joined", "local_part", "place_rows", "rows_of", "shard_of", "unsharded_of", "views_of"]
 
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
@@ -30,6 +30,25 @@ def local_part(layout: FlatLayout, index: int, rank: int, param: torch.Tensor) -
         first = min(rank * layout.chunk_shapes[index][dim], param.shape[dim])
         return param.narrow(dim, first, layout.num_rows(index, rank)).reshape(-1)
     return param.reshape(-1)[layout.local_shard(index, rank).in_param.to_slice()]
+
+
+def shard_of(layout: FlatLayout, rank: int, unsharded: torch.Tensor) -> torch.Tensor:
+    """Return a rank's shard (1-D, ``shard_numel``) of a tensor like the unsharded buffer; zeros are its padding."""
+    if not isinstance(layout, RowLayout) or layout.world_size == 1:
+        return unsharded[layout.shard(rank).to_slice()]
+    shard, params = unsharded.new_zeros(layout.shard_numel), views_of(unsharded, layout)
+    for part in layout.local_shards(rank):
+        shard[part.in_shard.to_slice()] = local_part(layout, part.index, rank, params[part.index])
+    return shard
+
+
+def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like the unsharded buffer, of the shards of all ranks one after another (1-D)."""
+    if not isinstance(layout, RowLayout) or layout.world_size == 1:
+        return ranked
+    unsharded = torch.empty_like(ranked)
+    place_rows(unsharded, layout)(0, ranked.view(layout.world_size, -1))
+    return unsharded
 
 
 def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:

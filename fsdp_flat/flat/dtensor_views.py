@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,9 +17,10 @@ import torch.utils
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.errors import OptionError, UnsupportedError, UsageError, some_of
+from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, is_in_a_graph, strided_shard
 from fsdp_flat.flat.arrangement import local_part
 from fsdp_flat.flat.tensor_adapter import DTensorAdapter
@@ -38,11 +39,13 @@ class RowSharding:
         mesh: the data-parallel mesh; its last dim shards, another one replicates.
         dim_of: returns the dim along which a parameter is sharded.
         offloads: shards have to be in host memory.
+        hooks: hooks of the unit's modules, to be removed with the unit.
     """
 
     mesh: DeviceMesh
     dim_of: Callable[[nn.Parameter], int]
     offloads: bool = False
+    hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
 
     def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
         """Return the sharded dim of each parameter, non-negative.
@@ -164,13 +167,13 @@ class DTensorViews(Views):
                 entry.param.requires_grad_(now)
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        raise UnsupportedError(
-            f"Unit {self.unit_name!r} was made by fully_shard, whose parameters are DTensors. Read a full parameter "
-            "with param.full_tensor(), and write one with torch.distributed.tensor.distribute_tensor and copy_."
-        )
+        for entry, tensor in zip(self.params, tensors, strict=True):
+            full = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=entry.param.requires_grad)
+            for site in entry.sites:
+                site.module._parameters[site.name] = full
 
     def unregister_full_params(self) -> None:
-        pass
+        self.use_sharded_views()
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.

@@ -282,12 +282,25 @@ class ReduceScatteredGrad:
     """Holds this rank's shard of a gradient that is summed over the shard group, and not over the replicate group yet.
 
     Attributes:
-        shard: the sum, 1-D, in the reduce dtype; None once another gradient contains it.
-        used: for each parameter, whether any rank has used it.
+        shard: the sum, 1-D, in the reduce dtype; None if there is none, or once another gradient contains it.
+        used: for each parameter, whether any rank has used it; empty if that is not known.
     """
 
-    shard: torch.Tensor | None
-    used: Sequence[int]
+    shard: torch.Tensor | None = None
+    used: Sequence[int] = ()
+
+    def add(self, shard: torch.Tensor) -> None:
+        """Add another sum."""
+        self.shard = shard if self.shard is None else self.shard.add_(shard)
+
+    def add_used(self, used: Sequence[int]) -> None:
+        """Add the parameters that another backward has used."""
+        self.used = bytes(map(max, used, self.used)) if self.used else used
+
+    def take(self) -> torch.Tensor | None:
+        """Return the sum and remove it."""
+        shard, self.shard = self.shard, None
+        return shard
 
 
 def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:

@@ -235,8 +235,7 @@ def _split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torc
     if not isinstance(layout, RowLayout):
         return [grad]
     dim, shape = layout.dims[index], layout.chunk_shapes[index]
-    step = shape[dim]
-    full, rest = _full_ranks(layout, index)
+    step, (full, rest) = shape[dim], _full_ranks(layout, index)
     if dim == 0 and not rest:
         return [grad.view(full, *shape)]
     whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
@@ -262,7 +261,7 @@ class HandleGradients:
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
-        partial: gradient that a later backward completes; None if there is none.
+        partial: gradient that a later backward completes.
     """
 
     buffer_dtype: torch.dtype
@@ -279,7 +278,7 @@ class HandleGradients:
         self._buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
-        self.partial: ReduceScatteredGrad | None = None
+        self.partial = ReduceScatteredGrad()
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
@@ -390,7 +389,8 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = self.partial = None
+        self._buffer = None
+        self.partial = ReduceScatteredGrad()
         for shown in self._unreduced:
             shown.take_back()
         self._unreduced = []

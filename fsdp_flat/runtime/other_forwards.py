@@ -43,14 +43,15 @@ class UnshardHandle:
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
     """Run ``call``, the module's own ``__call__``, with the parameters of the module's unit unsharded.
 
-    If the unit has several modules, its forward begins with the first of them to run and ends with the last.
+    If the unit has several modules, its forward begins with the first of them to run and ends with the last. Called
+    outside of the forward of an outer unit, which ends forwards of which some modules do not run, each is a forward.
     """
     unit = unit_of(module)
     assert unit is not None
     if len(unit.members) == 1:
         return run_forward(module, unit, args, kwargs, call)
     schedule = schedule_of(module, unit)
-    if schedule.recomputes:
+    if schedule.recomputes or schedule.iteration is None:
         return run_forward(module, unit, args, kwargs, call)
     group = schedule.open_groups.get(unit)
     if group is None:

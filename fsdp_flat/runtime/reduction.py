@@ -19,7 +19,7 @@ import torch
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, streams_for, unrecorded
-from fsdp_flat.flat import FlatParamHandle, MemoryPool, ReduceScatteredGrad
+from fsdp_flat.flat import FlatParamHandle, MemoryPool
 from fsdp_flat.runtime.options import UnitOptions
 
 __all__ = ["LOW_PRECISION_HOOKS", "CommContext", "Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
@@ -87,8 +87,8 @@ class Reduction:
     """
 
     __slots__ = (
+        "_alive",
         "_divided_by",
-        "_flat",
         "_groups",
         "_mean_divisor",
         "_pending",
@@ -127,7 +127,7 @@ class Reduction:
             if policy.dtype is not None:
                 flat = flat.to(policy.dtype)
             # Memory of the compute stream: kept until that stream has waited for the reduction that reads it.
-            self._flat: torch.Tensor | None = flat
+            self._alive: tuple[torch.Tensor, ...] = (flat,)
             if policy.hook is not None:
                 self._pending = Pending((), self._call_hook(flat, shards=options.strategy.shards))
                 return
@@ -166,10 +166,11 @@ class Reduction:
         self._replicated = True
         with unrecorded(), self._streams.reduce_scatters:
             self._scratch = self._pending.scratch
-            shard, partial = self._pending.wait(), self.handle.grads.partial
-            if partial is not None and partial.shard is not None:
-                shard.add_(partial.shard)
-                partial.shard = None
+            shard, partial = self._pending.wait(), self.handle.grads.partial.take()
+            if partial is not None:
+                shard.add_(partial)
+                # If nothing is sharded, its memory is the compute stream's too.
+                self._alive += (partial,)
             self._pending = begin_all_reduce(
                 shard, self._groups.replicate, collective=f"the all-reduce of unit {self.handle.spec.unit_name!r}"
             )
@@ -183,26 +184,29 @@ class Reduction:
     def _free(self) -> None:
         # The memory returns to the compute stream, which must therefore wait for the reduction that reads it.
         self._streams.wait_for_reduce_scatters()
-        self._flat = None
+        self._alive = ()
         for scratch in (*self._scratch, *self._pending.scratch):
             self.handle.pool.empty(scratch.untyped_storage())
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
             self.handle.grads.recycle(gradient, self.handle.pool)
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> torch.Tensor | None:
         """Return the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype).
 
         It is the mean, or the sum divided by the caller's factor, unless the factor is a tensor. A partial one is a
-        sum in the reduce dtype.
+        sum in the reduce dtype, which stays with the handle: then the result is None.
         """
         self.advance()
+        complete = None
         with unrecorded(), self._streams.reduce_scatters:
             shard = self._pending.wait()
-            if not self.is_partial:
-                shard = self._complete(shard)
+            if self.is_partial:
+                self.handle.grads.partial.add(shard)
+            else:
+                complete = self._complete(shard)
         self._free()
-        return shard
+        return complete
 
     def _complete(self, shard: torch.Tensor) -> torch.Tensor:
         """Divide the sum over all ranks, call the caller's hook, and convert the result."""
@@ -236,14 +240,11 @@ class Reduction:
             used: for each parameter, whether any rank has used it.
         """
         grads = self.handle.grads
-        partial, grads.partial = grads.partial, None
-        if partial is not None:
-            used = bytes(map(max, used, partial.used))
-        if self.is_partial:
-            if partial is not None and partial.shard is not None:
-                shard.add_(partial.shard)
-            grads.partial = ReduceScatteredGrad(shard, used)
-            return
+        if grads.partial.used:
+            grads.partial.add_used(used)
+            used = grads.partial.used
+        if grads.partial.shard is None:
+            grads.partial.used = ()
         divisor = self._divisor
         if isinstance(divisor, torch.Tensor) or divisor != self._divided_by:
             shard.div_(divisor / self._divided_by)
@@ -271,6 +272,7 @@ class Reductions:
         self._most = most
         self._in_flight: list[Reduction] = []
         self._last: dict[FlatParamHandle, Reduction] = {}
+        self._partial: list[FlatParamHandle] = []
         self.results: dict[FlatParamHandle, list[torch.Tensor]] = {}
 
     @property
@@ -299,6 +301,9 @@ class Reductions:
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.pop(0)
         shard = reduction.finish()
+        if shard is None:
+            self._partial.append(reduction.handle)
+            return
         self._last[reduction.handle] = reduction
         self.results.setdefault(reduction.handle, []).append(shard)
 
@@ -315,12 +320,9 @@ class Reductions:
                 reduction.discard()
         self.results = {}
         self._last.clear()
+        self._partial.clear()
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
-
-    def partial_without_result(self, handles: Sequence[FlatParamHandle]) -> list[FlatParamHandle]:
-        """Return the handles with a partial gradient that no reduction of this backward completes."""
-        return [handle for handle in handles if handle.grads.partial is not None and handle not in self.results]
 
     def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, Sequence[int]]) -> None:
         """Wait for all reductions, and add the results to the gradients of their handles.
@@ -338,6 +340,10 @@ class Reductions:
             for other in others:
                 first.add_(other)
             last[handle].hand_over(first, used[handle])
+        partial, self._partial = self._partial, []
+        for handle in partial:
+            if handle.grads.partial.shard is not None:
+                handle.grads.partial.add_used(used[handle])
 
 
 class CommContext:

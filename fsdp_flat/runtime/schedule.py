@@ -461,7 +461,7 @@ class Schedule(CommContext):
         self.collectives.clear()
         for unit in reduced:
             if unit.policy.all_reduce:
-                unreduced.update(self.reductions.partial_without_result(unit.handles))
+                unreduced.update([handle for handle in unit.handles if handle.grads.partial.shard is not None])
         for unit in reduced if unreduced else ():
             for handle in unit.handles:
                 if handle in unreduced:

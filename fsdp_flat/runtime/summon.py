@@ -13,10 +13,13 @@ from fsdp_flat.errors import PhaseError, UnsupportedError, UsageError
 from fsdp_flat.flat import (
     FlatParamHandle,
     have_grads,
+    local_part,
     modules_of,
     restore_sharded_grad,
+    shard_of,
     sharded_grad_of,
     show_full_grads,
+    unsharded_of,
     views_of,
 )
 from fsdp_flat.runtime.phase import Phase
@@ -53,7 +56,8 @@ def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -
         streams.shards_written()
         with streams.all_gathers:
             pendings = [_begin_gather(unit, handle, of(handle)) for handle in unit.handles]
-            wholes = [pending.wait() for pending in pendings]
+            gathered = [pending.wait() for pending in pendings]
+            wholes = [unsharded_of(h.layout, each) for h, each in zip(unit.handles, gathered, strict=True)]
     streams.wait_for_all_gathers()
     return wholes
 
@@ -209,9 +213,10 @@ def _written_back(unit: Unit, whole: FullParams) -> Iterator[None]:
                 if tensor._version != versions[handle]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
                     handle.views.bump_version()
-                for local_shard in handle.layout.local_shards(unit.options.groups.shard.rank):
-                    target = handle.views.local(local_shard.index)
-                    source = handle.views.shown(local_shard.index).detach().reshape(-1)[local_shard.in_param.to_slice()]
+                rank = unit.options.groups.shard.rank
+                for index in [local_shard.index for local_shard in handle.layout.local_shards(rank)]:
+                    target = handle.views.local(index)
+                    source = local_part(handle.layout, index, rank, handle.views.shown(index).detach())
                     if source.data_ptr() != target.data_ptr():
                         target.copy_(source)
 
@@ -274,5 +279,5 @@ def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
     finally:
         rank = unit.options.groups.shard.rank
         for handle, whole in zip(unit.handles, wholes, strict=True):
-            own = whole[handle.layout.shard(rank).to_slice()] if writeback else shards[handle]
+            own = shard_of(handle.layout, rank, whole) if writeback else shards[handle]
             restore_sharded_grad(handle.views, own)

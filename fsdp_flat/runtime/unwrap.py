@@ -29,7 +29,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             changed in place. An activation-checkpoint wrapper stays.
 
     Returns:
-        The wrapped module, or ``model`` itself if it is not a wrapper.
+        The wrapped module, or ``model`` itself if it is not a wrapper. Modules of ``fully_shard`` get their own class
+        back, in place.
 
     Raises:
         PhaseError: inside forward, backward or ``summon_full_params``.
@@ -47,17 +48,35 @@ def unwrap(model: nn.Module) -> nn.Module:
     for unit in units:
         _restore_full(unit)
     modules = list(model.modules())
-    wrapped = {child: child._modules[FSDP_WRAPPED_MODULE] for child in modules if unit_of(child) is not None}
+    wrapped = {child: child._modules[FSDP_WRAPPED_MODULE] for child in modules if _is_wrapper(child)}
     for child in modules:
         for name, grandchild in child._modules.items():
             if grandchild is not None:
                 child._modules[name] = _inner(grandchild, wrapped)
+        _restore_class(child)
         drop_full_precision(child)
         show_compiled_name(child)
         # Wrapping set the first two attributes; without the third a wrapper is no longer a wrapper.
         for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", *(("_unit",) if child in wrapped else ())):
             child.__dict__.pop(mark, None)
     return _inner(model, wrapped)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    unit = unit_of(module)
+    return unit is not None and unit.options.rows is None
+
+
+def _restore_class(module: nn.Module) -> None:
+    """Undo what ``fully_shard`` has changed of a module besides its parameters."""
+    unit = unit_of(module)
+    if unit is not None and unit.options.rows is not None:
+        for hook in unit.options.rows.hooks:
+            hook.remove()
+        for name in ("_unit", *unit.forward_methods):
+            module.__dict__.pop(name, None)
+        # The class of a sharded module is derived from two: that of fully_shard, and its own.
+        module.__class__ = type(module).__bases__[1]
 
 
 def _restore_full(unit: Unit) -> None:

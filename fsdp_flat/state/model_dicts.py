@@ -161,7 +161,8 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     config = settings.state_dict_config
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
-    units = units_of(wrapper) if outermost else []
+    # Units of fully_shard save themselves, as torch's modules do.
+    units = [each for each in units_of(wrapper) if each.options.rows is None] if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fsdp_flat import (
     FullStateDictConfig,
     ShardedEMA,
     StateDictType,
+    compare_with,
     describe,
     installed,
     iter_full_state_dict,
@@ -27,9 +29,11 @@ from fsdp_flat import (
     load_full,
     save_checkpoint,
     save_full,
+    unwrap,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard
+from fsdp_flat.layout import clean_fqn
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, mesh, square_loss, wrapped
 
@@ -282,3 +286,68 @@ def test_descriptions_count_every_parameter(front: str) -> None:
     assert found.numel == sum(param.numel() for param in plain.parameters())
     assert sum(unit.num_params for unit in found.units) == len(list(plain.parameters()))
     assert str(found)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("front", FRONTS)
+@pytest.mark.parametrize("writeback", [False, True])
+def test_summoned_parameters_are_full_and_written_back(front: str, writeback: bool) -> None:
+    plain, model = stack(), made(front, stack())
+    square_loss(plain, torch.ones(3, 8)).backward()
+    square_loss(model, torch.ones(3, 8)).backward()
+    names = [name for name, _ in plain.named_parameters()]
+    with FSDP.summon_full_params(model, writeback=writeback, with_grads=True):
+        shown = {clean_fqn(name): param for name, param in model.named_parameters()}
+        assert set(shown) == set(names)
+        for name, param in plain.named_parameters():
+            assert not isinstance(shown[name], DTensor)
+            torch.testing.assert_close(shown[name], param)
+            torch.testing.assert_close(shown[name].grad, param.grad)
+            with torch.no_grad():
+                shown[name].mul_(2)
+                shown[name].grad.mul_(3)
+    factor = 2 if writeback else 1
+    with torch.no_grad():
+        for param in plain.parameters():
+            param.mul_(factor)
+            param.grad.mul_(factor * 2 - 1)
+    assert_full(full_of(model), plain)
+    for param in (param for param in model.parameters() if isinstance(param, DTensor)):
+        assert isinstance(param.grad, DTensor)
+    for each in (plain, model):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_full(full_of(model), plain)
+    torch.testing.assert_close(model(torch.ones(2, 8)), plain(torch.ones(2, 8)))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_model_compares_with_its_plain_replica(front: str) -> None:
+    plain, model = stack(), made(front, stack())
+
+    def run(module: nn.Module) -> None:
+        square_loss(module, torch.ones(3, 8)).backward()
+
+    assert compare_with(model, plain, run) is None
+    with torch.no_grad():
+        plain.blocks[1].down.weight[0, 0] += 1
+    found = compare_with(model, plain, run)
+    assert found is not None
+    assert (found.kind, found.name) == ("parameter", "blocks.1.down.weight")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("front", FRONTS)
+def test_an_unwrapped_model_is_the_plain_one(front: str) -> None:
+    plain, _ = plain_after([1, 2])
+    model = made(front, stack())
+    steps(model, adam(model), [1, 2])
+    model = unwrap(model)
+    assert [type(module) for module in model.modules()] == [type(module) for module in plain.modules()]
+    assert_full(model.state_dict(), plain)
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    copied = copy.deepcopy(model)
+    steps(copied, adam(copied), [3])
+    steps(plain, adam(plain), [3])
+    assert_full(copied.state_dict(), plain)
+    copied.load_state_dict(plain.state_dict())

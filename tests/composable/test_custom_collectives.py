@@ -104,6 +104,19 @@ def test_custom_objects_communicate_in_their_own_memory(dtype: torch.dtype | Non
     assert reductions.sizes == their_reductions.sizes
 
 
+@on_ranks(4)
+def test_a_backward_over_a_smaller_group_uses_the_same_objects() -> None:
+    models = Beside.of(reshard_after_forward=2)
+    memory = (Gathers(), Gathers())
+    for model, gathers in zip(models.both, memory, strict=True):
+        for block in model.blocks:
+            block.set_custom_all_gather(gathers)
+    train(models)
+    ours, theirs = memory
+    assert set(ours.sizes) == set(theirs.sizes)
+    assert ours.num_calls > 2 * 3
+
+
 @on_ranks(2)
 def test_one_buffer_for_all_reductions_is_enough_and_is_not_the_gradient(rank: int) -> None:
     class Persistent(Reductions):

@@ -22,7 +22,7 @@ def hybrid_mesh(shards: bool) -> Any:
 
 
 def partial_grads(model: Any) -> list[Any]:
-    return [handle.grads.partial for unit in units_of(model) for handle in unit.handles]
+    return [handle.grads.partial.shard for unit in units_of(model) for handle in unit.handles]
 
 
 @pytest.mark.filterwarnings("ignore:.*is sharded in torch.float16")
@@ -46,10 +46,10 @@ def test_without_all_reduce_partial_shards_wait_for_the_next_one(shards: bool, d
                     {name: grad for name, grad in grads_of(models.ours).items() if grad is not None},
                     {name: grad for name, grad in before.items() if grad is not None},
                 )
-                assert all(partial.shard.dtype == dtype for partial in partial_grads(models.ours))
+                assert all(partial.dtype == dtype for partial in partial_grads(models.ours))
         # The gradients of both rounds add up.
         models.check_grads(**tolerance)
-        assert not any(partial_grads(models.ours))
+        assert partial_grads(models.ours) == [None] * 4
 
 
 @on_ranks(4)
@@ -109,6 +109,24 @@ def test_a_parameter_used_before_the_all_reduce_only_has_its_gradient_after_it()
 
 
 @on_ranks(2, 4)
+@pytest.mark.parametrize("pattern", ["pp a", "pa a", "ap a", "p a", "pp ap a"])
+def test_partial_shards_and_open_ends_of_backwards_go_together(pattern: str) -> None:
+    models = Beside.of(mesh=hybrid_mesh(shards=True))
+    ours = models.ours
+    number = 0
+    # Backwards with an all-reduce (a) or without; the last one of each group sets gradients.
+    for group in pattern.split():
+        for index, kind in enumerate(group):
+            ours.set_requires_all_reduce(kind == "a")
+            ours.set_is_last_backward(index == len(group) - 1)
+            models.backward(number, models=[ours])
+            models.plain_backward(number)
+            number += 1
+    torch.testing.assert_close(grads_of(ours), grads_of(models.plain))
+    assert partial_grads(ours) == [None] * 4
+
+
+@on_ranks(2, 4)
 def test_partial_shards_are_dropped_with_the_step_that_failed() -> None:
     models = Beside.of(mesh=hybrid_mesh(shards=True))
     ours = models.ours
@@ -118,7 +136,7 @@ def test_partial_shards_are_dropped_with_the_step_that_failed() -> None:
     with pytest.raises(ZeroDivisionError):
         models.backward(1, models=[ours])
     hook.remove()
-    assert not any(partial_grads(ours))
+    assert partial_grads(ours) == [None] * 4
     ours.set_requires_all_reduce(True)
     models.backward(2)
     models.plain_backward(2)
@@ -136,7 +154,7 @@ def test_partial_shards_stay_in_the_reduce_dtype(reduce_dtype: torch.dtype) -> N
         models.backward(int(is_last), models=[ours])
         models.plain_backward(int(is_last))
         if not is_last:
-            assert {partial.shard.dtype for partial in partial_grads(ours)} == {reduce_dtype}
+            assert {partial.dtype for partial in partial_grads(ours)} == {reduce_dtype}
     torch.testing.assert_close(grads_of(ours), grads_of(models.plain), atol=3e-2, rtol=3e-2)
     assert {param.grad.dtype for param in ours.parameters()} == {torch.float32}
 

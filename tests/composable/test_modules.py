@@ -1,0 +1,175 @@
+"""Modules under fully_shard: ties, buffers, ignored parameters, attributes, slices, copies and lists of modules."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.composable import FSDPModule, fully_shard
+from fsdp_flat.errors import TiedParameterError
+from tests.support import OWN_PARAMETERS, on_ranks
+from tests.support.kit import Stack, square_loss
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is also that of the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.middle = nn.Linear(6, 6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(self.embedding(tokens))))
+
+
+def tied(seed: int = 0) -> Tied:
+    torch.manual_seed(seed)
+    return Tied()
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+@on_ranks(2, 4)
+def test_ties_inside_a_unit_stay_and_train_as_one(rank: int) -> None:
+    plain, model = tied(), tied()
+    fully_shard(model.middle)
+    fully_shard(model)
+    assert model.head.weight is model.embedding.weight
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    for each in (plain, model):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            each(torch.randint(11, (3, 4))).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model.head.weight is model.embedding.weight
+    state = model.state_dict()
+    assert state["head.weight"].to_local().data_ptr() == state["embedding.weight"].to_local().data_ptr()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name].full_tensor(), value)
+    fresh = tied(5)
+    fully_shard(fresh)
+    fresh.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()}, assign=bool(rank < 9))
+    tokens = torch.arange(11)
+    torch.testing.assert_close(fresh(tokens), plain(tokens))
+    assert fresh.head.weight is fresh.embedding.weight
+
+
+@on_ranks(2)
+def test_a_tie_between_two_units_raises() -> None:
+    model = tied()
+    fully_shard(model.embedding)
+    with pytest.raises(TiedParameterError, match=r"'weight' of unit 'Linear' is the same parameter as 'weight'"):
+        fully_shard(model.head)
+    model = tied()
+    fully_shard([model.embedding, model.head])
+    assert model.head.weight is model.embedding.weight
+
+
+@on_ranks(2)
+@OWN_PARAMETERS
+def test_ignored_parameters_and_buffers_stay_as_they_are() -> None:
+    plain, model = stack(), stack()
+    for each in (plain, model):
+        each.register_buffer("scale", torch.full((3,), 2.0))
+        each.register_buffer("passing", torch.ones(2), persistent=False)
+    ignored, buffers = {model.head.weight, model.blocks[0].up.bias}, dict(model.named_buffers())
+    for block in model.blocks:
+        fully_shard(block, ignored_params=ignored)
+    fully_shard(model, ignored_params=ignored)
+    assert model.head.weight in ignored
+    assert model.blocks[0].up.bias in ignored
+    assert sum(isinstance(param, DTensor) for param in model.parameters()) == len(list(plain.parameters())) - 2
+    assert all(dict(model.named_buffers())[name] is buffer for name, buffer in buffers.items())
+    square_loss(model, torch.ones(2, 8)).backward()
+    square_loss(plain, torch.ones(2, 8)).backward()
+    torch.testing.assert_close(model.head.weight.grad, plain.head.weight.grad)
+    torch.testing.assert_close(model.first.weight.grad.full_tensor(), plain.first.weight.grad)
+    assert set(model.state_dict()) == set(plain.state_dict())
+    assert not isinstance(model.state_dict()["head.weight"], DTensor)
+
+
+@on_ranks(2)
+def test_attributes_of_parameters_survive() -> None:
+    model = stack()
+    model.first.weight.decay = 0.5  # type: ignore[assignment]
+    model.first.bias.requires_grad_(False)
+    fully_shard(model)
+    assert model.first.weight.decay == 0.5
+    assert not model.first.bias.requires_grad
+    seen = []
+    model.first.register_forward_hook(lambda module, *_: seen.append((module.weight.decay, type(module.weight))))
+    square_loss(model, torch.ones(2, 8)).backward()
+    assert seen == [(0.5, nn.Parameter)]
+    assert model.first.bias.grad is None
+    model.double()
+    assert model.first.weight.decay == 0.5
+    assert not model.first.bias.requires_grad
+    assert model.first.weight.dtype == torch.float64
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, torch_fully_shard])
+def test_a_sequential_slices_to_one_of_its_own_class(function: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
+    plain = copy.deepcopy(model)
+    for layer in model:
+        function(layer)
+    function(model)
+    part = model[1:]
+    assert type(part) is nn.Sequential
+    assert list(part) == list(model)[1:]
+    torch.testing.assert_close(part(torch.ones(2, 4)), plain[1:](torch.ones(2, 4)))
+    assert type(model).__name__ == "FSDPSequential"
+    assert type(model[0]).__name__ == "FSDPLinear"
+    assert type(model[0]) is type(model[1])
+    assert isinstance(model[0], nn.Linear)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, torch_fully_shard])
+def test_sharded_modules_are_neither_copied_nor_pickled(function: Any) -> None:
+    model = function(stack())
+    for each in (copy.deepcopy, pickle.dumps):
+        with pytest.raises((TypeError, AssertionError, AttributeError, pickle.PicklingError)):
+            each(model)
+    # The state dict may be copied.
+    copied = copy.deepcopy(model.state_dict())
+    own = model.state_dict()
+    for name, value in copied.items():
+        assert value.to_local().data_ptr() != own[name].to_local().data_ptr()
+        torch.testing.assert_close(value.to_local(), own[name].to_local())
+    model.load_state_dict(copied)
+
+
+@on_ranks(2)
+def test_a_list_of_modules_is_one_unit(rank: int) -> None:
+    plain, model = stack(), stack()
+    fully_shard([model.blocks[0], model.blocks[1]])
+    fully_shard(model)
+    assert isinstance(model.blocks[0], FSDPModule)
+    own = {name: value.to_local().data_ptr() for name, value in model.state_dict().items()}
+    torch.manual_seed(rank)
+    x = torch.randn(2, 8)
+    square_loss(model, x).backward()
+    square_loss(plain, x).backward()
+    for (name, param), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        dist.all_reduce(other.grad)
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad / 2, msg=name)
+    assert own == {name: value.to_local().data_ptr() for name, value in model.state_dict().items()}
