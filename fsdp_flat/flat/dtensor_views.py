@@ -335,4 +335,15 @@ def _data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_of(layout: RowLayout, index: int, rank: int, shard: torch.Tensor) -> torch.Tensor:
-    return shard[layout.local_shard(index, rank).in_shard.to_slice()].view(layout.local_shape(index, rank))
+    """Return a rank's part of parameter ``index``, in the memory of its shard.
+
+    A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0. So the local
+    tensor has a storage of its own, a part of the shard's.
+    """
+    shape, run = layout.local_shape(index, rank), layout.local_shard(index, rank).in_shard
+    part = shard[run.to_slice()].view(shape)
+    if part.numel() == 0 or part.is_meta or type(part) is not torch.Tensor:
+        return part
+    first, nbytes = part.storage_offset() * part.itemsize, part.numel() * part.itemsize
+    storage = part.untyped_storage()[first : first + nbytes]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, shape, part.stride())
