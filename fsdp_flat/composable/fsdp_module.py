@@ -12,7 +12,7 @@ from torch import nn
 
 from fsdp_flat import runtime
 from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.flat import DTensorViews
+from fsdp_flat.flat import DTensorViews, FlatParamHandle
 from fsdp_flat.runtime import ShardedModule, Unit
 
 __all__ = ["FSDPModule", "hook_state_dicts", "sharded_class"]
@@ -76,10 +76,14 @@ def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
     assert unit.options.rows is not None
     hooks = unit.options.rows.hooks
-    sites = [site for handle in unit.handles for entry in handle.views.params for site in entry.sites]
-    for module in dict.fromkeys(site.module for site in sites):
+    held: dict[nn.Module, list[tuple[str, FlatParamHandle, int]]] = {}
+    for handle in unit.handles:
+        for index, entry in enumerate(handle.views.params):
+            for site in entry.sites:
+                held.setdefault(site.module, []).append((site.name, handle, index))
+    for module, params in held.items():
         hooks.append(module.register_state_dict_pre_hook(partial(_show_shards, unit)))
-        hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, unit)))
+        hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, unit, params)))
 
 
 def _show_shards(unit: Unit, *_: Any) -> None:
@@ -92,15 +96,26 @@ def _show_shards(unit: Unit, *_: Any) -> None:
         handle.adopt_changes()
 
 
-def _prepare_load(unit: Unit, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts."""
+def _prepare_load(
+    unit: Unit,
+    params: list[tuple[str, FlatParamHandle, int]],
+    _module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: Any,
+) -> None:
+    """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts.
+
+    Args:
+        unit: the unit.
+        params: name, handle and index of each parameter that the module holds.
+        state_dict: the state dict.
+        prefix: the module's prefix in it.
+    """
     _show_shards(unit)
-    for handle in unit.handles:
-        for index, entry in enumerate(handle.views.params):
-            for site in entry.sites:
-                key = prefix + site.name
-                value = state_dict.get(key) if site.module is module else None
-                if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
-                    continue
-                if value.shape == entry.param.shape and isinstance(handle.views, DTensorViews):
-                    state_dict[key] = handle.views.distribute(index, value)
+    for name, handle, index in params:
+        value = state_dict.get(prefix + name)
+        if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
+            continue
+        if value.shape == handle.views.params[index].param.shape and isinstance(handle.views, DTensorViews):
+            state_dict[prefix + name] = handle.views.distribute(index, value)
