@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks import __main__ as bench
-from benchmarks import gpu, micro, plans, projection, report, scale, tables
+from benchmarks import before_after, gpu, micro, plans, projection, report, scale, tables
 from benchmarks.counting import Counter
 from benchmarks.model import GPT
 from benchmarks.runner import where
@@ -169,7 +169,7 @@ def test_the_page_names_the_command_of_host_times_and_the_machine(tmp_path: Path
 
 def test_the_page_has_the_notes_of_the_benchmarks() -> None:
     page = (report.ROOT / "docs" / "performance.md").read_text()
-    for note in (report.INTRO, report.STATES_NOTE, scale.NOTE, plans.NOTE, micro.NOTE, report.GPU_NOTE):
+    for note in (report.INTRO, report.STATES_NOTE, before_after.NOTE, scale.NOTE, plans.NOTE, micro.NOTE, report.GPU_NOTE):
         assert note in page
 
 
