@@ -109,8 +109,14 @@ def fully_shard(
     for member in members:
         member.__dict__["_unit"] = unit
         member.__class__ = sharded_class(type(member))
+        # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
+        member.register_forward_pre_hook(_unshards)
     hook_state_dicts(unit)
     return module
+
+
+def _unshards(_module: nn.Module, _args: Any) -> None:
+    """Mark a module whose weights exist inside its forward only; does nothing."""
 
 
 def _members(module: Any) -> Sequence[nn.Module]:

@@ -132,7 +132,7 @@ class DTensorViews(Views):
                 partial(self.describe, index),
                 self.local_shards[index].in_shard.to_slice(),
                 self.layout.local_shape(index, self.rank),
-                as_grad=partial(dtensor_like, entry.param),
+                as_grad=partial(_grad_like, entry.param),
             )
             for index, entry in enumerate(self.params)
         )
@@ -335,15 +335,22 @@ def _data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _local_of(layout: RowLayout, index: int, rank: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return a rank's part of parameter ``index``, in the memory of its shard.
+    """Return a rank's part of parameter ``index``, in the memory of its shard."""
+    part = shard[layout.local_shard(index, rank).in_shard.to_slice()]
+    return _with_own_storage(part.view(layout.local_shape(index, rank)))
 
-    A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0. So the local
-    tensor has a storage of its own, a part of the shard's.
+
+def _with_own_storage(part: torch.Tensor) -> torch.Tensor:
+    """Return an alias of ``part`` whose storage begins and ends with it.
+
+    A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0.
     """
-    shape, run = layout.local_shape(index, rank), layout.local_shard(index, rank).in_shard
-    part = shard[run.to_slice()].view(shape)
     if part.numel() == 0 or part.is_meta or type(part) is not torch.Tensor:
         return part
     first, nbytes = part.storage_offset() * part.itemsize, part.numel() * part.itemsize
     storage = part.untyped_storage()[first : first + nbytes]
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, shape, part.stride())
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, part.stride())
+
+
+def _grad_like(param: nn.Parameter, part: torch.Tensor) -> DTensor:
+    return dtensor_like(param, _with_own_storage(part))

@@ -92,9 +92,9 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             if isinstance(owner, FlattenedBy) and owner.is_replaced:
                 raise UsageError(
                     f"{type(optimizer).__name__} holds {owner.describe()}, which wrapping replaced by a flat parameter "
-                    "or by a local shard, so its steps change nothing. Build the optimizer after wrapping, from "
-                    "model.parameters(); parameters that are plain tensors stay the same objects with "
-                    "use_orig_params=True."
+                    "or by a local shard, so its steps change nothing. Build the optimizer after wrapping or "
+                    "fully_shard, from model.parameters(); parameters that are plain tensors stay the same objects "
+                    "with use_orig_params=True."
                 )
             if needs_whole and not works_on_slices:
                 _check_whole(optimizer, param)

@@ -138,7 +138,8 @@ def collect_params(
             raise TiedParameterError(
                 f"{site.fqn!r} of unit {unit_name!r} is the same parameter as {where}, which was wrapped before. "
                 "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "
-                "an auto_wrap_policy (the parameter then moves up to a common unit), or wrap both places in one unit."
+                "an auto_wrap_policy (the parameter then moves up to a common unit), or make both places one unit "
+                "(fully_shard takes a list of modules)."
             )
         found.setdefault(param, {}).setdefault(site.fqn, site)
     return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]

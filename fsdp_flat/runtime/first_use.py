@@ -206,8 +206,9 @@ class RankChecks:
             warn_user(
                 f"{short.layout.param_infos[0].fqn!r} of unit {short.spec.unit_name!r} is sharded in "
                 f"{short.orig_dtype}, so an optimizer keeps its state and makes its updates in it too, where small "
-                "updates are lost. Pass MixedPrecision(master_dtype=torch.float32), or convert the model before "
-                "wrapping.",
+                "updates are lost. Convert the model to torch.float32 before it is sharded, and compute in low "
+                "precision by param_dtype; or pass MixedPrecision(master_dtype=torch.float32) to "
+                "FullyShardedDataParallel.",
                 stacklevel=2,
             )
 

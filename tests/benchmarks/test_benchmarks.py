@@ -169,7 +169,15 @@ def test_the_page_names_the_command_of_host_times_and_the_machine(tmp_path: Path
 
 def test_the_page_has_the_notes_of_the_benchmarks() -> None:
     page = (report.ROOT / "docs" / "performance.md").read_text()
-    for note in (report.INTRO, report.STATES_NOTE, before_after.NOTE, scale.NOTE, plans.NOTE, micro.NOTE, report.GPU_NOTE):
+    for note in (
+        report.INTRO,
+        report.STATES_NOTE,
+        before_after.NOTE,
+        scale.NOTE,
+        plans.NOTE,
+        micro.NOTE,
+        report.GPU_NOTE,
+    ):
         assert note in page
 
 
