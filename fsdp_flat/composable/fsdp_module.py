@@ -27,9 +27,6 @@ class FSDPModule(ShardedModule):
         assert unit is not None
         return unit
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        return runtime.units_of(self) if recurse else [self._own_unit]
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a module of the original class, for containers that create others of their own class (slices)."""
         return cls.__bases__[1](*args, **kwargs)

@@ -345,11 +345,13 @@ def _with_own_storage(part: torch.Tensor) -> torch.Tensor:
 
     A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0.
     """
-    if part.numel() == 0 or part.is_meta or type(part) is not torch.Tensor:
+    storage = part.untyped_storage()
+    # Fake tensors have storages on the meta device.
+    if part.numel() == 0 or storage.device.type == "meta" or type(part) is not torch.Tensor:
         return part
     first, nbytes = part.storage_offset() * part.itemsize, part.numel() * part.itemsize
-    storage = part.untyped_storage()[first : first + nbytes]
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(storage, 0, part.shape, part.stride())
+    own = storage[first : first + nbytes]
+    return torch.empty(0, dtype=part.dtype, device=part.device).set_(own, 0, part.shape, part.stride())
 
 
 def _grad_like(param: nn.Parameter, part: torch.Tensor) -> DTensor:
