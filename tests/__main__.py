@@ -1,7 +1,7 @@
 """Runs the whole suite as two pytest sessions side by side: ``python -m tests [pytest's options]``.
 
-The tests in ``APART`` start programs of their own or run in pytest's process, so they keep one core busy. Beside them
-the other session runs the tests on worker ranks. A failure of either session is the result.
+Most tests in ``APART`` start programs of their own or run in pytest's process, so they keep one core busy. Beside them
+the other session runs most tests on worker ranks. A failure of either session is the result.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ APART = (
     "tests/examples",
     "tests/benchmarks",
     "tests/rehearsal",
+    "tests/composable",
     "tests/gpu",
     "tests/tools",
     "tests/versions",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import fsdp_flat
 from tests.support import on_ranks
-from tests.support.scripts import SCRIPTS, assert_equal_losses, printed_losses, run_script, torchrun
+from tests.support.scripts import SCRIPTS, run_script
 
 SCRIPT = SCRIPTS / "train_fully_shard.py"
 OPTIONS = {
@@ -43,11 +43,3 @@ def test_the_script_trains_saves_and_loads_as_on_torch(options: dict[str, Any], 
 def test_the_script_trains_on_a_hybrid_mesh_as_on_torch(tmp_path: Path) -> None:
     theirs, ours = of_both(tmp_path, replicate=2)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_the_script_runs_through_fsdp_flat_run(tmp_path: Path) -> None:
-    outputs = {}
-    for name, words in (("torch", []), ("fsdp_flat", ["-m", "fsdp_flat.run", "--fully-shard"])):
-        outputs[name] = torchrun(2, *words, SCRIPT, "--folder", tmp_path / name)
-        assert f"model of {name}" in outputs[name]
-    assert_equal_losses(printed_losses(outputs["fsdp_flat"]), printed_losses(outputs["torch"]))

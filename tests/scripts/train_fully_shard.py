@@ -1,6 +1,7 @@
 """Trains a transformer with fully_shard in the manner of torchtitan: meta device, blocks, DCP. For torchrun."""
 
 import argparse
+import gc
 import os
 
 import torch
@@ -185,4 +186,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", required=True)
     dist.init_process_group("gloo")
     train(os.path.join(parser.parse_args().folder, "checkpoint"))
+    # Tensors of finished collectives are freed before the interpreter ends (pytorch issue 190489).
+    gc.collect()
+    dist.barrier()
     dist.destroy_process_group()
