@@ -21,12 +21,6 @@ __all__ = ["FSDPModule", "hook_state_dicts", "sharded_class"]
 class FSDPModule(ShardedModule):
     """Shards the parameters of a module that :func:`fully_shard` was called on; its class inherits from this one."""
 
-    @property
-    def _own_unit(self) -> Unit:
-        unit = runtime.unit_of(self)
-        assert unit is not None
-        return unit
-
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a module of the original class, for containers that create others of their own class (slices)."""
         return cls.__bases__[1](*args, **kwargs)
@@ -53,7 +47,7 @@ class FSDPModule(ShardedModule):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""
         apply_to_others = super()._apply
-        runtime.convert_unit(self._own_unit, fn, lambda: apply_to_others(fn, recurse))
+        runtime.convert_unit(runtime.own_unit(self), fn, lambda: apply_to_others(fn, recurse))
         return self
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.runtime import schedule_of, unit_of, units_of
+from fsdp_flat.runtime import own_unit, schedule_of, unit_of, units_of
 
 __all__ = ["trace"]
 
@@ -42,9 +42,7 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     events: list[tuple[str, str]] = []
     contexts = []
     for root in roots:
-        unit = unit_of(root)
-        assert unit is not None
-        schedule = schedule_of(root, unit)
+        schedule = schedule_of(root, own_unit(root))
         contexts.append((schedule, schedule.trace))
         schedule.trace = events
     try:

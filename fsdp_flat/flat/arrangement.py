@@ -26,9 +26,8 @@ def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
 def local_part(layout: FlatLayout, index: int, rank: int, param: torch.Tensor) -> torch.Tensor:
     """Return a rank's part of parameter ``index``, given the full tensor, in the order of the shard (1-D)."""
     if isinstance(layout, RowLayout):
-        dim = layout.dims[index]
-        first = min(rank * layout.chunk_shapes[index][dim], param.shape[dim])
-        return param.narrow(dim, first, layout.num_rows(index, rank)).reshape(-1)
+        rows = layout.rows(index, rank)
+        return param.narrow(layout.dims[index], rows.start, rows.numel).reshape(-1)
     return param.reshape(-1)[layout.local_shard(index, rank).in_param.to_slice()]
 
 

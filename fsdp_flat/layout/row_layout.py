@@ -20,6 +20,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition
+from fsdp_flat.layout.transfer_plan import chunk_rows
 
 __all__ = ["RowLayout"]
 
@@ -76,15 +77,14 @@ class RowLayout(FlatLayout):
             end += world_size * math.prod(_chunk_shape(tuple(shape), dim, world_size))
         return cls(tuple(param_infos), end, world_size, end, tuple(dims))
 
-    def num_rows(self, index: int, rank: int) -> int:
-        """Return the number of rows, along the sharded dim, of parameter ``index`` that ``rank`` holds."""
-        rows, step = self._slot(index).shape[self.dims[index]], self.chunk_shapes[index][self.dims[index]]
-        return min(max(rows - rank * step, 0), step)
+    def rows(self, index: int, rank: int) -> Interval:
+        """Return the rows, along the sharded dim, of parameter ``index`` that ``rank`` holds."""
+        return chunk_rows(self._slot(index).shape[self.dims[index]], self.world_size, rank)
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of parameter ``index``, without padding."""
         shape, dim = self._slot(index).shape, self.dims[index]
-        return (*shape[:dim], self.num_rows(index, rank), *shape[dim + 1 :])
+        return (*shape[:dim], self.rows(index, rank).numel, *shape[dim + 1 :])
 
     def local_shard(self, index: int, rank: int) -> LocalShard:
         if not 0 <= rank < self.world_size:

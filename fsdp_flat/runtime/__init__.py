@@ -28,7 +28,7 @@ from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import ShardedModule, share_comm_ctx
 from fsdp_flat.runtime.smaller_group import SmallerGroup
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
 from fsdp_flat.runtime.unwrap import unwrap
 
@@ -56,6 +56,7 @@ __all__ = [
     "full_params",
     "handles_of",
     "hide_compiled_name",
+    "own_unit",
     "owners_of_ties",
     "participate",
     "precision_from",

@@ -16,7 +16,7 @@ from fsdp_flat.comm import (
     second_group,
 )
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import own_unit, units_of
 
 __all__ = [
     "set_allocate_memory_from_process_group_for_comm",
@@ -77,7 +77,7 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
             step is under way.
         UnsupportedError: the backend has no allocator, as gloo.
     """
-    unit = _unit(self)
+    unit = own_unit(self)
     choice, groups = unit.collective_choice, unit.options.groups
     if choice.all_gather not in (None, backend_all_gather) or choice.reduce_scatter not in (
         None,
@@ -114,7 +114,7 @@ def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, r
     Raises:
         PhaseError: a step is under way.
     """
-    units = [unit for unit in (units_of(self) if recurse else [_unit(self)]) if unit.options.groups.shard.size > 1]
+    units = [unit for unit in units_of(self, recurse=recurse) if unit.options.groups.shard.size > 1]
     second = {
         unit.options.groups.shard: unit.collective_choice.reduce_group
         for unit in units_of(self)
@@ -134,14 +134,14 @@ def set_symm_mem_for_comm(self: nn.Module, backend: Literal["NCCL"] = "NCCL") ->
         UnsupportedError: always.
     """
     raise UnsupportedError(
-        f"Unit {_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. Call "
-        "set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or pass an "
-        "object whose allocate returns symmetric memory to set_custom_all_gather."
+        f"Unit {own_unit(self).name!r} cannot take its memory for communication from {backend}'s symmetric memory. "
+        "Call set_allocate_memory_from_process_group_for_comm(True) for memory that the backend has registered, or "
+        "pass an object whose allocate returns symmetric memory to set_custom_all_gather."
     )
 
 
 def _replace(module: nn.Module, **changes: Any) -> None:
-    unit = _unit(module)
+    unit = own_unit(module)
     unit.use_collectives(replace(unit.collective_choice, **changes))
 
 
@@ -150,9 +150,3 @@ def _check_comm(comm: Any) -> None:
         raise OptionTypeError(
             f"comm must be callable and have a method allocate(size, *, dtype, device); got {type(comm).__name__}."
         )
-
-
-def _unit(module: nn.Module) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit

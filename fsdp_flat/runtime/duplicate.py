@@ -23,7 +23,7 @@ from fsdp_flat.runtime.other_forwards import register_forward_method
 from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import check_idle
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
 __all__ = ["convert_unit", "copy_wrapper"]
 
@@ -66,8 +66,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
 
 def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     """Copy a wrapper, its unit and the module inside; ``memo`` and errors are those of :func:`copy_unit`."""
-    unit = unit_of(wrapper)
-    assert unit is not None
+    unit = own_unit(wrapper)
     twin = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
     copied = copy_unit(unit, memo)

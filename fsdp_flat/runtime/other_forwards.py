@@ -17,7 +17,7 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.forward import UnitForward, run_forward
 from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors
-from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of
 
 __all__ = ["UnshardHandle", "participate", "register_forward_method", "run_module", "unshard_for"]
 
@@ -46,8 +46,7 @@ def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     If the unit has several modules, its forward begins with the first of them to run and ends with the last. Called
     outside of the forward of an outer unit, which ends forwards of which some modules do not run, each is a forward.
     """
-    unit = unit_of(module)
-    assert unit is not None
+    unit = own_unit(module)
     if len(unit.members) == 1:
         return run_forward(module, unit, args, kwargs, call)
     schedule = schedule_of(module, unit)

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UsageError
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
 from fsdp_flat.runtime.schedule import schedule_of
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
 __all__ = [
     "clear_gradients",
@@ -79,7 +79,7 @@ def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any])
         PhaseError: (an AssertionError) not the root, or a second hook.
         OptionError: (a ValueError) the hook is not callable.
     """
-    (unit,) = _units(self, recurse=False)
+    unit = own_unit(self)
     if unit.is_nested or schedule_of(self, unit).root is not unit:
         raise PhaseError(f"register_comm_hook must be called on the root; {unit.name!r} is nested.")
     policies = [each.policy for each in units_of(self)]
@@ -122,7 +122,7 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         OptionTypeError: ``factor`` is not a number.
         OptionError: it is zero.
     """
-    (unit,) = _units(self, recurse=False)
+    unit = own_unit(self)
     _check_divide_factor([unit.policy], factor)
     unit.policy.divide_factor = factor
 
@@ -148,7 +148,7 @@ def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *,
         requires_gradient_sync: reduce gradients; also undoes :meth:`set_requires_all_reduce`.
         recurse: set it for the units below too.
     """
-    for unit in _units(self, recurse):
+    for unit in units_of(self, recurse=recurse):
         unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
 
 
@@ -162,7 +162,7 @@ def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recur
         requires_all_reduce: all-reduce gradients.
         recurse: set it for the units below too.
     """
-    for unit in _units(self, recurse):
+    for unit in units_of(self, recurse=recurse):
         unit.policy.all_reduce = requires_all_reduce
 
 
@@ -200,7 +200,7 @@ def set_all_reduce_hook(self: nn.Module, hook: Callable[[torch.Tensor], object],
         OptionTypeError: ``hook`` is not callable.
         OptionError: ``stream`` was given on a hybrid mesh.
     """
-    (unit,) = _units(self, recurse=False)
+    unit = own_unit(self)
     if not callable(hook):
         raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
     if stream is not None and unit.options.strategy.replicates:
@@ -220,7 +220,7 @@ def set_post_optim_event(self: nn.Module, event: torch.Event) -> None:
     Args:
         event: recorded after the optimizer's step.
     """
-    (unit,) = _units(self, recurse=False)
+    unit = own_unit(self)
     schedule_of(self, unit).streams.set_post_optim_event(event)
 
 
@@ -242,7 +242,7 @@ def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int
         raise OptionTypeError(f"max_input_buffers must be an int; got {max_input_buffers!r}.")
     if max_input_buffers < 1:
         raise OptionError(f"max_input_buffers must be at least 1; got {max_input_buffers}.")
-    for unit in _units(self, recurse):
+    for unit in units_of(self, recurse=recurse):
         unit.policy.max_in_flight = max_input_buffers
 
 
@@ -257,13 +257,5 @@ def set_reduce_scatter_unused_params(
         reduce_scatter_unused_params: zeros.
         recurse: set it for the units below too.
     """
-    for unit in _units(self, recurse):
+    for unit in units_of(self, recurse=recurse):
         unit.policy.zeros_for_unused = reduce_scatter_unused_params
-
-
-def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    if recurse:
-        return units_of(module)
-    unit = unit_of(module)
-    assert unit is not None
-    return [unit]

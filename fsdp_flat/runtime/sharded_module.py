@@ -12,7 +12,7 @@ from fsdp_flat.runtime import collective_settings, reduction_settings
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 
 __all__ = ["ShardedModule", "share_comm_ctx"]
 
@@ -80,7 +80,7 @@ class ShardedModule(nn.Module):
         Raises:
             UsageError: not the outermost unit.
         """
-        unit = _own_unit(self)
+        unit = own_unit(self)
         schedule = schedule_of(self, unit)
         if schedule.root is not unit:
             raise UsageError(
@@ -105,7 +105,7 @@ class ShardedModule(nn.Module):
         """
         if not isinstance(reshard_after_forward, bool):
             raise OptionError(f"reshard_after_forward must be True or False here; got {reshard_after_forward!r}.")
-        for unit in _units(self, recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_forward = reshard_after_forward
             unit.control.smaller_group = None
 
@@ -118,7 +118,7 @@ class ShardedModule(nn.Module):
             reshard_after_backward: whether to free them.
             recurse: set it for the units below, too.
         """
-        for unit in _units(self, recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_backward = reshard_after_backward
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
@@ -129,7 +129,7 @@ class ShardedModule(nn.Module):
         Args:
             unshard_in_backward: whether to unshard them.
         """
-        _own_unit(self).control.unshard_in_backward = unshard_in_backward
+        own_unit(self).control.unshard_in_backward = unshard_in_backward
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class ShardedModule(nn.Module):
         Raises:
             OptionError: (a ValueError) a module without a unit.
         """
-        _own_unit(self).control.forward_prefetch = _with_units(modules)
+        own_unit(self).control.forward_prefetch = _with_units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Begin the all-gathers of these modules' units in backward, once this unit's parameters are there.
@@ -157,7 +157,7 @@ class ShardedModule(nn.Module):
         Raises:
             OptionError: (a ValueError) a module without a unit.
         """
-        _own_unit(self).control.backward_prefetch = _with_units(modules)
+        own_unit(self).control.backward_prefetch = _with_units(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set gradients at the end of later backwards of the tree, or only at the end of the next last one.
@@ -167,7 +167,7 @@ class ShardedModule(nn.Module):
         Args:
             is_last_backward: whether later backwards set gradients.
         """
-        unit = _own_unit(self)
+        unit = own_unit(self)
         root = unit.context.root if isinstance(unit.context, Schedule) else unit
         root.control.is_last_backward = is_last_backward
 
@@ -216,7 +216,7 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
     Raises:
         OptionError: (a ValueError) a module without a unit.
     """
-    units = [_own_unit(module) for module in _with_units(modules)]
+    units = [own_unit(module) for module in _with_units(modules)]
     for unit in units[1:]:
         context, first = unit.context, units[0].context
         context.streams, context.pool = first.streams, first.pool
@@ -224,24 +224,14 @@ def share_comm_ctx(modules: Sequence[nn.Module]) -> None:
             each.use_context(context)
 
 
-def _own_unit(module: nn.Module) -> Unit:
-    unit = unit_of(module)
-    assert unit is not None
-    return unit
-
-
 def _unit_for(module: nn.Module, action: str) -> Unit:
     """Return the unit of a module, for an action between or inside steps."""
-    unit = _own_unit(module)
+    unit = own_unit(module)
     if isinstance(unit.context, Schedule):
         unit.context.recover()
     if unit.phase is Phase.SUMMONED:
         raise PhaseError(f"{action} was called while unit {unit.name!r} is {unit.phase.value}. Leave that first.")
     return unit
-
-
-def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    return units_of(module) if recurse else [_own_unit(module)]
 
 
 def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -33,7 +33,7 @@ from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
 
-__all__ = ["FullParams", "Unit", "unit_of", "units_of"]
+__all__ = ["FullParams", "Unit", "own_unit", "unit_of", "units_of"]
 
 _logger = logging.getLogger("fsdp_flat")
 
@@ -487,6 +487,14 @@ def unit_of(module: nn.Module) -> Unit | None:
     return unit if isinstance(unit, Unit) else None
 
 
-def units_of(module: nn.Module) -> list[Unit]:
-    """Return every unit at or below ``module``, parents before children."""
-    return list(dict.fromkeys(unit for child in modules_of(module) if (unit := unit_of(child)) is not None))
+def own_unit(module: nn.Module) -> Unit:
+    """Return the unit of a module that is one."""
+    unit = unit_of(module)
+    assert unit is not None
+    return unit
+
+
+def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
+    modules = modules_of(module) if recurse else (module,)
+    return list(dict.fromkeys(unit for each in modules if (unit := unit_of(each)) is not None))

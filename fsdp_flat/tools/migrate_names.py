@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fsdp_flat.compat import fsdp2_names
 from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, SUBSTITUTES, home_of
 
 __all__ = [
@@ -16,21 +17,8 @@ __all__ = [
     "symbol_of",
 ]
 
-FSDP2_NAMES = frozenset(
-    {
-        "CPUOffloadPolicy",
-        "DataParallelMeshDims",
-        "FSDPModule",
-        "GradientReductionHandle",
-        "MixedPrecisionPolicy",
-        "OffloadPolicy",
-        "UnshardHandle",
-        "fully_shard",
-        "register_fsdp_forward_method",
-        "share_comm_ctx",
-    }
-)
-"""Names of FSDP2 in ``torch.distributed.fsdp``; they stay there."""
+FSDP2_NAMES = frozenset({*fsdp2_names.FSDP2_NAMES, "DataParallelMeshDims", "GradientReductionHandle"})
+"""Names of FSDP2 in ``torch.distributed.fsdp``; the migration leaves them there."""
 
 ABSENT_ATTRIBUTES = frozenset(
     {

@@ -13,15 +13,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.composable import fully_shard
+from tests.composable.sides import blocks_and_root
 from tests.support.kit import Block, Stack, square_loss
-
-
-def sharded(model: Stack, fully_shard: Callable[..., Any] = fully_shard, **kwargs: Any) -> Any:
-    """Call ``fully_shard`` on the blocks, then on the model."""
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 def batch_of(rank: int, number: int) -> torch.Tensor:
@@ -66,7 +59,9 @@ class Beside:
         torch.manual_seed(0)
         plain = (model or Stack()).to(dtype)
         ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
-        return cls(sharded(ours, **kwargs), sharded(theirs, torch_fully_shard, **of_theirs(kwargs)), plain)
+        return cls(
+            blocks_and_root(ours, **kwargs), blocks_and_root(theirs, torch_fully_shard, **of_theirs(kwargs)), plain
+        )
 
     @property
     def dtype(self) -> torch.dtype:

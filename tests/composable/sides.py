@@ -22,7 +22,7 @@ Shard = Callable[[Any, Callable[..., Any]], Any]
 Run = Callable[[Any, int], Any]
 
 
-def blocks_and_root(model: Any, shard: Callable[..., Any], **kwargs: Any) -> Any:
+def blocks_and_root(model: Any, shard: Callable[..., Any] = fully_shard, **kwargs: Any) -> Any:
     """Shard every block of a ``Stack``, then the model."""
     for block in model.blocks:
         shard(block, **kwargs)
@@ -68,7 +68,7 @@ class Sides:
             for side in self._optimizers:
                 (run_torch or run if side is self.theirs else run)(side, self.num_steps)
             self.num_steps += 1
-            _average(self.plain)
+            average_gradients(self.plain)
             self.check_gradients()
             for optimizer in self._optimizers.values():
                 optimizer.step()
@@ -109,7 +109,7 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _average(plain: nn.Module) -> None:
+def average_gradients(plain: nn.Module) -> None:
     """Average gradients over ranks; one that only some ranks have is averaged with zeros."""
     for param in plain.parameters():
         has_grad = torch.tensor(float(param.grad is not None))

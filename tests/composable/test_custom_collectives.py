@@ -15,7 +15,8 @@ from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from fsdp_flat.runtime import units_of
-from tests.composable.beside import Beside, sharded
+from tests.composable.beside import Beside
+from tests.composable.sides import blocks_and_root
 from tests.runtime.kit import Twin, recorded, shared_memory
 from tests.support import on_ranks
 from tests.support.kit import Stack, mesh
@@ -148,7 +149,7 @@ def test_one_of_both_is_replaced_and_state_dicts_use_neither() -> None:
 
 @on_ranks(2)
 def test_objects_are_checked_and_are_replaced_between_steps(rank: int) -> None:
-    ours = sharded(Stack())
+    ours = blocks_and_root(Stack())
     for method in ("set_custom_all_gather", "set_custom_reduce_scatter"):
         for wrong in (None, Memory(), lambda *_: None):
             with pytest.raises(OptionTypeError, match="callable and have a method allocate"):
@@ -188,7 +189,7 @@ class Unchecked(Reductions):
 
 @on_ranks(2)
 def test_a_backend_without_an_allocator_is_refused(rank: int) -> None:
-    ours = sharded(Stack())
+    ours = blocks_and_root(Stack())
     with pytest.raises(UnsupportedError, match="'gloo' cannot allocate memory for communication on cpu"):
         ours.set_allocate_memory_from_process_group_for_comm(True)
     ours.set_allocate_memory_from_process_group_for_comm(False)
@@ -225,7 +226,7 @@ def test_collectives_use_the_memory_of_a_backend(wrapper: bool) -> None:
 
 @on_ranks(2)
 def test_memory_of_the_backend_and_custom_objects_exclude_each_other(rank: int) -> None:
-    ours = sharded(Stack())
+    ours = blocks_and_root(Stack())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comm_torch, "tensor_allocator", lambda *_: torch.empty)
         ours.set_allocate_memory_from_process_group_for_comm(True)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from fsdp_flat.comm.streams import AcceleratorStreams
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.runtime import units_of
-from tests.composable.beside import Beside, grads_of, sharded
+from tests.composable.beside import Beside, grads_of
+from tests.composable.sides import blocks_and_root
 from tests.rehearsal.streams import Machine, RecordingEvent, is_ordered
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Stack, mesh
@@ -179,7 +180,7 @@ def test_so_many_reductions_are_in_flight(max_input_buffers: int) -> None:
 
 @on_ranks(2)
 def test_numbers_of_reductions_in_flight_are_checked(rank: int) -> None:
-    ours = sharded(Stack())
+    ours = blocks_and_root(Stack())
     for value in (True, 1.5, None):
         with pytest.raises(OptionTypeError, match="must be an int"):
             ours.set_reduce_scatter_max_input_buffers(value)

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard, trace
-from tests.composable.sides import assert_no_step_runs, batch_of
+from tests.composable.sides import assert_no_step_runs, average_gradients, batch_of
 from tests.support import assert_close, on_ranks
 from tests.support.kit import Stack, square_loss
 
@@ -70,9 +69,7 @@ def losses_of(model: nn.Module, *, num_steps: int = 4, averages: bool = False, w
                         module.set_requires_gradient_sync(number == 1)
             loss.backward()
         if averages:
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

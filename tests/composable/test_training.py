@@ -11,15 +11,10 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.composable import FSDPModule, fully_shard
+from fsdp_flat.composable import FSDPModule
+from tests.composable.sides import average_gradients, blocks_and_root
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
-
-
-def sharded(model: Stack, fully_shard=fully_shard, **kwargs: object) -> Stack:  # type: ignore[no-untyped-def]
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 def steps(model: nn.Module, num_steps: int = 3, *, averaged: bool = False) -> list[float]:
@@ -30,9 +25,7 @@ def steps(model: nn.Module, num_steps: int = 3, *, averaged: bool = False) -> li
         loss = square_loss(model, torch.randn(3, 8))
         loss.backward()
         if averaged:
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
+            average_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -45,8 +38,8 @@ def test_training_equals_a_replica_and_torch(reshard_after_forward: bool | None)
     torch.manual_seed(0)
     plain = Stack()
     reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
-    sharded(model, reshard_after_forward=reshard_after_forward)
-    sharded(reference, torch_fully_shard, reshard_after_forward=reshard_after_forward)
+    blocks_and_root(model, reshard_after_forward=reshard_after_forward)
+    blocks_and_root(reference, torch_fully_shard, reshard_after_forward=reshard_after_forward)
     assert isinstance(model, FSDPModule)
     assert type(model).__name__ == "FSDPStack"
     expected = steps(plain, averaged=True)

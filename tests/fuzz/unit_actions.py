@@ -58,6 +58,15 @@ class CallUnit(ActionKind):
         session.compare("losses", loss.detach(), losses[session.rank].detach())
 
 
+def sharded_modules(session: Session) -> list[Any]:
+    """Return the modules of ``fully_shard`` in a session."""
+    assert isinstance(session, RowSession)
+    units = session.sharded_modules()
+    if not units:
+        raise NotLegal("no unit")
+    return units
+
+
 class Unshard(ActionKind):
     """``unshard`` of one unit, at once or begun only, and perhaps ``reshard``."""
 
@@ -73,10 +82,7 @@ class Unshard(ActionKind):
         return {"index": rng.randrange(100), "how": how, "reshard": rng.random() < 0.4}
 
     def run(self, session: Session, action: Action) -> None:
-        assert isinstance(session, RowSession)
-        units = session.sharded_modules()
-        if not units:
-            raise NotLegal("no unit")
+        units = sharded_modules(session)
         unit = units[action.args["index"] % len(units)]
         handle = unit.unshard(async_op=action.args["how"] != "at once")
         if handle is not None and action.args["how"] == "wait":
@@ -101,10 +107,7 @@ class Reshard(ActionKind):
         return {"index": rng.randrange(100), "all": rng.random() < 0.3}
 
     def run(self, session: Session, action: Action) -> None:
-        assert isinstance(session, RowSession)
-        units = session.sharded_modules()
-        if not units:
-            raise NotLegal("no unit")
+        units = sharded_modules(session)
         for unit in units if action.args["all"] else [units[action.args["index"] % len(units)]]:
             unit.reshard()
 
@@ -125,10 +128,7 @@ class Control(ActionKind):
         }
 
     def run(self, session: Session, action: Action) -> None:
-        assert isinstance(session, RowSession)
-        units = session.sharded_modules()
-        if not units:
-            raise NotLegal("no unit")
+        units = sharded_modules(session)
         unit = units[action.args["index"] % len(units)]
         change = getattr(unit, f"set_reshard_after_{action.args['which']}")
         change(action.args["on"], recurse=action.args["recurse"])
