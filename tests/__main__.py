@@ -1,7 +1,7 @@
-"""Runs the whole suite as two pytest sessions side by side: ``python -m tests [pytest's options]``.
+"""Runs the whole suite as three pytest sessions side by side: ``python -m tests [pytest's options]``.
 
-Most tests in ``APART`` start programs of their own or run in pytest's process, so they keep one core busy. Beside them
-the other session runs most tests on worker ranks. A failure of either session is the result.
+Ranks wait for each other, for programs and for timeouts, so that one session leaves cores idle, and two still do at
+times. A failure of any session is the result.
 """
 
 from __future__ import annotations
@@ -9,47 +9,58 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-APART = (
-    "tests/examples",
-    "tests/benchmarks",
-    "tests/rehearsal",
-    "tests/composable",
-    "tests/gpu",
-    "tests/tools",
-    "tests/versions",
-    "tests/wrap",
-    "tests/layout",
-    "tests/compat/test_run.py",
-    "tests/state_dict/test_async_save.py",
-    "tests/surface/test_finetune_example.py",
+# The folders and files of all sessions but one, which runs the others.
+SESSIONS = (
+    # Most of these start programs of their own or run in pytest's process.
+    (
+        "tests/examples",
+        "tests/benchmarks",
+        "tests/rehearsal",
+        "tests/fuzz",
+        "tests/gpu",
+        "tests/tools",
+        "tests/versions",
+        "tests/wrap",
+        "tests/layout",
+        "tests/compat",
+        "tests/runtime/test_compile.py",
+        "tests/surface/test_finetune_example.py",
+    ),
+    ("tests/composable", "tests/parity"),
 )
 
 
 def main(options: list[str]) -> int:
-    """Run both sessions; print the output of one after that of the other, then the closing lines of both.
+    """Run all sessions; print the output of one as it comes, then that of the others, then all closing lines.
 
     Args:
-        options: for both, such as ``-x`` or ``--all-combinations``.
+        options: for each, such as ``-x`` or ``--all-combinations``.
 
     Returns:
-        0 if both pass, else the exit status of one that failed.
+        0 if all pass, else the exit status of one that failed.
     """
     pytest = [sys.executable, "-m", "pytest", "-q", *options]
-    others = [option for path in APART for option in ("--ignore", path)]
-    with tempfile.TemporaryFile("w+") as log:
-        apart = subprocess.Popen([*pytest, *APART], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
-        try:
-            status, closing = _followed([*pytest, *others])
-            status = apart.wait() or status
-        finally:
-            apart.kill()
-        log.seek(0)
-        lines = log.read().splitlines()
-    print(f"--- {' '.join(APART)} ---", *lines, sep="\n")
-    print("--- both sessions ---", closing, lines[-1] if lines else "no output", sep="\n", flush=True)
+    rest = [option for paths in SESSIONS for path in paths for option in ("--ignore", path)]
+    with ExitStack() as stack:
+        running = []
+        for paths in SESSIONS:
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            process = subprocess.Popen([*pytest, *paths], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+            stack.callback(process.kill)
+            running.append((paths, process, log))
+        status, closing = _followed([*pytest, *rest])
+        closings = [closing]
+        for paths, process, log in running:
+            status = process.wait() or status
+            log.seek(0)
+            lines = log.read().splitlines() or ["no output"]
+            print(f"--- {' '.join(paths)} ---", *lines, sep="\n")
+            closings.append(lines[-1])
+    print("--- all sessions ---", *closings, sep="\n", flush=True)
     return status
 
 
