@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
+from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
@@ -113,6 +114,10 @@ def fully_shard(
         member.register_forward_pre_hook(_unshards)
     hook_state_dicts(unit)
     return module
+
+
+# torch's pipelining calls fully_shard.state(module).
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _unshards(_module: nn.Module, _args: Any) -> None:

@@ -16,7 +16,7 @@ from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
+__all__ = ["RankChecks", "check_order", "check_requires_grad", "check_units", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
 # Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
@@ -26,6 +26,13 @@ _TRAINED = ErrorTexts(
     "comparing which parameters are trained",
     "Ranks run different units, or train different parameters of one.",
     "Every rank must run the same units in the same order, and freeze the same parameters.",
+)
+_ORDER = ErrorTexts(
+    "comparing their collectives",
+    "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
+    "gradients are dropped.",
+    "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "
+    "was not caught. Weights are as they were before this step.",
 )
 
 
@@ -101,6 +108,20 @@ def check_requires_grad(
         RankMismatchError: a parameter is frozen on some ranks only.
     """
     agree(_trained_lines(handles), None, rank_groups, device, _TRAINED)
+
+
+def check_order(lines: Sequence[str], rank_groups: Sequence[RankGroup], device: torch.device) -> None:
+    """Compare between ranks the collectives that they have issued. Every rank of the groups must call this.
+
+    Args:
+        lines: one line for each collective, in order.
+        rank_groups: groups over which to compare.
+        device: the compute device.
+
+    Raises:
+        RankMismatchError: ranks have issued different ones.
+    """
+    agree(lines, None, rank_groups, device, _ORDER)
 
 
 class RankChecks:
