@@ -8,7 +8,7 @@ from fsdp_flat.flat._torch import (
     node_will_run,
     pytree_children,
 )
-from fsdp_flat.flat.arrangement import Place, joined, local_part, shard_of, unsharded_of, views_of
+from fsdp_flat.flat.arrangement import Place, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,
@@ -68,6 +68,7 @@ __all__ = [
     "adapter_if_dtensor",
     "adapter_of",
     "check_adapter",
+    "clear_padding",
     "collect_params",
     "copy_flat_parameter",
     "dynamo_disabled",

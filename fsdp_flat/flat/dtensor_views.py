@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, is_in_a_graph, strided_shard
-from fsdp_flat.flat.arrangement import local_part
+from fsdp_flat.flat.arrangement import clear_padding, local_part
 from fsdp_flat.flat.tensor_adapter import DTensorAdapter
 from fsdp_flat.flat.views import Views, VisibleParam
 from fsdp_flat.flat.walk import ManagedParam
@@ -252,8 +252,7 @@ class DTensorViews(Views):
         with torch.no_grad():
             for entry, value in zip(self.params, values, strict=True):
                 _data(entry.param).copy_(value)
-        for padding in self.layout.shard_paddings(self.rank):
-            self.flat_param.data[padding.to_slice()].zero_()
+        clear_padding(self.flat_param.data, self.layout, self.rank)
         self.bump_version()
 
     def adopt_changes(self) -> None:

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, copy_flat_parameter
+from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, clear_padding, copy_flat_parameter
+from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.other_forwards import register_forward_method
 from fsdp_flat.runtime.phase import Phase
@@ -61,7 +62,12 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         for handle in unit.handles:
             handle.views.use_sharded_views()
     for handle in unit.handles:
-        handle.convert(fn)
+        was_meta = handle.flat_param.is_meta
+        handle.convert(marking_empty(fn) if was_meta else fn)
+        # Fake tensors, which have no values, stay on the meta device.
+        if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
+            clear_padding(handle.flat_param.data, handle.layout, handle.spec.rank)
+            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
     return True
 
 

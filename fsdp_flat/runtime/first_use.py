@@ -11,7 +11,7 @@ import torch
 from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.materialize import unwritten_error
+from fsdp_flat.runtime.materialize import unwritten_error, warn_of_unwritten
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
@@ -65,6 +65,8 @@ def check_units(units: Sequence[Unit]) -> None:
 def _check_values(units: Sequence[Unit]) -> None:
     """Report tensors that left the meta device and have no values at the first forward. Every rank must call this.
 
+    Units of ``fully_shard`` leave it by ``to_empty``, perhaps on some ranks only, so each rank warns by itself.
+
     Units may be sharded over different groups. An error found over one group is exchanged over the others before any
     rank raises, since ranks that are only in the others would otherwise wait forever.
 
@@ -73,8 +75,11 @@ def _check_values(units: Sequence[Unit]) -> None:
         PeerFailureError: a parameter has no values on another rank.
     """
     by_groups: dict[ShardingGroups, list[Unit]] = {}
+    warn_of_unwritten(
+        (unit.name, entry) for unit in units if unit.options.rows is not None for entry in unit.unwritten or ()
+    )
     for unit in units:
-        if unit.unwritten is not None:
+        if unit.unwritten is not None and unit.options.rows is None:
             by_groups.setdefault(unit.options.groups, []).append(unit)
     found: Exception | None = None
     for groups, some in by_groups.items():
