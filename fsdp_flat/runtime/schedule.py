@@ -219,7 +219,8 @@ class Schedule(CommContext):
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
         separate = self.root.collective_choice.reduce_group or ALONE
         for rank_group in (*self.root.options.groups.rank_groups, separate):
-            report_failure(rank_group, f"raised {type(error).__name__}: {error}")
+            follows = isinstance(error, PeerFailureError)
+            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
         self.abort()
 
     def abort(self) -> None:
