@@ -2,8 +2,10 @@
 
 from fsdp_flat.flat._torch import (
     active_compiler,
+    concatenated_mesh,
     dynamo_disabled,
     dynamo_disabled_here,
+    flattened_mesh,
     in_backward,
     node_will_run,
     pytree_children,
@@ -29,6 +31,7 @@ from fsdp_flat.flat.shown_grads import (
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,
+    DataParallelDims,
     DTensorAdapter,
     TensorAdapter,
     adapter_if_dtensor,
@@ -52,6 +55,7 @@ __all__ = [
     "AliasBuffer",
     "DTensorAdapter",
     "DTensorViews",
+    "DataParallelDims",
     "FlatParamHandle",
     "FlatParameter",
     "FlattenedBy",
@@ -70,10 +74,12 @@ __all__ = [
     "check_adapter",
     "clear_padding",
     "collect_params",
+    "concatenated_mesh",
     "copy_flat_parameter",
     "dynamo_disabled",
     "dynamo_disabled_here",
     "enable_torch_function",
+    "flattened_mesh",
     "grads_by_adapter",
     "have_grads",
     "in_backward",
