@@ -22,6 +22,7 @@ from fsdp_flat.checkpoint import iter_full_state_dict, load_checkpoint, load_ful
 from fsdp_flat.compat import install, installed, uninstall
 from fsdp_flat.composable import (
     CPUOffloadPolicy,
+    DataParallelMeshDims,
     FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
@@ -54,6 +55,7 @@ __all__ = [
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FsdpFlatError",

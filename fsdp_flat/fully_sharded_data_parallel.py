@@ -429,8 +429,10 @@ class FullyShardedDataParallel(UndocumentedMembers):
     def __deepcopy__(self, memo: dict[Any, Any]) -> FullyShardedDataParallel:
         """Return an independent wrapped model on copies of the shards (``copy.deepcopy(model)``).
 
-        Nothing is communicated, but every rank must copy if the copy is to run. Process groups are shared; gradients,
-        and hooks on parameters, are not copied, as for a plain model. Copy a model and its optimizer in one call,
+        Nothing is communicated, but every rank must copy if the copy is to run. Process groups and custom collectives
+        are shared; gradients, and hooks on parameters, are not copied, as for a plain model. Settings are copied,
+        except ``set_requires_gradient_sync`` and ``set_is_last_backward``, as there is nothing accumulated; modules to
+        prefetch become their copies. Copy a model and its optimizer in one call,
         ``copy.deepcopy((model, optimizer))``, to get an optimizer of the copy.
 
         Raises:

@@ -35,6 +35,10 @@ _unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weak
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
+_ADVICE = (
+    "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
+    "first."
+)
 
 
 def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
@@ -48,7 +52,7 @@ def log_wait(rank: int, sources: Sequence[int], collective: str) -> None:
     _logger.warning(text, rank, WARN_AFTER_S, sources, collective)
 
 
-def report_failure(rank_group: RankGroup, text: str) -> None:
+def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
     """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
 
     Does nothing unless the group moves CPU tensors by gloo.
@@ -56,11 +60,15 @@ def report_failure(rank_group: RankGroup, text: str) -> None:
     Args:
         rank_group: the ranks.
         text: the reason, worded to follow "rank 1".
+        follows: another rank's failure is the reason, so that an earlier report of this rank stays.
     """
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
         if rank_group.group is not None and moves_by_gloo(rank_group.group, torch.device("cpu")):
             name = rank_group.group.group_name
+            if follows and name in _reported:
+                return
+            text = text.removesuffix(_ADVICE).rstrip(". ")
             number = _num_failures[name] = _num_failures.get(name, 0) + 1
             _reported.add(name)
             group_store(rank_group.group).set(_key(rank_group.rank), f"{number} {text[:_TEXT_LENGTH]}")
@@ -89,11 +97,11 @@ def failure_error(rank_group: RankGroup, collective: str, error: Exception) -> P
     lines = [f"rank {rank} {text}" for rank, text in reports.items()]
     if missing:
         lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
-    first = str(error).partition("\n")[0]
+    # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
+    first = str(error).partition("\n")[0].partition(". ")[0]
     return PeerFailureError(
-        f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. Every "
-        "rank must run the same units in the same order, equally often; where another rank has an error, that came "
-        "first."
+        f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. "
+        f"{_ADVICE}"
     )
 
 

@@ -18,6 +18,7 @@ FSDP2_MODULES = (
 # A version of torch may lack some.
 FSDP2_NAMES = (
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -2,13 +2,19 @@
 
 from fsdp_flat.composable.fsdp_module import FSDPModule
 from fsdp_flat.composable.fully_sharding import fully_shard
-from fsdp_flat.composable.sharding_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from fsdp_flat.composable.sharding_policies import (
+    CPUOffloadPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+)
 from fsdp_flat.composable.tracing import trace
 from fsdp_flat.runtime import UnshardHandle, share_comm_ctx
 from fsdp_flat.runtime import register_forward_method as register_fsdp_forward_method
 
 __all__ = [
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "MixedPrecisionPolicy",
     "OffloadPolicy",

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
+from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle
 from fsdp_flat.runtime import ShardedModule, Unit
@@ -41,6 +42,7 @@ class FSDPModule(ShardedModule):
             "build a second one and load the first one's state dict."
         )
 
+    _get_fsdp_state = state_of
     set_reduce_scatter_divide_factor = runtime.set_reduce_scatter_divide_factor
 
     # -- conversions -----------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from torch.distributed.tensor import Shard
 
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
+from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
-from fsdp_flat.flat import RowSharding
+from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh
 from fsdp_flat.runtime import (
     Ignored,
     SmallerGroup,
@@ -63,7 +64,9 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: a :class:`CPUOffloadPolicy` keeps shards in host memory.
         ignored_params: parameters that are not sharded and whose gradients are not reduced.
-        dp_mesh_dims: not supported; torch's fully_shard takes the data-parallel dims of a larger mesh here.
+        dp_mesh_dims: a :class:`DataParallelMeshDims` with the data-parallel dims of ``mesh``, which may have others
+            too. Every parameter must be a DTensor over ``mesh``, replicated over these dims; it stays one over that
+            mesh, sharded over the dim to shard over.
 
     Returns:
         ``module``.
@@ -71,16 +74,12 @@ def fully_shard(
     Raises:
         OptionError: (a ValueError) arguments or a model that cannot be used.
         OptionTypeError: (a TypeError) an argument of the wrong type.
-        UnsupportedError: (a NotImplementedError) parameters of several meshes, or ``dp_mesh_dims``.
+        UnsupportedError: (a NotImplementedError) parameters of several meshes, or ``dp_mesh_dims`` that only replicate.
         UsageError: (a RuntimeError) no process group.
     """
-    if dp_mesh_dims is not None:
-        raise UnsupportedError(
-            f"dp_mesh_dims={dp_mesh_dims!r} is not supported: parameters that are DTensors over the data-parallel dims "
-            'too. Distribute them over the other dims, mesh["tp"], and pass mesh=mesh["dp"].'
-        )
     members = _members(module)
-    mesh = _mesh_or_default(mesh)
+    data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
+    mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims))
     strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD)
     device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
     # By the field, so that torch's policy, which a client may have bound before install(), is not ignored.
@@ -98,7 +97,7 @@ def fully_shard(
         precision=precision_of_rows(mp_policy),
         offload_params=offloads,
         param_init_fn=None,
-        rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads),
+        rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads, data_dims),
     )
     ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
     reshards, num_ranks = _resharding(reshard_after_forward, options.groups.shard.size)
@@ -113,6 +112,10 @@ def fully_shard(
         member.register_forward_pre_hook(_unshards)
     hook_state_dicts(unit)
     return module
+
+
+# torch's pipelining calls fully_shard.state(module).
+fully_shard.state = state_of  # type: ignore[attr-defined]
 
 
 def _unshards(_module: nn.Module, _args: Any) -> None:
@@ -156,6 +159,36 @@ def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:
         )
     device, _ = compute_device_from(None)
     return init_device_mesh(device.type, (dist.get_world_size(),))
+
+
+def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
+    """Return the data-parallel dims that ``given``, of our class or torch's, names.
+
+    Raises:
+        OptionError: ``mesh`` has no such dims.
+        UnsupportedError: none to shard over.
+    """
+    shard, replicate = (
+        (names,) if isinstance(names, str) else tuple(names or ()) for names in (given.shard, given.replicate)
+    )
+    known = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
+    missing = [name for name in (*shard, *replicate) if name not in (known or ())]
+    if missing:
+        raise OptionError(
+            f"dp_mesh_dims names {missing}, but the dims of mesh are {known}. Pass the mesh of the parameters, made "
+            "with mesh_dim_names, and names of its dims."
+        )
+    if not shard:
+        raise UnsupportedError(
+            f"dp_mesh_dims={given!r} replicates parameters and shards none. Name a dim to shard over, or average the "
+            "gradients by torch.distributed._composable.replicate."
+        )
+    return DataParallelDims(mesh, shard, replicate)
+
+
+def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
+    shard = flattened_mesh(dims.mesh[dims.shard])
+    return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
 
 
 def _resharding(value: bool | int | None, num_shards: int) -> tuple[bool | None, int | None]:

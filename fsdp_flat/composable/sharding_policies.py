@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy"]
+from fsdp_flat.errors import OptionError
+
+__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,28 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+
+
+@dataclass
+class DataParallelMeshDims:
+    """Names the data-parallel dims of a mesh over which the parameters are DTensors already.
+
+    Attributes:
+        shard: the dim to shard over, or several, which are flattened into one.
+        replicate: the dim to replicate over, or several.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Check that a dim is named.
+
+        Raises:
+            OptionError: none is.
+        """
+        if self.shard is None and self.replicate is None:
+            raise OptionError("DataParallelMeshDims needs a dim to shard over, or one to replicate over; got neither.")
 
 
 @dataclass

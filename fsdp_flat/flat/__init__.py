@@ -2,13 +2,15 @@
 
 from fsdp_flat.flat._torch import (
     active_compiler,
+    concatenated_mesh,
     dynamo_disabled,
     dynamo_disabled_here,
+    flattened_mesh,
     in_backward,
     node_will_run,
     pytree_children,
 )
-from fsdp_flat.flat.arrangement import Place, joined, local_part, shard_of, unsharded_of, views_of
+from fsdp_flat.flat.arrangement import Place, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,
@@ -29,6 +31,7 @@ from fsdp_flat.flat.shown_grads import (
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
 from fsdp_flat.flat.tensor_adapter import (
     PLAIN,
+    DataParallelDims,
     DTensorAdapter,
     TensorAdapter,
     adapter_if_dtensor,
@@ -52,6 +55,7 @@ __all__ = [
     "AliasBuffer",
     "DTensorAdapter",
     "DTensorViews",
+    "DataParallelDims",
     "FlatParamHandle",
     "FlatParameter",
     "FlattenedBy",
@@ -68,11 +72,14 @@ __all__ = [
     "adapter_if_dtensor",
     "adapter_of",
     "check_adapter",
+    "clear_padding",
     "collect_params",
+    "concatenated_mesh",
     "copy_flat_parameter",
     "dynamo_disabled",
     "dynamo_disabled_here",
     "enable_torch_function",
+    "flattened_mesh",
     "grads_by_adapter",
     "have_grads",
     "in_backward",

@@ -101,6 +101,11 @@ def concatenated_mesh(first: DeviceMesh, second: DeviceMesh) -> DeviceMesh:
     return root[names]
 
 
+def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the 1-D mesh of all ranks of a slice of a mesh; torch's public functions cannot flatten one."""
+    return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
+
+
 def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
     """Have torch treat a class as plain tensors in optimizers, clipping and averaging; return whether this torch can.
 

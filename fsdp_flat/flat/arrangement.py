@@ -12,7 +12,17 @@ import torch
 
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = ["Place", "joined", "local_part", "place_rows", "rows_of", "shard_of", "unsharded_of", "views_of"]
+__all__ = [
+    "Place",
+    "clear_padding",
+    "joined",
+    "local_part",
+    "place_rows",
+    "rows_of",
+    "shard_of",
+    "unsharded_of",
+    "views_of",
+]
 
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
@@ -29,6 +39,12 @@ def local_part(layout: FlatLayout, index: int, rank: int, param: torch.Tensor) -
         rows = layout.rows(index, rank)
         return param.narrow(layout.dims[index], rows.start, rows.numel).reshape(-1)
     return param.reshape(-1)[layout.local_shard(index, rank).in_param.to_slice()]
+
+
+def clear_padding(shard: torch.Tensor, layout: FlatLayout, rank: int) -> None:
+    """Set the padding of a rank's shard (1-D, ``shard_numel``) to zero."""
+    for padding in layout.shard_paddings(rank):
+        shard[padding.to_slice()].zero_()
 
 
 def shard_of(layout: FlatLayout, rank: int, unsharded: torch.Tensor) -> torch.Tensor:

@@ -13,17 +13,18 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 import torch.utils
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat._torch import concatenated_mesh, dtensor_like, is_in_a_graph, strided_shard
-from fsdp_flat.flat.arrangement import local_part
-from fsdp_flat.flat.tensor_adapter import DTensorAdapter
+from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
+from fsdp_flat.flat.arrangement import clear_padding, local_part
+from fsdp_flat.flat.tensor_adapter import DataParallelDims, check_adapter
 from fsdp_flat.flat.views import Views, VisibleParam
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
@@ -39,13 +40,26 @@ class RowSharding:
         mesh: the data-parallel mesh; its last dim shards, another one replicates.
         dim_of: returns the dim along which a parameter is sharded.
         offloads: shards have to be in host memory.
+        data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
         hooks: hooks of the unit's modules, to be removed with the unit.
     """
 
     mesh: DeviceMesh
     dim_of: Callable[[nn.Parameter], int]
     offloads: bool = False
+    data_dims: DataParallelDims | None = None
     hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
+
+    def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
+        """Return a parameter with the adapter by which it is sharded over ``groups``.
+
+        Raises:
+            OptionError: its own mesh does not fit.
+        """
+        if self.data_dims is not None:
+            return replace(entry, adapter=self.data_dims.adapted(entry.adapter, entry.fqn))
+        check_adapter(entry.adapter, entry.fqn, groups)
+        return entry
 
     def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
         """Return the sharded dim of each parameter, non-negative.
@@ -66,21 +80,10 @@ class RowSharding:
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
         """Create the DTensor of a parameter whose part on this rank is ``local``."""
-        mesh, shape = self.mesh, entry.adapter.full_shape(tuple(entry.shape))
-        own: list[Any] = [Replicate()] * (mesh.ndim - 1)
-        if isinstance(entry.adapter, DTensorAdapter):
-            # Tensor parallelism has sharded the parameter already; each of its parts is sharded here again.
-            inner = entry.adapter.placements
-            num_parts = 1
-            for mesh_dim, placement in enumerate(inner):
-                if isinstance(placement, Shard) and placement.dim == dim:
-                    num_parts *= entry.adapter.mesh.size(mesh_dim)
-            own += [Shard(dim) if num_parts == 1 else strided_shard(dim, num_parts), *inner]
-            mesh = concatenated_mesh(mesh, entry.adapter.mesh)
-        else:
-            own.append(Shard(dim))
+        shape = entry.adapter.full_shape(tuple(entry.shape))
+        mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
         stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, own, run_check=False, shape=torch.Size(shape), stride=stride)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class DTensorViews(Views):
@@ -252,8 +255,7 @@ class DTensorViews(Views):
         with torch.no_grad():
             for entry, value in zip(self.params, values, strict=True):
                 _data(entry.param).copy_(value)
-        for padding in self.layout.shard_paddings(self.rank):
-            self.flat_param.data[padding.to_slice()].zero_()
+        clear_padding(self.flat_param.data, self.layout, self.rank)
         self.bump_version()
 
     def is_adopted(self, index: int) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions
-from fsdp_flat.flat.arrangement import Place, local_part, place_rows, rows_of, views_of
+from fsdp_flat.flat.arrangement import Place, clear_padding, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
 from fsdp_flat.flat.optimizers import check_before_first_step, count_steps_on
@@ -265,8 +265,7 @@ class FlatParamHandle:
         shard = torch.empty(
             self.layout.shard_numel, dtype=self.orig_dtype, device=spec.shard_device, pin_memory=spec.offloads
         )
-        for padding in self.layout.shard_paddings(spec.rank):
-            shard[padding.to_slice()].zero_()
+        clear_padding(shard, self.layout, spec.rank)
         for local_shard in self.layout.local_shards(spec.rank):
             param = params[local_shard.index].param.detach()
             shard[local_shard.in_shard.to_slice()].copy_(local_part(self.layout, local_shard.index, spec.rank, param))

@@ -7,6 +7,10 @@ the identity, which no step calls.
 
 from __future__ import annotations
 
+import functools
+import math
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,9 +18,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.flat._torch import concatenated_mesh, strided_shard
 from fsdp_flat.layout import Interval, chunk_rows
 
-__all__ = ["PLAIN", "DTensorAdapter", "TensorAdapter", "adapter_if_dtensor", "adapter_of", "check_adapter"]
+__all__ = [
+    "PLAIN",
+    "DTensorAdapter",
+    "DataParallelDims",
+    "TensorAdapter",
+    "adapter_if_dtensor",
+    "adapter_of",
+    "check_adapter",
+]
 
 
 class TensorAdapter:
@@ -50,6 +63,15 @@ class TensorAdapter:
     def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the offset of the local tensor in the full tensor, per dim."""
         return (0,) * len(local_shape)
+
+    def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Return the mesh and the placements of the tensor once its local part is sharded too.
+
+        Args:
+            mesh: the data-parallel mesh; its last dim shards, another one replicates.
+            dim: the dim of the tensor that is sharded.
+        """
+        return mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(dim))
 
     @property
     def is_first_of_mesh(self) -> bool:
@@ -121,6 +143,20 @@ class DTensorAdapter(TensorAdapter):
     def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(run.start for run in self._own())
 
+    def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        # Tensor parallelism has sharded the tensor already; each of its parts is sharded here again.
+        own = (*[Replicate()] * (mesh.ndim - 1), self._sharded_again(dim, 0))
+        return concatenated_mesh(mesh, self.mesh), (*own, *self.placements)
+
+    def _sharded_again(self, dim: int, first: int) -> Placement:
+        """Return the placement that shards the parts of ``dim`` into which mesh dims from ``first`` on split it."""
+        sizes = [
+            self.mesh.size(mesh_dim)
+            for mesh_dim, placement in enumerate(self.placements)
+            if mesh_dim >= first and isinstance(placement, Shard) and placement.dim == dim
+        ]
+        return strided_shard(dim, math.prod(sizes)) if math.prod(sizes) > 1 else Shard(dim)
+
     @property
     def is_first_of_mesh(self) -> bool:
         return not any(self.mesh.get_coordinate() or ())
@@ -137,6 +173,93 @@ class DTensorAdapter(TensorAdapter):
         return tuple(
             self.mesh.get_group(dim) for dim, place in enumerate(self.placements) if not isinstance(place, Replicate)
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelDims:
+    """Names the dims of a larger mesh over which a unit shards and replicates parameters that are DTensors on it.
+
+    Attributes:
+        mesh: the mesh, with names of its dims.
+        shard: dims to shard over, flattened into one if there are several.
+        replicate: dims to replicate over, likewise.
+    """
+
+    mesh: DeviceMesh
+    shard: tuple[str, ...]
+    replicate: tuple[str, ...]
+
+    def index(self, name: str) -> int:
+        """Return the position of a dim in the mesh."""
+        return (self.mesh.mesh_dim_names or ()).index(name)
+
+    def adapted(self, adapter: TensorAdapter, name: str) -> TensorAdapter:
+        """Return the adapter of a parameter that shards it over these dims.
+
+        Raises:
+            OptionError: the parameter is no DTensor over the mesh, or not replicated over these dims.
+        """
+        if not isinstance(adapter, DTensorAdapter) or adapter.mesh != self.mesh:
+            held = f"a DTensor over {adapter.mesh}" if isinstance(adapter, DTensorAdapter) else "a plain tensor"
+            raise OptionError(
+                f"Parameter {name!r} is {held}; with dp_mesh_dims every parameter must be a DTensor over the mesh "
+                f"passed, {self.mesh}. Distribute it by torch.distributed.tensor.distribute_module."
+            )
+        for each in (*self.shard, *self.replicate):
+            if not isinstance(adapter.placements[self.index(each)], Replicate):
+                raise OptionError(
+                    f"Parameter {name!r} has the placements {adapter.placements}, which are not Replicate() on the "
+                    f"data-parallel dim {each!r} of {self.mesh}."
+                )
+        return _WholeMeshAdapter(adapter, self)
+
+
+class _WholeMeshAdapter(DTensorAdapter):
+    """Converts a DTensor whose mesh has the data-parallel dims too.
+
+    Gradients stay unreduced over those, as the unit reduces them.
+    """
+
+    __slots__ = ("_data_dims",)
+
+    def __init__(self, adapter: DTensorAdapter, data_dims: DataParallelDims) -> None:
+        super().__init__(adapter.shape, adapter.mesh, adapter.placements)
+        self._data_dims = data_dims
+
+    def to_local(self, shown: torch.Tensor) -> torch.Tensor:
+        if not isinstance(shown, DTensor):
+            return shown
+        wanted = list(self.placements)
+        for name in (*self._data_dims.shard, *self._data_dims.replicate):
+            index = self._data_dims.index(name)
+            wanted[index] = shown.placements[index]
+        if tuple(wanted) != tuple(shown.placements):
+            shown = shown.redistribute(self.mesh, wanted)
+        return shown.to_local()
+
+    def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        shard, replicate = self._data_dims.shard, self._data_dims.replicate
+        placements = list(self.placements)
+        for name in shard:
+            index = self._data_dims.index(name)
+            placements[index] = self._sharded_again(dim, index + 1)
+        if len(shard) == 1:
+            return self.mesh, tuple(placements)
+        # The data-parallel mesh, in which the dims are one, takes the place of the first of them.
+        meshes, found = [], []
+        for name, placement in zip(self.mesh.mesh_dim_names or (), placements, strict=True):
+            if name == shard[0]:
+                meshes.append(mesh)
+                found += [*[Replicate()] * (mesh.ndim - 1), placement]
+            elif name not in (*shard, *replicate):
+                meshes.append(self.mesh[name])
+                found.append(placement)
+        return functools.reduce(concatenated_mesh, meshes), tuple(found)
+
+    @property
+    def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
+        data = {self._data_dims.index(name) for name in (*self._data_dims.shard, *self._data_dims.replicate)}
+        return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in data)
 
 
 def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:

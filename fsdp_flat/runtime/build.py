@@ -132,8 +132,8 @@ def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: 
     nested = units_of(module)
     params = _managed_params(module, name, ignored, {}, nested)
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
-    for entry in params:
-        check_adapter(entry.adapter, entry.fqn, groups)
+    assert options.rows is not None
+    params = [options.rows.adapted(entry, groups) for entry in params]
     _check_renormalisation(modules, options, ignored)
     handles = handles_of(params, module, name, options)
     own = [child for _, child in modules]

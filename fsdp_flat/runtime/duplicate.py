@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, copy_flat_parameter
+from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, clear_padding, copy_flat_parameter
+from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.other_forwards import register_forward_method
 from fsdp_flat.runtime.phase import Phase
@@ -28,6 +29,7 @@ from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 __all__ = ["convert_unit", "copy_wrapper"]
 
 _COPYING = "fsdp_flat is copying an outer unit"
+_COPIED = "units that fsdp_flat has copied"
 
 
 def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert_others: Callable[[], object]) -> bool:
@@ -60,7 +62,12 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
         for handle in unit.handles:
             handle.views.use_sharded_views()
     for handle in unit.handles:
-        handle.convert(fn)
+        was_meta = handle.flat_param.is_meta
+        handle.convert(marking_empty(fn) if was_meta else fn)
+        # Fake tensors, which have no values, stay on the meta device.
+        if was_meta and not handle.flat_param.is_meta and type(handle.flat_param.data) is torch.Tensor:
+            clear_padding(handle.flat_param.data, handle.layout, handle.spec.rank)
+            unit.unwritten = [*(unit.unwritten or ()), *unwritten_params(handle)]
     return True
 
 
@@ -84,7 +91,9 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     """Copy a unit and the module that it wraps; nested wrappers copy themselves in the process.
 
     Process groups, meshes and constructor arguments are shared with the original. Gradients are not copied, as
-    ``copy.deepcopy`` of ordinary parameters does not copy them either.
+    ``copy.deepcopy`` of ordinary parameters does not copy them either; so a copy synchronizes gradients, and its next
+    backward is a last one. It has the other switches of the original, and the same collectives. Modules to prefetch
+    become their copies; those that are not copied are left out.
 
     Args:
         unit: the unit.
@@ -121,12 +130,25 @@ def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     twin = Unit(module, unit.name, unit.options, handles, ignored, buffers, stored, unit.unit_id)
     twin.optim_state_handlers.update(unit.optim_state_handlers)
     twin.policy = copy.copy(unit.policy)
+    twin.control = replace(unit.control, sync_gradients=True, is_last_backward=True)
+    twin.use_collectives(unit.collective_choice)
     twin.averages_ignored = unit.averages_ignored
     twin.state_dict_settings = copy.deepcopy(unit.state_dict_settings)
     twin.is_nested = unit.is_nested and not outermost
     for handle in handles:
         handle.views.use_sharded_views()
+    memo.setdefault(_COPIED, []).append((unit, twin))
+    if outermost:
+        _map_prefetched(memo)
     return twin
+
+
+def _map_prefetched(memo: dict[Any, Any]) -> None:
+    """Replace modules to prefetch by their copies, in all units copied so far: one may name modules copied after it."""
+    for unit, twin in memo[_COPIED]:
+        for lists in ("forward_prefetch", "backward_prefetch"):
+            modules = getattr(unit.control, lists)
+            setattr(twin.control, lists, tuple(memo[id(module)] for module in modules if id(module) in memo))
 
 
 def _share_groups(unit: Unit, memo: dict[Any, Any]) -> None:

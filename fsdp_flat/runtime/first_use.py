@@ -11,12 +11,12 @@ import torch
 from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.materialize import unwritten_error
+from fsdp_flat.runtime.materialize import unwritten_error, warn_of_unwritten
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["RankChecks", "check_requires_grad", "check_units", "log_units"]
+__all__ = ["RankChecks", "check_order", "check_requires_grad", "check_units", "log_units"]
 
 _logger = logging.getLogger("fsdp_flat")
 # Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
@@ -26,6 +26,13 @@ _TRAINED = ErrorTexts(
     "comparing which parameters are trained",
     "Ranks run different units, or train different parameters of one.",
     "Every rank must run the same units in the same order, and freeze the same parameters.",
+)
+_ORDER = ErrorTexts(
+    "comparing their collectives",
+    "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
+    "gradients are dropped.",
+    "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "
+    "was not caught. Weights are as they were before this step.",
 )
 
 
@@ -58,6 +65,8 @@ def check_units(units: Sequence[Unit]) -> None:
 def _check_values(units: Sequence[Unit]) -> None:
     """Report tensors that left the meta device and have no values at the first forward. Every rank must call this.
 
+    Units of ``fully_shard`` leave it by ``to_empty``, perhaps on some ranks only, so each rank warns by itself.
+
     Units may be sharded over different groups. An error found over one group is exchanged over the others before any
     rank raises, since ranks that are only in the others would otherwise wait forever.
 
@@ -66,8 +75,11 @@ def _check_values(units: Sequence[Unit]) -> None:
         PeerFailureError: a parameter has no values on another rank.
     """
     by_groups: dict[ShardingGroups, list[Unit]] = {}
+    warn_of_unwritten(
+        (unit.name, entry) for unit in units if unit.options.rows is not None for entry in unit.unwritten or ()
+    )
     for unit in units:
-        if unit.unwritten is not None:
+        if unit.unwritten is not None and unit.options.rows is None:
             by_groups.setdefault(unit.options.groups, []).append(unit)
     found: Exception | None = None
     for groups, some in by_groups.items():
@@ -101,6 +113,20 @@ def check_requires_grad(
         RankMismatchError: a parameter is frozen on some ranks only.
     """
     agree(_trained_lines(handles), None, rank_groups, device, _TRAINED)
+
+
+def check_order(lines: Sequence[str], rank_groups: Sequence[RankGroup], device: torch.device) -> None:
+    """Compare between ranks the collectives that they have issued. Every rank of the groups must call this.
+
+    Args:
+        lines: one line for each collective, in order.
+        rank_groups: groups over which to compare.
+        device: the compute device.
+
+    Raises:
+        RankMismatchError: ranks have issued different ones.
+    """
+    agree(lines, None, rank_groups, device, _ORDER)
 
 
 class RankChecks:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError, some_of
-from fsdp_flat.flat import adapter_if_dtensor, named_sites, unguarded
+from fsdp_flat.flat import FlatParamHandle, adapter_if_dtensor, named_sites, unguarded
 from fsdp_flat.runtime.options import SyncStates
 from fsdp_flat.user_warnings import warn_user
 
@@ -26,9 +27,12 @@ __all__ = [
     "agree_on_weights",
     "broadcast_from_rank_zero",
     "is_marked",
+    "marking_empty",
     "materialize",
     "move_to_device",
     "unwritten_error",
+    "unwritten_params",
+    "warn_of_unwritten",
 ]
 
 
@@ -259,6 +263,16 @@ class _MarksEmpty(TorchDispatchMode):
         return result
 
 
+def marking_empty(fn: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a conversion that does as ``fn`` and marks memory that ``fn`` leaves unwritten."""
+
+    def convert(tensor: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), _MarksEmpty():
+            return fn(tensor)
+
+    return convert
+
+
 def _bits(tensor: torch.Tensor) -> tuple[torch.Tensor | None, int]:
     local = adapter_if_dtensor(tensor).to_local(tensor.detach())
     if local.is_meta or local.layout is not torch.strided or local.is_quantized or local.itemsize not in _MARKS:
@@ -302,6 +316,40 @@ class Unwritten:
             # A conversion to another dtype keeps a NaN, but not its bits.
             is_nan = tensor.is_floating_point() and tensor.itemsize > 1
             return bool(tensor.isnan().all()) if is_nan else is_marked(tensor)
+
+
+def unwritten_params(handle: FlatParamHandle) -> list[Unwritten]:
+    """Return the parameters of a handle, whose memory is new; those that it turns out to be marked for have no values.
+
+    Values that a caller assigns count too.
+    """
+
+    def read(index: int) -> torch.Tensor:
+        handle.adopt_changes()
+        return handle.views.local(index)
+
+    return [
+        Unwritten(param_info.fqn, partial(read, index), is_param=True)
+        for index, param_info in enumerate(handle.layout.param_infos)
+    ]
+
+
+def warn_of_unwritten(entries: Iterable[tuple[str, Unwritten]]) -> None:
+    """Warn of parameters that ``to_empty`` has given memory and that still have no values.
+
+    A warning, because a caller may know that nothing reads them; their values are NaN.
+
+    Args:
+        entries: names of units and their parameters.
+    """
+    left = [f"{entry.fqn!r} of unit {unit!r}" for unit, entry in entries if entry.is_still]
+    if left:
+        warn_user(
+            f"{len(left)} parameters left the meta device by to_empty and were never written, so they are NaN: "
+            f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
+            "dict, between to_empty and the first forward.",
+            stacklevel=2,
+        )
 
 
 def unwritten_error(entries: Iterable[tuple[str, Unwritten]]) -> UsageError | None:

@@ -18,13 +18,13 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, profiled, report_failure
+from fsdp_flat.comm import ALONE, ShardingGroups, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
-from fsdp_flat.runtime.first_use import RankChecks, check_requires_grad, check_units, log_units
+from fsdp_flat.runtime.first_use import RankChecks, check_order, check_requires_grad, check_units, log_units
 from fsdp_flat.runtime.phase import Phase, Weights
 from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Unit, unit_of
@@ -34,13 +34,6 @@ __all__ = ["Schedule", "reset_schedule", "schedule_of"]
 
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
 _GRADS_PER_POLL = 4
-_ORDER = ErrorTexts(
-    "comparing their collectives",
-    "Ranks ran units in different orders, so weights or gradients of different units were mixed; this backward's "
-    "gradients are dropped.",
-    "Check that every rank builds the same model and takes the same branches, and that an exception on one rank alone "
-    "was not caught. Weights are as they were before this step.",
-)
 
 
 class Schedule(CommContext):
@@ -226,7 +219,8 @@ class Schedule(CommContext):
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
         separate = self.root.collective_choice.reduce_group or ALONE
         for rank_group in (*self.root.options.groups.rank_groups, separate):
-            report_failure(rank_group, f"raised {type(error).__name__}: {error}")
+            follows = isinstance(error, PeerFailureError)
+            report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
         self.abort()
 
     def abort(self) -> None:
@@ -290,7 +284,7 @@ class Schedule(CommContext):
                 self._begin_early(unit_of(module), "backward_prefetch")
         elif unit.needs_all_gather and unit.options.backward_prefetch is mode and not self._prefetched:
             assert self.backward is not None
-            self._begin_early(self.backward.next_all_gather(unit), "backward_prefetch")
+            self._begin_early(self.backward.next_all_gather(unit, self._last_run), "backward_prefetch")
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -299,19 +293,30 @@ class Schedule(CommContext):
         if self.backward is not None and (self._callback is None or self._callback() is None):
             self.abort()
         if self.backward is None:
-            if self._reduces:
-                try:
-                    self.rank_checks.before_backward()
-                except (PeerFailureError, RankMismatchError):
-                    self.abort()
-                    raise
-            self.backward = Backward(self._join, self._take_turn)
+            self.backward = self._begin_backward()
             self.backward.include(self._pending.of_backward(self._exchange.any_rank))
             # Only autograd holds the callback: if it is freed without having run, the backward has raised.
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
         return self.backward
+
+    def _begin_backward(self) -> Backward:
+        if self._reduces:
+            try:
+                self.rank_checks.before_backward()
+            except (PeerFailureError, RankMismatchError):
+                self.abort()
+                raise
+        return Backward(self._join, self._take_turn)
+
+    def complete_accumulation(self) -> None:
+        """Reduce and set the gradients that backwards have left, outside of any. Every rank must call this."""
+        self.recover()
+        if self.backward is None:
+            with torch.no_grad():
+                self.backward = self._begin_backward()
+                self._end_of_backward()
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
@@ -473,7 +478,7 @@ class Schedule(CommContext):
         lines = self.collectives.lines(groups)
         self.collectives.clear()
         self.abort()
-        agree(lines, None, groups.rank_groups, self.root.options.device, _ORDER)
+        check_order(lines, groups.rank_groups, self.root.options.device)
         check_requires_grad(self._exchange.handles[groups], groups.rank_groups, self.root.options.device)
 
 

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.flat import clear_padding
 from fsdp_flat.state._torch import is_chunked, is_scalar, shape_of
 from fsdp_flat.state.codecs import BOXES, decoder_of
 from fsdp_flat.state.dtensors import dtensor_from, empty_dtensor, local_from
@@ -325,8 +326,7 @@ def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
     layout = param.handle.layout
     shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=param.handle.flat_param.device)
-    for padding in layout.shard_paddings(param.rank_group.rank):
-        shard[padding.to_slice()].zero_()
+    clear_padding(shard, layout, param.rank_group.rank)
     return shard
 
 

@@ -133,8 +133,6 @@ def test_parameters_of_several_meshes_in_one_call_are_refused() -> None:
     assert model[0].inner.weight.placements == (Shard(1),)
     with pytest.raises(NotImplementedError, match=r"another mesh.*fully_shard\(experts, mesh=\.\.\.\)"):
         sharded(mlps(4, 8), mesh=data, shard_placement_fn=lambda param: on(experts))
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        sharded(mlps(4, 8), mesh=data, dp_mesh_dims="dp")
     # As the text says.
     model = mlps(4, 8)
     plain = copy.deepcopy(model)

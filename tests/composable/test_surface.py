@@ -105,6 +105,11 @@ def test_the_policies_have_fsdp2s_fields(name: str) -> None:
     assert (name == "MixedPrecisionPolicy") is policy.__dataclass_params__.frozen
 
 
+def test_data_parallel_dims_have_fsdp2s_fields() -> None:
+    fields = {field.name: field.default for field in dataclasses.fields(fsdp_flat.DataParallelMeshDims)}
+    assert fields == {"shard": None, "replicate": None}
+
+
 def test_a_handle_waits() -> None:
     assert_takes(fsdp_flat.UnshardHandle.wait, [])
     assert fsdp_flat.UnshardHandle(None).wait() is None

@@ -30,7 +30,7 @@ class Moody(Stack):
         x = self.first(x)
         for index, block in enumerate(self.blocks):
             if index == self.bad:
-                raise ValueError("an odd batch")
+                raise ValueError("an odd batch. Look at the sampler.")
             x = block(x)
         return x
 
@@ -58,6 +58,32 @@ def test_ranks_that_wait_for_one_that_raised_get_its_error_and_their_unit(rank: 
         assert f"Rank {rank} of the group was in the all-gather of unit 'blocks." in text, text
         assert "rank 1 raised ValueError: an odd batch" in text, text
     assert all(unit.is_sharded and unit.phase.value == "idle" for unit in model._unit.context.units)
+    dist.barrier()
+
+
+@on_ranks(3, timeout=50)
+def test_the_text_has_each_cause_and_the_advice_once(rank: int) -> None:
+    model = ready(timeout_s=20)
+    patience, failures.WARN_AFTER_S = failures.WARN_AFTER_S, 0.5
+    if rank == 1:
+        model.module.bad = 1
+        with pytest.raises(ValueError, match="an odd batch"):
+            model(batch(rank))
+    else:
+        # The last rank finds the reports of both others.
+        time.sleep(rank)
+        with pytest.raises(PeerFailureError) as caught:
+            square_loss(model, batch(rank)).backward()
+        text = str(caught.value)
+        assert ".." not in text, text
+        assert "remote worker" not in text, text
+        assert text.count("Every rank must run the same units") == 1, text
+        assert text.count("rank 1 raised ValueError: an odd batch. Look at the sampler") == 1, text
+        assert text.count("Of the others") == 1, text
+        assert text.endswith("that came first."), text
+        if rank == 2:
+            assert "rank 0 was in the all-gather of unit 'blocks." in text, text
+    failures.WARN_AFTER_S = patience
     dist.barrier()
 
 

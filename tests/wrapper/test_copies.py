@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, register_forward_method
+from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.errors import OptionTypeError, PhaseError, UsageError
+from fsdp_flat.runtime import own_unit, units_of
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
 from tests.support.reference import replicated_step
@@ -214,6 +217,81 @@ def test_a_copy_has_the_roots_hook_factor_and_forward_methods_of_its_own() -> No
     square_loss(model, batch(rank)).backward()
     for whole_sum, mean in zip(twin.parameters(), model.parameters(), strict=True):
         assert_close(whole_sum.grad, 2 * mean.grad, rtol=1e-6, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_copy_has_the_settings_of_resharding_and_order_with_its_own_modules() -> None:
+    model: Any = nn.ModuleDict({"first": shard(seeded()), "second": shard(seeded(seed=1))})
+    first, second = model["first"], model["second"]
+    blocks = first.module.blocks
+    first.set_reshard_after_forward(True, recurse=False)
+    blocks[0].set_reshard_after_backward(False)
+    blocks[1].set_unshard_in_backward(False)
+    first.set_modules_to_forward_prefetch([blocks[1], second])
+    blocks[1].set_modules_to_backward_prefetch([blocks[0]])
+    second.set_modules_to_backward_prefetch([first])
+    first.set_backend_collectives()
+
+    twin: Any = copy.deepcopy(model)
+    controls = [[unit.control for unit in units_of(each)] for each in (model, twin)]
+    for control, copied in zip(*controls, strict=True):
+        assert copied is not control
+        assert replace(copied, forward_prefetch=(), backward_prefetch=()) == replace(
+            control, forward_prefetch=(), backward_prefetch=()
+        )
+    own = twin["first"].module.blocks
+    assert own_unit(twin["first"]).control.forward_prefetch == (own[1], twin["second"])
+    assert own_unit(own[1]).control.backward_prefetch == (own[0],)
+    assert own_unit(twin["second"]).control.backward_prefetch == (twin["first"],)
+    assert own_unit(own[0]).collective_choice.backend
+
+    alone = copy.deepcopy(first)
+    assert own_unit(alone).control.forward_prefetch == (alone.module.blocks[1],)
+    assert own_unit(copy.deepcopy(second)).control.backward_prefetch == ()
+    # Settings of the copy are its own.
+    alone.set_reshard_after_forward(False)
+    assert own_unit(first).control.reshard_after_forward
+
+
+@on_ranks(2)
+def test_a_copy_begins_a_new_accumulation_as_it_has_no_gradients() -> None:
+    model = shard(seeded())
+    model.set_is_last_backward(False)
+    with model.no_sync():
+        twin = copy.deepcopy(model)
+    train(twin, range(2))
+    plain = seeded()
+    train_reference(plain, range(2))
+    assert_same(twin, plain)
+
+
+class Gathers:
+    """An all-gather of FSDP2's interface that counts its calls."""
+
+    num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, async_op: bool = False) -> Any:
+        self.num_calls += 1
+        return comm_torch.all_gather_single(output_tensor, input_tensor.clone(), group=group, async_op=async_op)
+
+
+@on_ranks(2)
+def test_a_copy_communicates_by_the_same_objects() -> None:
+    model: Any = shard(seeded())
+    gathers = Gathers()
+    model.module.blocks[0].set_custom_all_gather(gathers)
+    model.set_separate_reduce_scatter_group()
+    twin = copy.deepcopy(model)
+    assert own_unit(twin).collective_choice == own_unit(model).collective_choice
+    train(twin, range(1))
+    assert gathers.num_calls > 0
+    plain = seeded()
+    assert_same(model, plain)
+    train_reference(plain, range(1))
+    assert_same(twin, plain)
 
 
 class Named(FSDP):

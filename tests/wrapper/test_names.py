@@ -17,6 +17,7 @@ PUBLIC = {
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
     "FsdpFlatError",
@@ -104,7 +105,9 @@ ENUMS = ["BackwardPrefetch", "ShardingStrategy", "StateDictType"]
 RECORDS = sorted(
     name
     for name in PUBLIC
-    if dataclasses.is_dataclass(getattr(peer_library, name, None)) and name != "StateDictSettings"
+    if dataclasses.is_dataclass(getattr(peer_library, name, None))
+    # Those that cannot be made without arguments.
+    and name not in ("DataParallelMeshDims", "StateDictSettings")
 )
 
 
