@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_flat import participate
 from fsdp_flat.composable import trace
 from fsdp_flat.runtime import units_of
-from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
+from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root, one_backward
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, mesh, square_loss
 
@@ -495,4 +495,17 @@ def test_the_sides_differ_if_a_gradient_does() -> None:
         (square_loss(model, batch_of(step)) * (1.01 if model is sides.ours else 1.0)).backward()
 
     with pytest.raises(AssertionError, match="elements differ"):
+        sides.step(run)
+
+
+@on_ranks(2)
+def test_the_sides_differ_if_an_output_does() -> None:
+    sides = Sides(Stack())
+
+    def run(model: Any, step: int) -> None:
+        with torch.no_grad():
+            model(batch_of(step) * (1.01 if model is sides.theirs else 1.0))
+        one_backward(model, step)
+
+    with pytest.raises(AssertionError, match=r"value\[0\]: .* elements differ"):
         sides.step(run)
