@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat import runtime
 from fsdp_flat.errors import OptionTypeError
@@ -63,50 +64,52 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
 _classes: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
 
 
+# A parameter that a module holds: its name there, and its handle, views and index.
+_Held: TypeAlias = tuple[str, FlatParamHandle, DTensorViews, int]
+
+
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
     assert unit.options.rows is not None
     hooks = unit.options.rows.hooks
-    held: dict[nn.Module, list[tuple[str, FlatParamHandle, int]]] = {}
+    held: dict[nn.Module, list[_Held]] = {}
     for handle in unit.handles:
         for index, entry in enumerate(handle.views.params):
             for site in entry.sites:
-                held.setdefault(site.module, []).append((site.name, handle, index))
+                assert isinstance(handle.views, DTensorViews)
+                held.setdefault(site.module, []).append((site.name, handle, handle.views, index))
     for module, params in held.items():
-        hooks.append(module.register_state_dict_pre_hook(partial(_show_shards, unit)))
+        hooks.append(module.register_state_dict_pre_hook(partial(_show_shards, unit, params)))
         hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, unit, params)))
 
 
-def _show_shards(unit: Unit, *_: Any) -> None:
-    """Reshard a unit before a state dict is taken or loaded."""
+def _show_shards(unit: Unit, params: list[_Held], *_: Any) -> None:
+    """Reshard a unit before a module's state dict is taken or loaded; adopt what was assigned to its parameters."""
     runtime.check_idle(unit, "state_dict or load_state_dict")
     if not unit.is_sharded:
         # What a forward has kept for its backward stays: one rank alone may take a state dict in between.
         unit.reshard()
-    for handle in unit.handles:
-        handle.adopt_changes()
+    # The parameters of this module alone: those of the whole unit for each module would take quadratic time.
+    for _name, handle, views, index in params:
+        if not views.is_adopted(index):
+            handle.adopt_changes()
 
 
 def _prepare_load(
-    unit: Unit,
-    params: list[tuple[str, FlatParamHandle, int]],
-    _module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    *_: Any,
+    unit: Unit, params: list[_Held], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
     """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts.
 
     Args:
         unit: the unit.
-        params: name, handle and index of each parameter that the module holds.
+        params: the parameters that the module holds.
         state_dict: the state dict.
         prefix: the module's prefix in it.
     """
-    _show_shards(unit)
-    for name, handle, index in params:
+    _show_shards(unit, params)
+    for name, _handle, views, index in params:
         value = state_dict.get(prefix + name)
-        if not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
+        if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
             continue
-        if value.shape == handle.views.params[index].param.shape and isinstance(handle.views, DTensorViews):
-            state_dict[prefix + name] = handle.views.distribute(index, value)
+        if value.shape == views.params[index].param.shape:
+            state_dict[prefix + name] = views.distribute(index, value)

@@ -256,6 +256,14 @@ class DTensorViews(Views):
             self.flat_param.data[padding.to_slice()].zero_()
         self.bump_version()
 
+    def is_adopted(self, index: int) -> bool:
+        """Return whether the modules hold parameter ``index`` as it was shown, a view of the shard."""
+        entry = self.params[index]
+        for site in entry.sites:
+            if site.module._parameters.get(site.name) is not entry.param:
+                return False
+        return _data(entry.param).data_ptr() == self._pointers[index]
+
     def adopt_changes(self) -> None:
         unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
         if unchanged and self._pointers == [_data(entry.param).data_ptr() for entry in self.params]:

@@ -20,7 +20,6 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition
-from fsdp_flat.layout.transfer_plan import chunk_rows
 
 __all__ = ["RowLayout"]
 
@@ -79,7 +78,10 @@ class RowLayout(FlatLayout):
 
     def rows(self, index: int, rank: int) -> Interval:
         """Return the rows, along the sharded dim, of parameter ``index`` that ``rank`` holds."""
-        return chunk_rows(self._slot(index).shape[self.dims[index]], self.world_size, rank)
+        dim = self.dims[index]
+        num_rows, step = self._slot(index).shape[dim], self.chunk_shapes[index][dim]
+        start = min(rank * step, num_rows)
+        return Interval(start, min(start + step, num_rows))
 
     def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
         """Return the shape of a rank's part of parameter ``index``, without padding."""

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
 from fsdp_flat.composable import fully_shard
@@ -105,14 +105,13 @@ class Sides:
     def check_gradients(self) -> None:
         expected = {name: param.grad for name, param in _named(self.plain).items() if param.grad is not None}
         actual = {name: param.grad for name, param in _named(self.ours).items() if param.grad is not None}
-        assert set(actual) == set(expected)
-        assert_close({name: _full(grad) for name, grad in actual.items()}, expected, atol=1e-6, rtol=1e-5)
+        assert_parts(actual, expected, atol=1e-6, rtol=1e-5)
 
     def check_parameters(self) -> None:
         expected = {name: param.detach() for name, param in _named(self.plain).items()}
         for side in list(self._optimizers)[1:]:
-            actual = {name: _full(param.detach()) for name, param in _named(side).items()}
-            assert_close(actual, expected, atol=1e-5, rtol=1e-4)
+            actual = {name: param.detach() for name, param in _named(side).items()}
+            assert_parts(actual, expected, atol=1e-5, rtol=1e-4)
 
 
 def assert_no_step_runs(model: nn.Module) -> None:
@@ -131,16 +130,32 @@ def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name.replace("_checkpoint_wrapped_module.", ""): param for name, param in model.named_parameters()}
 
 
-def _full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def assert_parts(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], **tolerances: float) -> None:
+    """Assert that this rank's parts of tensors, most of them DTensors, are those of full ones; nothing is sent."""
+    assert set(actual) == set(expected)
+    parts = {name: _part_of(full, actual[name]) for name, full in expected.items()}
+    locals_ = {name: each.to_local() if isinstance(each, DTensor) else each for name, each in actual.items()}
+    assert_close(locals_, parts, **tolerances)
+
+
+def _part_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a full tensor that is the same on every rank, sharded as a DTensor is."""
+    if not isinstance(like, DTensor):
+        return full
+    assert like.shape == full.shape
+    return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 
 def average_gradients(plain: nn.Module) -> None:
     """Average gradients over ranks; one that only some ranks have is averaged with zeros."""
-    for param in plain.parameters():
-        has_grad = torch.tensor(float(param.grad is not None))
-        dist.all_reduce(has_grad)
+    params = list(plain.parameters())
+    # One collective for all, in float64, which no order of the ranks rounds differently in float32: a flag for each
+    # parameter, then all gradients.
+    flags = torch.tensor([float(param.grad is not None) for param in params])
+    grads = [torch.zeros_like(param) if param.grad is None else param.grad for param in params]
+    flat = torch.cat([flags, *[grad.reshape(-1) for grad in grads]]).double()
+    dist.all_reduce(flat)
+    means = (flat[len(params) :] / dist.get_world_size()).split([param.numel() for param in params])
+    for param, has_grad, mean in zip(params, flat[: len(params)], means, strict=True):
         if has_grad:
-            grad = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(grad)
-            param.grad = grad / dist.get_world_size()
+            param.grad = mean.to(param.dtype).view(param.shape)

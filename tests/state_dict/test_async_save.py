@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
 from tests.support import assert_equal
+from tests.support.pool import spawn
 from tests.wrapper.models import seeded, shard, train, whole_state
 
 BOXES = (ShardedStateDictConfig(boxes=True), ShardedOptimStateDictConfig(boxes=True))
@@ -81,8 +81,8 @@ def begin(rank: int, num_ranks: int, store: Path) -> None:
 
 
 def test_boxes_are_saved_beside_training_and_loaded_at_another_number_of_ranks(tmp_path: Path) -> None:
-    mp.spawn(saving, (tmp_path,), nprocs=2)
-    mp.spawn(loading, (3, tmp_path), nprocs=3)
+    spawn(saving, tmp_path, num_ranks=2)
+    spawn(loading, 3, tmp_path, num_ranks=3)
     # torch's default stager cannot copy a ShardedTensor; README's limits name the one that need not.
     for rank in range(2):
         assert "ShardedTensor" in (tmp_path / f"chunks-{rank}").read_text()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.multiprocessing as torch_processes
 
 from . import worker as worker_module
 from .messages import Raised, Ready, Reset, Returned, RunTask, Task, receive, send
@@ -235,6 +236,15 @@ def start_server() -> None:
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+def spawn(function: Callable[..., None], *args: Any, num_ranks: int) -> None:
+    """Run ``function(rank, *args)`` in a process of its own for each rank, which starts as fast as a worker.
+
+    For tests that need no process group or one of their own; others run on the warm ranks.
+    """
+    start_server()
+    torch_processes.start_processes(function, args, nprocs=num_ranks, start_method="forkserver")
 
 
 def pid_of(worker: Worker) -> int:

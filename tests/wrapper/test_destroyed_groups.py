@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, load_checkpoint, save_checkpoint, save_full, unshard_for
 from fsdp_flat.errors import UsageError
 from tests.support.kit import square_loss
+from tests.support.pool import spawn
 from tests.wrapper.models import batch, seeded, shard, train
 
 Call = Callable[[], object]
@@ -106,5 +106,5 @@ def on_rank(rank: int, path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
 def test_every_call_that_needs_other_ranks_says_that_the_group_was_destroyed(tmp_path: Path) -> None:
-    mp.spawn(on_rank, (tmp_path,), nprocs=2)
+    spawn(on_rank, tmp_path, num_ranks=2)
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["50 calls"] * 2
