@@ -386,11 +386,6 @@ class Unit:
             self.use_full_precision(self.wants_full_precision)
         self.unshard()
 
-    @property
-    def _keeps_without_backward(self) -> bool:
-        # fully_shard's reshard_after_forward=False holds for evaluation too; the wrapper's strategies free there.
-        return self.control.reshard_after_forward is False and self.options.rows is not None and self.needs_all_gather
-
     def exit_forward(self, *, keep: bool, keep_buffers: bool = False) -> None:
         """End the module's forward; ``keep`` leaves the parameters unsharded for backward.
 
@@ -400,10 +395,7 @@ class Unit:
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
         if self._depth == 0 and not keep and self.phase is not Phase.BACKWARD and not self._held_for_graph:
-            if self._keeps_without_backward:
-                self.use_sharded_views()
-            else:
-                self.reshard(keep_buffers=keep_buffers)
+            self.reshard(keep_buffers=keep_buffers)
 
     # -- backward ------------------------------------------------------------------------------------------------
 

@@ -78,6 +78,8 @@ class Sides:
     def step(self, run: Run = one_backward, run_torch: Run | None = None, *, num_steps: int = 1) -> None:
         """Run ``run(model, step)`` on each side, step the optimizers, and compare outputs, gradients and parameters."""
         for _ in range(num_steps):
+            for outputs in self._outputs.values():
+                outputs.clear()
             for side in self._optimizers:
                 (run_torch or run if side is self.theirs else run)(side, self.num_steps)
             self.num_steps += 1
@@ -95,12 +97,10 @@ class Sides:
         self._outputs[side] += [each.detach().clone() for each in pytree.tree_leaves(output)]
 
     def check_outputs(self) -> None:
-        """Compare the outputs since the last call."""
+        """Compare the outputs of this step."""
         expected, *others = self._outputs.values()
         for found in others:
             assert_close(found, expected, atol=1e-5, rtol=1e-4)
-        for outputs in self._outputs.values():
-            outputs.clear()
 
     def check_gradients(self) -> None:
         expected = {name: param.grad for name, param in _named(self.plain).items() if param.grad is not None}

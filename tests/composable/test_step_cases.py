@@ -428,6 +428,11 @@ def test_forwards_without_gradients_between_and_inside_steps(mode: Any, reshards
         loss.backward()
         with mode():
             model(batch_of(70 + step))
+        if reshards is False and hasattr(model, "reshard"):
+            # False holds for forwards without gradients too.
+            assert not any(unit.is_sharded for unit in units_of(model))
+            for module in (*model.blocks, model):
+                module.reshard()
 
     # torch's modules show unsharded parameters after the last forward, and do not take buffers made in inference mode.
     shard = functools.partial(blocks_and_root, reshard_after_forward=reshards)
