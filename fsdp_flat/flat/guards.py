@@ -96,6 +96,10 @@ _METADATA = frozenset(
 )
 
 
+# Attributes that are the same for a local shard and the unsharded parameter, and for every class of tensors.
+_ATTRIBUTES = frozenset({"dtype", "device", "requires_grad", "is_leaf", "layout", "is_cpu", "is_cuda", "is_meta"})
+
+
 class ShardedFlatParameter(nn.Parameter):
     """Marks a sharded flat parameter (``use_orig_params=False``), whose gradient is sharded too.
 
@@ -115,6 +119,10 @@ class ShardedFlatParameter(nn.Parameter):
         is_read = name == "__get__"
         if is_read:
             name = getattr(func.__self__, "__name__", "")
+            if name in _ATTRIBUTES:
+                # Loops over parameters read these most.
+                with unguarded():
+                    return func(*args)
             if name == "grad":
                 return _grad_of(args[0], func)
         kind = cls._kind_of(name, is_read, args, kwargs)
