@@ -16,7 +16,7 @@ from fsdp_flat.comm import profiled
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.phase import Phase, Weights
+from fsdp_flat.runtime.phase import Weights
 from fsdp_flat.runtime.precision import cast_floats
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
@@ -183,24 +183,18 @@ class UnitForward:
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)
             expects_backward = returns or (unit.is_trainable and in_grad)
-            keep = expects_backward and (open_ended or iteration is None or not reshards)
-            # fully_shard's False holds for evaluation too; the wrapper's strategies free there.
-            keeps_always = wanted is False and unit.options.rows is not None and unit.needs_all_gather
             # A re-entrant checkpoint runs its units without gradients, so only the iteration shows whether a backward
             # may follow.
             trains = iteration is not None and iteration.trains
+            may_recompute = trains and unit.is_trainable and unit.options.rows is not None
+            keep = (expects_backward or may_recompute) and (open_ended or iteration is None or not reshards)
             keep_buffers = (
-                not (keep or keeps_always or open_ended)
-                and trains
-                and unit.needs_all_gather
-                and unit.control.unshard_in_backward
+                not keep and not open_ended and trains and unit.needs_all_gather and unit.control.unshard_in_backward
             )
             schedule.end_forward(record, expects_backward=expects_backward and not open_ended)
-            unit.exit_forward(keep=keep or keeps_always, keep_buffers=keep_buffers)
+            unit.exit_forward(keep=keep, keep_buffers=keep_buffers)
             if keep_buffers:
                 schedule.keep_until_next_unit(unit)
-            elif not keep and keeps_always and unit.phase is Phase.IDLE:
-                unit.use_sharded_views()
             if self._outermost:
                 schedule.end_iteration()
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
+from fsdp_flat import unshard_for
 from fsdp_flat.composable import fully_shard, trace
 from fsdp_flat.errors import OptionError
 from tests.composable.sides import batch_of, blocks_and_root, one_backward
@@ -111,28 +111,21 @@ def test_resharding_is_switched_for_one_unit_or_for_all_as_by_torch() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("reshards", [None, True, False])
-def test_forwards_without_gradients_gather_as_torchs(reshards: Any) -> None:
-    ours, theirs = twins(Stack(), functools.partial(blocks_and_root, reshard_after_forward=reshards))
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
-    # The first forward, one more, one after an optimizer's step, and one after it was loaded.
-    for step, expected in enumerate([4, 0, 4, 4] if reshards is False else [4, 4, 4, 4]):
-        found = []
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            if step == 2:
-                model.train()
-                one_backward(model, step)
-                optimizer.step()
-            if step == 3:
-                model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-            model.eval()
-            with CommDebugMode() as mode, torch.no_grad():
-                found.append(model(batch_of(step)))
-            number = {op.__name__: number for op, number in mode.get_comm_counts().items()}.get(GATHER, 0)
-            # torch's outermost unit stays unsharded by default.
-            assert number == expected or (model is theirs and reshards is None)
-            assert model is theirs or all(isinstance(param, DTensor) for param in model.parameters())
-        torch.testing.assert_close(found[0], found[1])
+def test_evaluation_gathers_once_inside_unshard_for_and_sees_every_change_of_weights() -> None:
+    model = blocks_and_root(Stack(), fully_shard, reshard_after_forward=False)
+    params = list(model.parameters())
+    acquaint(model)
+    with torch.no_grad():
+        with recorded() as record, unshard_for(model):
+            first = [model(batch_of(0)) for _ in range(3)][-1]
+        assert record.count("gather") == 4
+        # Neither of these changes a version that autograd counts.
+        torch._foreach_mul_([param.detach() for param in params], 1.5)
+        second = model(batch_of(0))
+        params[0].data.mul_(1.5)
+        third = model(batch_of(0))
+    assert not torch.allclose(first, second)
+    assert not torch.allclose(second, third)
 
 
 @on_ranks(2)

@@ -15,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import participate
@@ -189,7 +190,10 @@ def test_experts_of_one_unit_chosen_by_rank(reshards: Any, rank: int) -> None:
             model.set_reduce_scatter_unused_params(True)
         return model
 
-    Sides(Experts(), shard, optimizer=SGD).step(choosing(lambda step: [(rank + step) % 3]), num_steps=3)
+    with_torch = hasattr(TorchFSDPModule, "set_reduce_scatter_unused_params")
+    Sides(Experts(), shard, optimizer=SGD, with_torch=with_torch).step(
+        choosing(lambda step: [(rank + step) % 3]), num_steps=3
+    )
 
 
 @on_ranks(2, 4)
@@ -428,11 +432,6 @@ def test_forwards_without_gradients_between_and_inside_steps(mode: Any, reshards
         loss.backward()
         with mode():
             model(batch_of(70 + step))
-        if reshards is False and hasattr(model, "reshard"):
-            # False holds for forwards without gradients too.
-            assert not any(unit.is_sharded for unit in units_of(model))
-            for module in (*model.blocks, model):
-                module.reshard()
 
     # torch's modules show unsharded parameters after the last forward, and do not take buffers made in inference mode.
     shard = functools.partial(blocks_and_root, reshard_after_forward=reshards)
