@@ -183,10 +183,11 @@ class UnitForward:
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)
             expects_backward = returns or (unit.is_trainable and in_grad)
-            keep = expects_backward and (open_ended or iteration is None or not reshards)
             # A re-entrant checkpoint runs its units without gradients, so only the iteration shows whether a backward
             # may follow.
             trains = iteration is not None and iteration.trains
+            may_recompute = trains and unit.is_trainable and unit.options.rows is not None
+            keep = (expects_backward or may_recompute) and (open_ended or iteration is None or not reshards)
             keep_buffers = (
                 not keep and not open_ended and trains and unit.needs_all_gather and unit.control.unshard_in_backward
             )

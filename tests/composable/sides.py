@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils import _pytree as pytree
 
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.runtime import Schedule, units_of
@@ -19,6 +21,9 @@ from tests.support import assert_close
 from tests.support.kit import square_loss
 
 Shard = Callable[[Any, Callable[..., Any]], Any]
+# Torch's gradients are zeros where ours are None: what some steps do not use trains alike without other states.
+SGD = functools.partial(torch.optim.SGD, lr=0.05)
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
 Run = Callable[[Any, int], Any]
 
 
@@ -46,35 +51,56 @@ class Sides:
         model: the plain model.
         shard: shards a model by the function that it is given.
         with_torch: also train torch's; it cannot run every case.
+        optimizer: makes an optimizer.
     """
 
-    def __init__(self, model: nn.Module, shard: Shard = blocks_and_root, *, with_torch: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shard: Shard = blocks_and_root,
+        *,
+        with_torch: bool = True,
+        optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
+    ) -> None:
         self.plain: Any = copy.deepcopy(model)
         self.ours: Any = copy.deepcopy(model)
         self.theirs: Any = copy.deepcopy(model) if with_torch else None
         shard(self.ours, fully_shard)
         if with_torch:
             shard(self.theirs, torch_fully_shard)
-        self._optimizers = {
-            side: torch.optim.AdamW(side.parameters(), lr=0.05)
-            for side in (self.plain, self.ours, self.theirs)
-            if side is not None
-        }
+        sides = [side for side in (self.plain, self.ours, self.theirs) if side is not None]
+        self._optimizers = {side: optimizer(side.parameters()) for side in sides}
+        self._outputs: dict[nn.Module, list[torch.Tensor]] = {side: [] for side in sides}
+        for side in sides:
+            side.register_forward_hook(self._note_outputs)
         self.num_steps = 0
 
     def step(self, run: Run = one_backward, run_torch: Run | None = None, *, num_steps: int = 1) -> None:
-        """Run ``run(model, step)`` on each side, compare gradients, step the optimizers, and compare parameters."""
+        """Run ``run(model, step)`` on each side, step the optimizers, and compare outputs, gradients and parameters."""
         for _ in range(num_steps):
+            for outputs in self._outputs.values():
+                outputs.clear()
             for side in self._optimizers:
                 (run_torch or run if side is self.theirs else run)(side, self.num_steps)
             self.num_steps += 1
             average_gradients(self.plain)
+            self.check_outputs()
             self.check_gradients()
             for optimizer in self._optimizers.values():
                 optimizer.step()
                 optimizer.zero_grad()
             self.check_parameters()
             assert_no_step_runs(self.ours)
+
+    def _note_outputs(self, side: nn.Module, _args: Any, output: Any) -> None:
+        """Keep the outputs, of which losses are functions, of a forward of a model."""
+        self._outputs[side] += [each.detach().clone() for each in pytree.tree_leaves(output)]
+
+    def check_outputs(self) -> None:
+        """Compare the outputs of this step."""
+        expected, *others = self._outputs.values()
+        for found in others:
+            assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
     def check_gradients(self) -> None:
         expected = {name: param.grad for name, param in _named(self.plain).items() if param.grad is not None}

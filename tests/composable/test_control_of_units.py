@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
 
@@ -16,7 +17,7 @@ from fsdp_flat import register_forward_method
 from fsdp_flat.composable import FSDPModule, UnshardHandle, fully_shard, share_comm_ctx, trace
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.runtime import units_of
-from tests.composable.sides import Sides, assert_no_step_runs, batch_of, blocks_and_root
+from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
 from tests.runtime.kit import acquaint, recorded
 from tests.support import assert_close, on_ranks
 from tests.support.kit import BLOCKS, Block, Stack, full_params, square_loss, wrapped
@@ -59,6 +60,39 @@ def test_a_unit_unsharded_by_hand_is_not_gathered_again_by_its_forward(front: st
             # The root stays gathered after the first forward, as it awaits a backward.
             assert record.count("gather") - num_before <= 1
         model.reshard()
+
+
+class Sums(nn.Module):
+    """Adds the outputs of blocks, which it unshards before any of them runs."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way != "none" and isinstance(self.blocks[0], (FSDPModule, TorchFSDPModule)):
+            handles = [block.unshard(async_op=self.way != "sync") for block in self.blocks]
+            if self.way == "waited":
+                for handle in handles:
+                    handle.wait()
+        return sum(block(x) for block in self.blocks)
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("way", ["sync", "waited", "async", "none"])
+@pytest.mark.parametrize("first", [True, False])
+def test_units_unsharded_before_they_run_train_as_those_of_torch(way: str, first: bool) -> None:
+    def run(model: Any, step: int) -> None:
+        if first and isinstance(model, (FSDPModule, TorchFSDPModule)):
+            # In the first step before anything else has run.
+            for module in (model, *model.blocks):
+                handle = module.unshard(async_op=way != "sync")
+                if way == "waited":
+                    handle.wait()
+        square_loss(model, batch_of(step)).backward()
+
+    Sides(Sums(way)).step(run, num_steps=3)
 
 
 @on_ranks(2)
@@ -208,7 +242,7 @@ def test_wrong_lists_do_no_harm(reshards: bool | None) -> None:
     plain = Stack(4)
     # The last block never runs, though others prefetch it.
     plain.order = [0, 1, 2]
-    sides = Sides(plain, shard, with_torch=False)
+    sides = Sides(plain, shard, optimizer=SGD)
     sides.step(num_steps=3)
     assert all(unit.is_sharded for unit in units_of(sides.ours))
     assert_no_step_runs(sides.ours)

@@ -45,18 +45,22 @@ def sharded(model: nn.Sequential, fully_shard: Any = fully_shard, **kwargs: Any)
     return fully_shard(model, **kwargs)
 
 
-def trained(model: nn.Module, dim: int, rank: int, seeds: list[int], *, average: bool = False) -> None:
-    """Train with plain SGD; ``rank`` chooses the batches."""
+def trained(model: nn.Module, dim: int, rank: int, seeds: list[int], *, average: bool = False) -> torch.Tensor:
+    """Train with plain SGD, and return losses; ``rank`` chooses the batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
     for seed in seeds:
         torch.manual_seed(100 * seed + rank)
-        square_loss(model, torch.randn(3, dim)).backward()
+        loss = square_loss(model, torch.randn(3, dim))
+        losses.append(loss.detach())
+        loss.backward()
         if average:
             for param in model.parameters():
                 dist.all_reduce(param.grad)
                 param.grad /= dist.get_world_size()
         optimizer.step()
         optimizer.zero_grad()
+    return torch.stack(losses)
 
 
 def assert_full(model: nn.Module, plain: nn.Module) -> None:
@@ -97,9 +101,9 @@ def test_parameters_are_sharded_on_the_dim_asked_for(placement: Any, num_ranks: 
     assert_same_placements(model, reference)
     assert_full(model, plain)
     rank = dist.get_rank()
-    trained(plain, 4, rank, [1, 2], average=True)
+    expected = trained(plain, 4, rank, [1, 2], average=True)
     for each in (model, reference):
-        trained(each, 4, rank, [1, 2])
+        torch.testing.assert_close(trained(each, 4, rank, [1, 2]), expected)
     assert_full(model, plain)
     assert_same_placements(model, reference)
     fresh = sharded(mlps(4, 8, seed=3), shard_placement_fn=chosen)
@@ -150,9 +154,9 @@ def test_a_hybrid_mesh_replicates_over_its_first_dim(dim: int, rank: int, tmp_pa
     reference = sharded(copy.deepcopy(plain), torch_fully_shard, mesh=mesh)
     assert_same_placements(model, reference)
     assert all(param.placements == (Replicate(), Shard(0)) for param in model.parameters())
-    trained(plain, dim, rank, [1, 2], average=True)
+    expected = trained(plain, dim, rank, [1, 2], average=True)
     for each in (model, reference):
-        trained(each, dim, rank, [1, 2])
+        torch.testing.assert_close(trained(each, dim, rank, [1, 2]), expected)
     assert_full(model, plain)
     assert_same_placements(model, reference)
     fresh = sharded(mlps(dim, dim + 1, seed=3), mesh=mesh)
@@ -184,9 +188,9 @@ def test_tensor_parallelism_inside_composes_placements_as_torch(
     assert_same_placements(model, reference)
     assert_full(model, plain)
     # Ranks of one tensor-parallel group have one batch.
-    trained(plain, sizes[0], dp_rank, [1, 2], average=True)
+    expected = trained(plain, sizes[0], dp_rank, [1, 2], average=True)
     for each in (model, reference):
-        trained(each, sizes[0], dp_rank, [1, 2])
+        torch.testing.assert_close(trained(each, sizes[0], dp_rank, [1, 2]), expected)
     assert_full(model, plain)
     assert_same_placements(model, reference)
     fresh = sharded(tensor_parallel(mlps(*sizes, seed=3), mesh["tp"]), mesh=mesh["dp"])
@@ -209,9 +213,9 @@ def test_hybrid_meshes_and_tensor_parallelism_compose(
     reference = sharded(tensor_parallel(copy.deepcopy(plain), tensor), torch_fully_shard, mesh=data)
     assert_same_placements(model, reference)
     assert_full(model, plain)
-    trained(plain, sizes[0], dp_rank, [1, 2], average=True)
+    expected = trained(plain, sizes[0], dp_rank, [1, 2], average=True)
     for each in (model, reference):
-        trained(each, sizes[0], dp_rank, [1, 2])
+        torch.testing.assert_close(trained(each, sizes[0], dp_rank, [1, 2]), expected)
     assert_full(model, plain)
     assert_same_placements(model, reference)
     fresh = sharded(tensor_parallel(mlps(*sizes, seed=3), tensor), mesh=data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.runtime import units_of
-from tests.composable.beside import Beside, batch_of, grads_of
+from tests.composable.beside import Beside, batch_of, grads_of, whole
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Stack, mesh, square_loss
 
@@ -221,6 +222,41 @@ def test_a_divide_factor_is_applied_after_the_sum_in_low_precision(reduce_dtype:
         assert_equal(sums[4096.0][name] * 4096, grad)
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("shape", ["shards", "hybrid", "replicas"])
+@pytest.mark.parametrize("dtypes", [(None, None), (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)])
+def test_training_with_a_divide_factor_equals_torch(shape: str, dtypes: tuple[torch.dtype | None, ...]) -> None:
+    num_ranks = dist.get_world_size()
+    on = {"shards": None, "hybrid": mesh(2, num_ranks // 2), "replicas": mesh(num_ranks, 1)}[shape]
+    models = Beside.of(mesh=on, mp_policy=MixedPrecisionPolicy(*dtypes))
+    factor, given = 2.0 * num_ranks, 2.0 * num_ranks
+    if on is not None and on.shape[1] == 1:
+        # torch divides by the factor twice where there are replicas only.
+        given = math.sqrt(factor)
+    for own, other in models.units():
+        own.set_gradient_divide_factor(factor)
+        other.set_gradient_divide_factor(given)
+        for unit in (own, other):
+            unit.set_force_sum_reduction_for_comms(True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models.both]
+    exact = torch.bfloat16 not in dtypes
+    tolerance = {} if exact else {"atol": 2e-3, "rtol": 2e-2}
+    for number in range(2):
+        models.zero_grad()
+        losses = [square_loss(model, batch_of(dist.get_rank(), number)) for model in models.both]
+        torch.testing.assert_close(*losses, **tolerance)
+        for loss in losses:
+            loss.backward()
+        models.check_grads(replica=False, **tolerance)
+        if number == 0 and exact:
+            models.plain_backward(0, factor)
+            models.check_grads()
+        for optimizer in optimizers:
+            optimizer.step()
+    for own, other in zip(models.ours.parameters(), models.theirs.parameters(), strict=True):
+        torch.testing.assert_close(whole(own), whole(other), **tolerance)
+
+
 @on_ranks(2)
 def test_the_older_name_of_the_divide_factor_warns(rank: int) -> None:
     models = Beside.of()
@@ -256,22 +292,27 @@ class Operations:
         return call
 
 
-@on_ranks(4)
+@on_ranks(2, 4)
 @pytest.mark.parametrize("enable", [None, False, True])
 @pytest.mark.parametrize("factor", [None, 3.0])
 def test_backends_get_sums_only(enable: bool | None, factor: float | None) -> None:
-    models = Beside.of(mesh=mesh(2, 2))
-    for own, _ in models.units():
+    num_ranks = dist.get_world_size()
+    models = Beside.of(mesh=mesh(2, 2) if num_ranks == 4 else None)
+    for own, other in models.units():
         if enable is not None:
             own.set_force_sum_reduction_for_comms(enable)
+        other.set_force_sum_reduction_for_comms(True)
         if factor is not None:
             own.set_gradient_divide_factor(factor)
+            other.set_gradient_divide_factor(factor)
     models.ours.set_backend_collectives()
     with pytest.MonkeyPatch.context() as patch:
         operations = Operations(patch)
         models.backward(0, models=[models.ours])
     names = [name for name, _ in operations.found]
-    assert names.count("reduce_scatter_single") == names.count("all_reduce") == 4
+    assert names.count("reduce_scatter_single") == 4
+    assert names.count("all_reduce") == (4 if num_ranks == 4 else 0)
     assert {str(op) for _, op in operations.found} == {str(dist.ReduceOp.SUM)}
+    models.backward(0, models=[models.theirs])
     models.plain_backward(0, factor)
-    torch.testing.assert_close(grads_of(models.ours), grads_of(models.plain))
+    models.check_grads()

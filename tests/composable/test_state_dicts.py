@@ -22,12 +22,14 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
+from tests.composable.beside import whole
 from tests.support import on_ranks
 from tests.support.kit import mesh, square_loss
 
@@ -126,6 +128,33 @@ def test_a_state_dict_aliases_the_shards(dim: int, is_hybrid: bool, num_ranks: i
     assert not torch.equal(state["0.inner.weight"].full_tensor(), mlps(dim, seed=2)[0].inner.weight)
 
 
+@on_ranks(2, 4)
+@pytest.mark.parametrize("dim", [2, 3, 4, 5])
+@pytest.mark.parametrize("way", ["resharded", "kept", "converted"])
+def test_a_dict_taken_once_follows_an_optimizer_as_that_of_torch(dim: int, way: str) -> None:
+    torch.manual_seed(0)
+    layers = [nn.Linear(dim, dim, bias=False) for _ in range(2)]
+    layers[1].load_state_dict(layers[0].state_dict())
+    states, optimizers = [], []
+    for layer, shard in zip(layers, (fully_shard, torch_fully_shard), strict=True):
+        shard(layer, reshard_after_forward=way != "kept")
+        if way == "converted":
+            layer.double().float()
+        states.append(layer.state_dict())
+        optimizers.append(torch.optim.AdamW(layer.parameters(), lr=0.1))
+    before = pointers(states[0])
+    torch.manual_seed(dist.get_rank())
+    x = torch.rand(dim, dim)
+    for _ in range(4):
+        for layer, optimizer in zip(layers, optimizers, strict=True):
+            optimizer.zero_grad()
+            square_loss(layer, x).backward()
+            optimizer.step()
+        torch.testing.assert_close(states[0]["weight"].to_local(), states[1]["weight"].to_local())
+        assert pointers(layers[0].state_dict()) == before
+    assert_full(states[0], {"weight": layers[0].weight.full_tensor().detach()})
+
+
 @on_ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_state_dict_after_a_forward_reshards_first(reshard_after_forward: bool) -> None:
@@ -170,6 +199,42 @@ def test_meta_parameters_take_a_load_or_an_initialisation(dim: int) -> None:
     assert pointers(model.state_dict()) == own
     assert_full(model.state_dict(), plain.state_dict())
     torch.testing.assert_close(model(torch.ones(2, dim)), plain(torch.ones(2, dim)))
+
+
+@on_ranks(2, 4)
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("dim", [2, 3, 5])
+def test_offloaded_meta_parameters_take_a_load_and_train_as_those_of_torch(dim: int, pin_memory: bool) -> None:
+    plain = mlps(dim)
+    found = []
+    for shard, policy in ((fully_shard, CPUOffloadPolicy), (torch_fully_shard, TorchCPUOffloadPolicy)):
+        # torch pins with or without an accelerator.
+        pins = pin_memory and (shard is fully_shard or torch.accelerator.is_available())
+        model = sharded(mlps(dim, "meta"), shard, offload_policy=policy(pin_memory=pins))
+        given = {
+            name: distribute_tensor(value, param.device_mesh, param.placements)
+            for (name, value), param in zip(plain.named_parameters(), model.parameters(), strict=True)
+        }
+        model.load_state_dict({**dict(plain.named_buffers()), **given}, strict=True, assign=True)
+        losses = trained(model, torch.optim.AdamW(model.parameters(), lr=0.1), dim=dim)
+        state = model.state_dict()
+        assert {value.device.type for value in state.values()} == {"cpu"}
+        found.append((losses, {name: whole(value) for name, value in state.items()}))
+    torch.testing.assert_close(found[0], found[1])
+
+
+@on_ranks(2)
+def test_offloaded_parameters_that_are_loaded_from_an_accelerator_are_refused_by_name() -> None:
+    model = sharded(mlps(3), offload_policy=CPUOffloadPolicy())
+    given = sharded(mlps(3, seed=1)).state_dict()
+    with pytest.MonkeyPatch.context() as patch:
+        # A machine without an accelerator has no such tensors.
+        patch.setattr(DTensor, "device", property(lambda _: torch.device("cuda:0")), raising=False)
+        model.load_state_dict({"1.inner.weight": given["1.inner.weight"]}, strict=False, assign=True)
+        with pytest.raises(UsageError, match=r"in host memory, but these are on cuda:0: 'inner\.weight' of unit '1'"):
+            model(torch.ones(2, 3))
+    model.load_state_dict(given, assign=True)
+    torch.testing.assert_close(model(torch.ones(2, 3)), mlps(3, seed=1)(torch.ones(2, 3)))
 
 
 @on_ranks(2)
@@ -223,12 +288,18 @@ def test_rank_zero_loads_a_full_state_dict_for_all(rank: int) -> None:
         assert_full(gathered, plain.state_dict())
 
 
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int = 2, seed: int = 0) -> None:
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int = 2, seed: int = 0, dim: int = 3
+) -> torch.Tensor:
+    losses = []
     for each in range(num_steps):
         torch.manual_seed(100 * (seed + each) + dist.get_rank())
-        square_loss(model, torch.randn(3, 3)).backward()
+        loss = square_loss(model, torch.randn(3, dim))
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        losses.append(loss.detach())
+    return torch.stack(losses)
 
 
 FRONTS = {"ours": fully_shard, "torch": torch_fully_shard}
@@ -250,8 +321,7 @@ def test_checkpoints_of_torch_pass_between_both_fronts(saved: str, loaded: str, 
     dcp.load(state, checkpoint_id=tmp_path)
     set_state_dict(second, other, model_state_dict=state["model"], optim_state_dict=state["optim"])
     for _ in range(2):
-        trained(first, optimizer, seed=7)
-        trained(second, other, seed=7)
+        torch.testing.assert_close(trained(first, optimizer, seed=7), trained(second, other, seed=7))
     for (name, one), (_, two) in zip(first.named_parameters(), second.named_parameters(), strict=True):
         torch.testing.assert_close(one.to_local(), two.to_local(), msg=name)
 

@@ -15,12 +15,13 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
 )
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_flat import participate
 from fsdp_flat.composable import trace
 from fsdp_flat.runtime import units_of
-from tests.composable.sides import Sides, assert_no_step_runs, batch_of, blocks_and_root
+from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root, one_backward
 from tests.support import on_ranks
 from tests.support.kit import Block, Stack, mesh, square_loss
 
@@ -173,7 +174,7 @@ def choosing(choose: Callable[[int], list[int]]) -> Callable[[Any, int], None]:
 @pytest.mark.parametrize("inside", [True, False], ids=["one unit", "own units"])
 def test_experts_chosen_by_step(inside: bool, reshards: Any) -> None:
     shard = functools.partial(shard_experts, inside=inside, reshard_after_forward=reshards)
-    sides = Sides(Experts(), shard, with_torch=inside)
+    sides = Sides(Experts(), shard, optimizer=SGD)
     sides.step(choosing(lambda step: [step % 3]), num_steps=4)
     sides.step(choosing(lambda step: []))
     sides.step(choosing(lambda step: [0, 2]))
@@ -182,8 +183,17 @@ def test_experts_chosen_by_step(inside: bool, reshards: Any) -> None:
 @on_ranks(2, 4)
 @RESHARDS
 def test_experts_of_one_unit_chosen_by_rank(reshards: Any, rank: int) -> None:
-    shard = functools.partial(shard_experts, inside=True, reshard_after_forward=reshards)
-    Sides(Experts(), shard, with_torch=False).step(choosing(lambda step: [(rank + step) % 3]), num_steps=3)
+    def shard(model: Any, fully_shard: Any) -> Any:
+        shard_experts(model, fully_shard, inside=True, reshard_after_forward=reshards)
+        if fully_shard.__module__.startswith("torch"):
+            # By default torch reduces what a rank has used, and so mixes parameters of different ranks.
+            model.set_reduce_scatter_unused_params(True)
+        return model
+
+    with_torch = hasattr(TorchFSDPModule, "set_reduce_scatter_unused_params")
+    Sides(Experts(), shard, optimizer=SGD, with_torch=with_torch).step(
+        choosing(lambda step: [(rank + step) % 3]), num_steps=3
+    )
 
 
 @on_ranks(2, 4)
@@ -249,7 +259,7 @@ def test_a_module_of_a_list_that_does_not_run(reshards: Any) -> None:
         model.order = [[0, 2, 3], [0, 1, 3], [1, 2], [0, 1, 2, 3]][step % 4]
         square_loss(model, batch_of(step)).backward()
 
-    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards), with_torch=False)
+    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
     sides.step(run, num_steps=5)
 
 
@@ -259,14 +269,14 @@ def test_a_module_of_a_list_that_does_not_run(reshards: Any) -> None:
 def test_modules_of_a_list_that_run_in_another_order_or_twice(order: list[int], reshards: Any) -> None:
     plain = Stack(4)
     plain.order = order
-    Sides(plain, functools.partial(shard_pairs, reshard_after_forward=reshards), with_torch=False).step(num_steps=3)
+    Sides(plain, functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD).step(num_steps=3)
 
 
 @on_ranks(2)
 @RESHARDS
 @pytest.mark.parametrize("kind", [Checkpointed, Reentrant])
 def test_modules_of_a_list_under_checkpoints(kind: Any, reshards: Any) -> None:
-    sides = Sides(kind(4), functools.partial(shard_pairs, reshard_after_forward=reshards), with_torch=False)
+    sides = Sides(kind(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
     sides.step(num_steps=2)
 
 
@@ -292,7 +302,7 @@ def test_a_list_of_which_one_module_is_called_alone_outside_of_the_root(reshards
             finally:
                 self.features_only = False
 
-    sides = Sides(Chunked(4), functools.partial(shard_pairs, reshard_after_forward=reshards), with_torch=False)
+    sides = Sides(Chunked(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
     sides.step(num_steps=1)
     sides.step(chunked, num_steps=2)
 
@@ -301,7 +311,7 @@ def test_a_list_of_which_one_module_is_called_alone_outside_of_the_root(reshards
 @RESHARDS
 @pytest.mark.parametrize("where", [0, 1, 3])
 def test_an_exception_in_the_middle_of_a_list(where: int, reshards: Any) -> None:
-    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards), with_torch=False)
+    sides = Sides(Stack(4), functools.partial(shard_pairs, reshard_after_forward=reshards), optimizer=SGD)
     sides.step()
 
     def fail(*_: Any) -> None:
@@ -489,4 +499,17 @@ def test_the_sides_differ_if_a_gradient_does() -> None:
         (square_loss(model, batch_of(step)) * (1.01 if model is sides.ours else 1.0)).backward()
 
     with pytest.raises(AssertionError, match="elements differ"):
+        sides.step(run)
+
+
+@on_ranks(2)
+def test_the_sides_differ_if_an_output_does() -> None:
+    sides = Sides(Stack())
+
+    def run(model: Any, step: int) -> None:
+        with torch.no_grad():
+            model(batch_of(step) * (1.01 if model is sides.theirs else 1.0))
+        one_backward(model, step)
+
+    with pytest.raises(AssertionError, match=r"value\[0\]: .* elements differ"):
         sides.step(run)
