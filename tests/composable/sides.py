@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fsdp_flat.composable import fully_shard
@@ -17,6 +16,7 @@ from fsdp_flat.runtime import Schedule, units_of
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close
 from tests.support.kit import square_loss
+from tests.support.peer import peer_fully_shard
 
 Shard = Callable[[Any, Callable[..., Any]], Any]
 Run = Callable[[Any, int], Any]
@@ -54,7 +54,7 @@ class Sides:
         self.theirs: Any = copy.deepcopy(model) if with_torch else None
         shard(self.ours, fully_shard)
         if with_torch:
-            shard(self.theirs, torch_fully_shard)
+            shard(self.theirs, peer_fully_shard)
         self._optimizers = {
             side: torch.optim.AdamW(side.parameters(), lr=0.05)
             for side in (self.plain, self.ours, self.theirs)

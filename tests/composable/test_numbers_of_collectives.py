@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_flat.composable import fully_shard, trace
@@ -19,6 +18,7 @@ from tests.composable.sides import batch_of, blocks_and_root
 from tests.runtime.kit import acquaint, recorded
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
+from tests.support.peer import peer_fully_shard
 
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 
@@ -45,7 +45,7 @@ def numbers(model: nn.Module, step: int) -> tuple[dict[str, int], dict[str, int]
 def test_with_backend_collectives_the_numbers_are_those_of_torch(reshards: Any, num_ranks: int) -> None:
     plain = Stack()
     ours = blocks_and_root(copy.deepcopy(plain), fully_shard, reshard_after_forward=reshards)
-    theirs = blocks_and_root(copy.deepcopy(plain), torch_fully_shard, reshard_after_forward=reshards)
+    theirs = blocks_and_root(copy.deepcopy(plain), peer_fully_shard, reshard_after_forward=reshards)
     ours.set_backend_collectives()
     num_blocks = len(plain.blocks)
     in_backward = {None: num_blocks, True: num_blocks + 1, False: 0, 2: num_blocks + 1}[reshards]
@@ -68,7 +68,7 @@ def test_frozen_and_trainable_parameters_of_a_unit_are_gathered_at_once() -> Non
     for block in plain.blocks:
         block.up.weight.requires_grad_(False)
     ours = blocks_and_root(copy.deepcopy(plain), fully_shard)
-    theirs = blocks_and_root(copy.deepcopy(plain), torch_fully_shard)
+    theirs = blocks_and_root(copy.deepcopy(plain), peer_fully_shard)
     ours.set_backend_collectives()
     for step in range(2):
         assert numbers(ours, step) == numbers(theirs, step)

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -30,6 +29,7 @@ from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
 from tests.support.kit import mesh, square_loss
+from tests.support.peer import peer_fully_shard
 
 
 class Mlp(nn.Module):
@@ -231,7 +231,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, num_steps: int =
         optimizer.zero_grad()
 
 
-FRONTS = {"ours": fully_shard, "torch": torch_fully_shard}
+FRONTS = {"ours": fully_shard, "torch": peer_fully_shard}
 
 
 @on_ranks(2, 4)
