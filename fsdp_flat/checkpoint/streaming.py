@@ -14,7 +14,7 @@ from fsdp_flat.checkpoint.contents import boxed_state_dict
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, redistribute
+from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, full_tensor, redistribute
 
 __all__ = [
     "StateEntry",
@@ -127,7 +127,7 @@ def full_tensor_on(entry: StateEntry, dst: int | None, channels: P2PChannels) ->
     # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
     if isinstance(entry.value, DTensor):
-        full = entry.value.full_tensor()
+        full = full_tensor(entry.value)
         return full if dst in (None, rank_group.rank) else None
     part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
     redistribute([shard.transfer_to(dst, part)], channels)

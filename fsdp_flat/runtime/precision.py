@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.tensors import map_tensors
 
@@ -88,6 +88,7 @@ def precision_of_rows(policy: Any) -> Precision:
 
     Raises:
         OptionTypeError: ``policy`` or one of its dtypes has the wrong type.
+        UnsupportedError: it has a dtype for each parameter.
     """
     if not any(kind.__name__ == "MixedPrecisionPolicy" for kind in type(policy).__mro__):
         raise OptionTypeError(f"mp_policy must be a MixedPrecisionPolicy; got {type(policy).__name__}.")
@@ -95,6 +96,12 @@ def precision_of_rows(policy: Any) -> Precision:
         dtype = getattr(policy, name)
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise OptionTypeError(f"MixedPrecisionPolicy.{name} must be a torch.dtype or None; got {dtype!r}.")
+    # A field of torch's class since 2.15.
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise UnsupportedError(
+            "MixedPrecisionPolicy.param_dtype_override_fn is not supported: parameters of one call have one dtype in "
+            "compute. Call fully_shard with another mp_policy on the modules that hold the others."
+        )
     return Precision(
         param_dtype=policy.param_dtype,
         reduce_dtype=policy.reduce_dtype or policy.param_dtype,

@@ -1,5 +1,6 @@
 """Layer 3: saves and loads state dicts of models and optimizers."""
 
+from fsdp_flat.state._torch import full_tensor
 from fsdp_flat.state.boxed import BoxedTensor
 from fsdp_flat.state.codecs import CODECS, CodecRow, codec_of, settings_for
 from fsdp_flat.state.dtensors import local_from
@@ -45,6 +46,7 @@ __all__ = [
     "StateShard",
     "codec_of",
     "contents_of",
+    "full_tensor",
     "get_state_dict_type",
     "load_full_or_sharded",
     "load_optim_state",

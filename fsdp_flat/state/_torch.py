@@ -15,7 +15,8 @@ from torch.distributed._shard.sharded_tensor import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
 from fsdp_flat.comm import RankGroup, global_ranks
 from fsdp_flat.errors import OptionError
@@ -26,6 +27,7 @@ __all__ = [
     "describe_value",
     "dtensor",
     "dtype_of",
+    "full_tensor",
     "is_chunked",
     "is_scalar",
     "local_chunk",
@@ -40,6 +42,32 @@ def dtensor(
     """Build a DTensor of ``shape`` of which this rank holds ``chunk``."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(chunk, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def full_tensor(value: DTensor) -> torch.Tensor:
+    """Return the full tensor of a DTensor. Every rank of its mesh must call this.
+
+    ``DTensor.full_tensor`` of torch 2.8 mixes up the rows of a dim that two mesh dims shard, where their numbers differ
+    between ranks. Right in 2.11, and this way is right in the versions in between too.
+    """
+    mesh, placements = value.device_mesh, value.placements
+    if torch.__version__ >= "2.11" or not any(isinstance(each, _StridedShard) for each in placements):
+        return value.full_tensor()
+    assert mesh.mesh_dim_names is not None
+    full = value.to_local()
+    # A strided dim was sharded after the mesh dims that follow it.
+    for mesh_dim, placement in enumerate(placements):
+        if isinstance(placement, ShardedDim):
+            shape = list(value.shape)
+            for later, other in enumerate(placements[mesh_dim + 1 :], mesh_dim + 1):
+                if isinstance(other, ShardedDim):
+                    rows = chunk_rows(shape[other.dim], mesh.size(later), mesh.get_local_rank(later))
+                    shape[other.dim] = rows.numel
+            line = root_mesh(mesh)[mesh.mesh_dim_names[mesh_dim]]
+            part = dtensor(full, tuple(shape), line, (ShardedDim(placement.dim),))
+            assert isinstance(part, DTensor)
+            full = part.full_tensor()
+    return full
 
 
 def _sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import DTensorViews
-from fsdp_flat.state._torch import shape_of
+from fsdp_flat.state._torch import full_tensor, shape_of
 from fsdp_flat.state.param_index import IndexedParam
 
 __all__ = ["dtensor_from", "empty_dtensor", "local_from", "without_dtensors"]
@@ -23,7 +23,7 @@ def without_dtensors(value: Any, *, to_cpu: bool) -> Any:
     """Return the full tensor of a DTensor, and any other value itself. Every rank of its mesh must call this."""
     if not isinstance(value, DTensor):
         return value
-    full = value.full_tensor().detach()
+    full = full_tensor(value).detach()
     return full.cpu() if to_cpu else full
 
 

@@ -7,7 +7,8 @@ import importlib
 import pickle
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing import process
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint import state_dict as dcp_functions
 
 import fsdp_flat
 from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import UnsupportedError, UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
 from tests.support.kit import square_loss
@@ -78,25 +79,29 @@ def test_a_client_imported_afterwards_gets_our_names() -> None:
         assert_ours(client)
 
 
+def fsdp2_names() -> list[str]:
+    """The names of FSDP2 that the installed torch has."""
+    return [name for name in FSDP2_NAMES if hasattr(peer_library, name)]
+
+
 def test_torchs_own_bindings_of_the_class_are_replaced() -> None:
     with fsdp_flat.installed():
         assert dcp_functions.FSDP is fsdp_flat.FullyShardedDataParallel
         assert named_optimizer.FSDP is fsdp_flat.FullyShardedDataParallel
         assert dcp_functions.StateDictType is fsdp_flat.StateDictType
-        assert dcp_functions.HYBRID_SHARDING_STRATEGIES == [
-            fsdp_flat.ShardingStrategy.HYBRID_SHARD,
-            fsdp_flat.ShardingStrategy._HYBRID_SHARD_ZERO2,
-        ]
+        hybrid = [fsdp_flat.ShardingStrategy.HYBRID_SHARD, fsdp_flat.ShardingStrategy._HYBRID_SHARD_ZERO2]
+        # Older torch has no such name.
+        assert getattr(dcp_functions, "HYBRID_SHARDING_STRATEGIES", hybrid) == hybrid
     assert dcp_functions.FSDP is named_optimizer.FSDP is PEER_CLASS["torch's"]
 
 
 def test_every_public_name_of_fsdp1_is_replaced_and_fsdp2_is_left_alone() -> None:
-    fsdp2 = {name: getattr(peer_library, name) for name in FSDP2_NAMES}
+    fsdp2 = {name: getattr(peer_library, name) for name in fsdp2_names()}
     with fsdp_flat.installed():
         for name in peer_library.__all__:
             expected = None if name in FSDP2_NAMES else getattr(fsdp_flat, name, None)
             assert (getattr(peer_library, name) is expected) is (expected is not None), name
-        assert {name: getattr(peer_library, name) for name in FSDP2_NAMES} == fsdp2
+        assert {name: getattr(peer_library, name) for name in fsdp2} == fsdp2
 
 
 FSDP2_HOMES = (
@@ -110,7 +115,7 @@ FSDP2_HOMES = (
 def test_fsdp2s_names_are_replaced_where_asked_and_torchs_again_afterwards() -> None:
     homes = [importlib.import_module(name) for name in FSDP2_HOMES]
     before = [{name: value for name, value in vars(home).items() if name in FSDP2_NAMES} for home in homes]
-    assert [len(names) for names in before] == [len(FSDP2_NAMES), 6, 4, len(FSDP2_NAMES)]
+    assert [len(names) for names in before] == [len(fsdp2_names()), 6, 4, len(fsdp2_names())]
     with imported("client_of_fsdp2") as client:
         with fsdp_flat.installed(fully_shard=True):
             for home, names in zip(homes, before, strict=True):
@@ -307,3 +312,17 @@ def test_torchs_policies_of_fsdp2_are_taken_wherever_ours_are(rank: int) -> None
         assert options.offload_params is offloads
         assert options.precision.param_dtype is torch.bfloat16
         assert model(torch.ones(2, 4)).dtype is torch.float32
+
+
+@on_ranks(2)
+def test_a_policy_with_a_dtype_for_each_parameter_is_refused(rank: int) -> None:
+    # Like that of torch 2.15.
+    @dataclass(frozen=True)
+    class MixedPrecisionPolicy(fsdp_flat.MixedPrecisionPolicy):
+        param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = None
+
+    fsdp_flat.fully_shard(nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy())
+    with pytest.raises(UnsupportedError, match="another mp_policy on the modules"):
+        fsdp_flat.fully_shard(
+            nn.Linear(4, 4), mp_policy=MixedPrecisionPolicy(param_dtype_override_fn=lambda param: None)
+        )

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.composable.sides import blocks_and_root
 from tests.support.kit import Block, Stack, square_loss
+from tests.support.peer import peer_fully_shard
+
+
+def needs_of_torch(method: str) -> pytest.MarkDecorator:
+    """Skip a test that compares with a method of torch's FSDPModule where the installed torch does not have it."""
+    has_it = hasattr(TorchFSDPModule, method)
+    return pytest.mark.skipif(not has_it, reason=f"FSDPModule of torch {torch.__version__} has no {method}")
 
 
 def batch_of(rank: int, number: int) -> torch.Tensor:
@@ -52,16 +60,13 @@ class Beside:
         model: Stack | None = None,
         *,
         dtype: torch.dtype = torch.float32,
-        of_theirs: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         **kwargs: Any,
     ) -> Beside:
-        """Shard two of three copies; ``of_theirs`` makes the arguments of torch's function of ours."""
+        """Shard two of three copies."""
         torch.manual_seed(0)
         plain = (model or Stack()).to(dtype)
         ours, theirs = copy.deepcopy(plain), copy.deepcopy(plain)
-        return cls(
-            blocks_and_root(ours, **kwargs), blocks_and_root(theirs, torch_fully_shard, **of_theirs(kwargs)), plain
-        )
+        return cls(blocks_and_root(ours, **kwargs), blocks_and_root(theirs, peer_fully_shard, **kwargs), plain)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 
@@ -19,6 +18,7 @@ from fsdp_flat.runtime import Schedule, units_of
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close
 from tests.support.kit import square_loss
+from tests.support.peer import peer_fully_shard
 
 Shard = Callable[[Any, Callable[..., Any]], Any]
 # Torch's gradients are zeros where ours are None: what some steps do not use trains alike without other states.
@@ -67,7 +67,7 @@ class Sides:
         self.theirs: Any = copy.deepcopy(model) if with_torch else None
         shard(self.ours, fully_shard)
         if with_torch:
-            shard(self.theirs, torch_fully_shard)
+            shard(self.theirs, peer_fully_shard)
         sides = [side for side in (self.plain, self.ours, self.theirs) if side is not None]
         self._optimizers = {side: optimizer(side.parameters()) for side in sides}
         self._outputs: dict[nn.Module, list[torch.Tensor]] = {side: [] for side in sides}

@@ -15,7 +15,7 @@ from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from fsdp_flat.runtime import units_of
-from tests.composable.beside import Beside
+from tests.composable.beside import Beside, needs_of_torch
 from tests.composable.sides import blocks_and_root
 from tests.runtime.kit import Twin, recorded, shared_memory
 from tests.support import on_ranks
@@ -77,6 +77,7 @@ def train(models: Beside, *, num_steps: int = 2, replica: bool = True, **toleran
         models.check_grads(replica=replica, **tolerance)
 
 
+@needs_of_torch("set_custom_all_gather")
 @on_ranks(2, 4)
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("hybrid", [False, True])
@@ -105,6 +106,7 @@ def test_custom_objects_communicate_in_their_own_memory(dtype: torch.dtype | Non
     assert reductions.sizes == their_reductions.sizes
 
 
+@needs_of_torch("set_custom_all_gather")
 @on_ranks(4)
 def test_a_backward_over_a_smaller_group_uses_the_same_objects() -> None:
     models = Beside.of(reshard_after_forward=2)

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from fsdp_flat import DataParallelMeshDims
 from fsdp_flat.composable import fully_shard
 from tests.composable.test_placements import Mlp, assert_same_placements
 from tests.support import on_ranks
+from tests.support.peer import peer_fully_shard
 
 # By name: the sizes of the mesh on 4 ranks by the names of its dims, and those that shard and replicate.
 MESHES: dict[str, tuple[dict[str, int], Any, Any]] = {
@@ -79,7 +79,7 @@ def test_training_equals_torchs(kind: str) -> None:
     options: Any = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(shard, replicate)}
     model = sharded(distributed(mesh), fully_shard, **options)
     theirs = torch.distributed.fsdp.DataParallelMeshDims(shard, replicate)
-    reference = sharded(distributed(mesh), torch_fully_shard, mesh=mesh, dp_mesh_dims=theirs)
+    reference = sharded(distributed(mesh), peer_fully_shard, mesh=mesh, dp_mesh_dims=theirs)
     assert_same_placements(model, reference)
     losses = trained(model, mesh)
     torch.testing.assert_close(losses, trained(reference, mesh))

@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from fsdp_flat import fully_shard
 from tests.composable.test_training import steps
 from tests.support import on_ranks
+from tests.support.peer import peer_fully_shard
 
 
 class Tail(nn.Module):
@@ -31,7 +31,7 @@ def test_two_modules_in_one_unit_train_as_a_replica_and_torch(reshard_after_forw
     torch.manual_seed(0)
     plain = Tail()
     models = [copy.deepcopy(plain), copy.deepcopy(plain)]
-    for model, shard in zip(models, (fully_shard, torch_fully_shard), strict=True):
+    for model, shard in zip(models, (fully_shard, peer_fully_shard), strict=True):
         shard(model.body)
         shard([model.norm, model.head], reshard_after_forward=reshard_after_forward)
         shard(model)

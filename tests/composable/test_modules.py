@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
 from tests.support import OWN_PARAMETERS, on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.peer import peer_fully_shard
 
 
 class Tied(nn.Module):
@@ -124,7 +124,7 @@ def test_attributes_of_parameters_survive() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("function", [fully_shard, torch_fully_shard])
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
 def test_a_sequential_slices_to_one_of_its_own_class(function: Any) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)])
@@ -143,7 +143,7 @@ def test_a_sequential_slices_to_one_of_its_own_class(function: Any) -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("function", [fully_shard, torch_fully_shard])
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
 def test_sharded_modules_are_neither_copied_nor_pickled(function: Any) -> None:
     model = function(stack())
     for each in (copy.deepcopy, pickle.dumps):

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -25,6 +24,7 @@ from tests.composable.test_step_cases import Checkpointed, Reentrant, shard_pair
 from tests.runtime.kit import acquaint, recorded
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, square_loss, wrapped
+from tests.support.peer import peer_fully_shard
 
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 
@@ -50,7 +50,7 @@ def twins(plain: nn.Module, shard: Callable[..., Any]) -> tuple[Any, Any]:
     """Shard copies of a model by the library and by torch, with torch's collectives."""
     ours = shard(copy.deepcopy(plain), fully_shard)
     ours.set_backend_collectives()
-    return ours, shard(copy.deepcopy(plain), torch_fully_shard)
+    return ours, shard(copy.deepcopy(plain), peer_fully_shard)
 
 
 def assert_same_grads(ours: nn.Module, theirs: nn.Module) -> None:

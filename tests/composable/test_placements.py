@@ -13,13 +13,16 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
+from fsdp_flat.state import full_tensor
 from tests.support import on_ranks
 from tests.support.kit import square_loss
+from tests.support.peer import peer_fully_shard
 
 
 class Mlp(nn.Module):
@@ -65,7 +68,7 @@ def trained(model: nn.Module, dim: int, rank: int, seeds: list[int], *, average:
 
 def assert_full(model: nn.Module, plain: nn.Module) -> None:
     for (name, value), (_, expected) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
-        torch.testing.assert_close(value.full_tensor(), expected, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(full_tensor(value), expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def assert_same_placements(model: nn.Module, other: nn.Module) -> None:
@@ -97,7 +100,7 @@ def test_parameters_are_sharded_on_the_dim_asked_for(placement: Any, num_ranks: 
 
     plain = mlps(4, 8)
     model = sharded(copy.deepcopy(plain), shard_placement_fn=chosen)
-    reference = sharded(copy.deepcopy(plain), torch_fully_shard, shard_placement_fn=chosen)
+    reference = sharded(copy.deepcopy(plain), peer_fully_shard, shard_placement_fn=chosen)
     assert_same_placements(model, reference)
     assert_full(model, plain)
     rank = dist.get_rank()
@@ -151,7 +154,7 @@ def test_a_hybrid_mesh_replicates_over_its_first_dim(dim: int, rank: int, tmp_pa
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     plain = mlps(dim, dim + 1)
     model = sharded(copy.deepcopy(plain), mesh=mesh)
-    reference = sharded(copy.deepcopy(plain), torch_fully_shard, mesh=mesh)
+    reference = sharded(copy.deepcopy(plain), peer_fully_shard, mesh=mesh)
     assert_same_placements(model, reference)
     assert all(param.placements == (Replicate(), Shard(0)) for param in model.parameters())
     expected = trained(plain, dim, rank, [1, 2], average=True)
@@ -184,7 +187,7 @@ def test_tensor_parallelism_inside_composes_placements_as_torch(
     held, seen = list(model.parameters()), set()
     sharded(model, mesh=mesh["dp"], shard_placement_fn=lambda param: seen.add(param))
     assert seen == set(held)
-    reference = sharded(tensor_parallel(copy.deepcopy(plain), mesh["tp"]), torch_fully_shard, mesh=mesh["dp"])
+    reference = sharded(tensor_parallel(copy.deepcopy(plain), mesh["tp"]), peer_fully_shard, mesh=mesh["dp"])
     assert_same_placements(model, reference)
     assert_full(model, plain)
     # Ranks of one tensor-parallel group have one batch.
@@ -200,6 +203,22 @@ def test_tensor_parallelism_inside_composes_placements_as_torch(
 
 
 @on_ranks(4)
+@pytest.mark.parametrize("rows", [2, 3, 4, 5, 6, 7])
+def test_full_states_of_rows_split_by_both_are_those_of_the_plain_model(rows: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plain = mlps(3, rows)
+    model = sharded(tensor_parallel(copy.deepcopy(plain), mesh["tp"]), mesh=mesh["dp"])
+    torch.testing.assert_close(dict(iter_full_state_dict(model, dst=None)), dict(plain.state_dict()))
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        optimizer.state[param] = {"exp_avg": param.detach().clone(), "step": torch.tensor(1.0)}
+    with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+        states = FSDP.optim_state_dict(model, optimizer)["state"]
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(states[name]["exp_avg"], expected)
+
+
+@on_ranks(4)
 @pytest.mark.parametrize("shape", [(2, 1, 2), (2, 2, 1), (1, 2, 2)])
 @pytest.mark.parametrize("sizes", [(4, 8), (3, 6), (2, 2)])
 def test_hybrid_meshes_and_tensor_parallelism_compose(
@@ -210,7 +229,7 @@ def test_hybrid_meshes_and_tensor_parallelism_compose(
     dp_rank = mesh["replicate"].get_local_rank() * shape[1] + mesh["shard"].get_local_rank()
     plain = mlps(*sizes)
     model = sharded(tensor_parallel(copy.deepcopy(plain), tensor), mesh=data)
-    reference = sharded(tensor_parallel(copy.deepcopy(plain), tensor), torch_fully_shard, mesh=data)
+    reference = sharded(tensor_parallel(copy.deepcopy(plain), tensor), peer_fully_shard, mesh=data)
     assert_same_placements(model, reference)
     assert_full(model, plain)
     expected = trained(plain, sizes[0], dp_rank, [1, 2], average=True)

@@ -9,29 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
-from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tests.composable.beside import Beside, batch_of, grads_of, whole
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import Block, Stack, mesh, square_loss
+from tests.support.peer import peer_fully_shard
 
 LOW = {"atol": 2e-3, "rtol": 2e-2}
 
 
-def to_torch(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of torch's fully_shard for those of ours."""
-    theirs = dict(kwargs)
-    policy = theirs["mp_policy"]
-    fields = (policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs)
-    theirs["mp_policy"] = TorchMixedPrecisionPolicy(*fields)
-    return theirs
-
-
 def beside(policy: MixedPrecisionPolicy, model: Stack | None = None, **kwargs: Any) -> Beside:
-    return Beside.of(model, of_theirs=to_torch, mp_policy=policy, **kwargs)
+    return Beside.of(model, mp_policy=policy, **kwargs)
 
 
 class Seen:
@@ -95,9 +85,9 @@ def test_reductions_in_fp32_are_more_exact_than_in_the_compute_dtype() -> None:
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
 def test_outputs_are_cast(output_dtype: torch.dtype | None, param_dtype: torch.dtype | None) -> None:
     policy, outputs, grads = MixedPrecisionPolicy(param_dtype, torch.float32, output_dtype), [], []
-    for shard, given in ((fully_shard, {"mp_policy": policy}), (torch_fully_shard, to_torch({"mp_policy": policy}))):
+    for shard in (fully_shard, peer_fully_shard):
         torch.manual_seed(0)
-        model = shard(Stack(), **given)
+        model = shard(Stack(), mp_policy=policy)
         outputs.append(model(batch_of(dist.get_rank(), 0)))
         outputs[-1].pow(2).mean().backward()
         grads.append(grads_of(model))
@@ -124,8 +114,8 @@ class Nested(nn.Module):
 def test_inputs_in_containers_are_cast_or_left(cast_forward_inputs: bool, rank: int) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, None, torch.float16, cast_forward_inputs)
     found = []
-    for shard, given in ((fully_shard, {"mp_policy": policy}), (torch_fully_shard, to_torch({"mp_policy": policy}))):
-        module = shard(Nested(), **given)
+    for shard in (fully_shard, peer_fully_shard):
+        module = shard(Nested(), mp_policy=policy)
         output = module(torch.ones(4), [torch.ones(2)], index=torch.arange(3))
         others = output["others"]
         found.append((module.dtypes, output["product"].dtype, others[0].dtype, others[1][0].dtype))
@@ -162,14 +152,14 @@ def test_gradients_have_the_dtype_of_low_precision_parameters(reduce_dtype: torc
 @on_ranks(2)
 def test_units_have_policies_of_their_own_and_buffers_stay(rank: int) -> None:
     models = []
-    for shard, policy_class in ((fully_shard, MixedPrecisionPolicy), (torch_fully_shard, TorchMixedPrecisionPolicy)):
+    for shard in (fully_shard, peer_fully_shard):
         torch.manual_seed(0)
         model = Stack()
         model.first.register_buffer("scale", torch.ones(3))
-        shard(model.blocks[0], mp_policy=policy_class(torch.bfloat16, torch.float32, torch.float32))
-        shard(model.blocks[1], mp_policy=policy_class())
-        shard(model.blocks[2], mp_policy=policy_class(torch.float16, torch.float32, torch.float32))
-        models.append(shard(model, mp_policy=policy_class(output_dtype=torch.float64)))
+        shard(model.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
+        shard(model.blocks[1], mp_policy=MixedPrecisionPolicy())
+        shard(model.blocks[2], mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32, torch.float32))
+        models.append(shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64)))
         square_loss(model, batch_of(rank, 0)).backward()
     assert models[0].first.scale.dtype == torch.float32
     torch.testing.assert_close(grads_of(models[0]), grads_of(models[1]))

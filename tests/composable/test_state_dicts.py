@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -32,6 +31,7 @@ from fsdp_flat.errors import UsageError
 from tests.composable.beside import whole
 from tests.support import on_ranks
 from tests.support.kit import mesh, square_loss
+from tests.support.peer import peer_fully_shard
 
 
 class Mlp(nn.Module):
@@ -136,7 +136,7 @@ def test_a_dict_taken_once_follows_an_optimizer_as_that_of_torch(dim: int, way: 
     layers = [nn.Linear(dim, dim, bias=False) for _ in range(2)]
     layers[1].load_state_dict(layers[0].state_dict())
     states, optimizers = [], []
-    for layer, shard in zip(layers, (fully_shard, torch_fully_shard), strict=True):
+    for layer, shard in zip(layers, (fully_shard, peer_fully_shard), strict=True):
         shard(layer, reshard_after_forward=way != "kept")
         if way == "converted":
             layer.double().float()
@@ -207,7 +207,7 @@ def test_meta_parameters_take_a_load_or_an_initialisation(dim: int) -> None:
 def test_offloaded_meta_parameters_take_a_load_and_train_as_those_of_torch(dim: int, pin_memory: bool) -> None:
     plain = mlps(dim)
     found = []
-    for shard, policy in ((fully_shard, CPUOffloadPolicy), (torch_fully_shard, TorchCPUOffloadPolicy)):
+    for shard, policy in ((fully_shard, CPUOffloadPolicy), (peer_fully_shard, TorchCPUOffloadPolicy)):
         # torch pins with or without an accelerator.
         pins = pin_memory and (shard is fully_shard or torch.accelerator.is_available())
         model = sharded(mlps(dim, "meta"), shard, offload_policy=policy(pin_memory=pins))
@@ -302,7 +302,7 @@ def trained(
     return torch.stack(losses)
 
 
-FRONTS = {"ours": fully_shard, "torch": torch_fully_shard}
+FRONTS = {"ours": fully_shard, "torch": peer_fully_shard}
 
 
 @on_ranks(2, 4)

@@ -8,13 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import FSDPModule
 from tests.composable.sides import average_gradients, blocks_and_root
 from tests.support import on_ranks
 from tests.support.kit import Stack, square_loss
+from tests.support.peer import peer_fully_shard
 
 
 def steps(model: nn.Module, num_steps: int = 3, *, averaged: bool = False) -> list[float]:
@@ -39,7 +39,7 @@ def test_training_equals_a_replica_and_torch(reshard_after_forward: bool | None)
     plain = Stack()
     reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
     blocks_and_root(model, reshard_after_forward=reshard_after_forward)
-    blocks_and_root(reference, torch_fully_shard, reshard_after_forward=reshard_after_forward)
+    blocks_and_root(reference, peer_fully_shard, reshard_after_forward=reshard_after_forward)
     assert isinstance(model, FSDPModule)
     assert type(model).__name__ == "FSDPStack"
     expected = steps(plain, averaged=True)

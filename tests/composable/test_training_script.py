@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import fsdp_flat
 from tests.support import on_ranks
+from tests.support.peer import mend_peer
 from tests.support.scripts import SCRIPTS, run_script
 
 SCRIPT = SCRIPTS / "train_fully_shard.py"
@@ -25,6 +26,7 @@ OPTIONS = {
 
 def of_both(folder: Path, **options: Any) -> tuple[Any, Any]:
     """Return what the script returns on torch's fully_shard and on ours."""
+    mend_peer()
     theirs = run_script(SCRIPT, "train", folder / "theirs", **options)
     dist.barrier()
     with fsdp_flat.installed(fully_shard=True):

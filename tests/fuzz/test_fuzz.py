@@ -262,7 +262,8 @@ def test_a_script_runs_by_itself(tmp_path: Path) -> None:
         [sys.executable, str(path)], cwd=root, env=environ, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["clean"]
+    # gloo reports its connections in torch 2.8.
+    assert [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")] == ["clean"]
 
 
 def test_the_command_replays_a_file(tmp_path: Path, capsys: Any) -> None:

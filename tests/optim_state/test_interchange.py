@@ -14,7 +14,6 @@ import torch.distributed.fsdp as peer_library
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import OptimStateKeyType
@@ -22,7 +21,7 @@ from fsdp_flat.errors import LoadError, OptionError
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, OPTIMIZERS, SHARDED, TASKS, peer_quiet, save, train
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.support.peer import PeerFSDP
+from tests.support.peer import PeerFSDP, peer_fully_shard
 from tests.support.reference import replicated_step
 from tests.wrapper.models import Block, Model, batch, seeded, shard, shard_by_peer, whole_state
 
@@ -166,12 +165,8 @@ def test_fsdp2_and_we_read_each_others_checkpoints(use_orig_params: bool, tmp_pa
         model = seeded(Even, seed)
         for child in model.modules():
             if isinstance(child, Block):
-                fully_shard(child, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        for child in model.modules():
-            if isinstance(child, FSDPModule):
-                # The mean that it asks gloo for is a sum in torch 2.8.
-                child.set_force_sum_reduction_for_comms(True)
+                peer_fully_shard(child, mesh=mesh)
+        peer_fully_shard(model, mesh=mesh)
         return model, torch.optim.AdamW(model.parameters(), lr=0.05)
 
     def first(seed: int) -> tuple[Any, Any]:

@@ -98,15 +98,19 @@ def install(version: str, folder: Path, limit: float, *, cache: bool) -> None:
     if free < NEEDED_BYTES:
         raise Unavailable(f"{free / 1e9:.0f} GB are free, and an environment may take {NEEDED_BYTES / 1e9:.0f} GB")
     print(f"--- installing torch {version} into {folder.relative_to(ROOT)} ---", flush=True)
-    # The same tools as everywhere, with another torch.
-    others = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("torch==")]
     constraints = ENVIRONMENTS / f"constraints-{version}.txt"
-    constraints.write_text("\n".join(others) + "\n")
+    constraints.write_text(other_constraints())
     torch = f"torch=={version}" if version.count(".") > 1 else f"torch=={version}.*"
     run([sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = [str(folder / "bin/python"), "-m", "pip", "install", "-q", *([] if cache else ["--no-cache-dir"])]
     run([*pip, "-c", str(constraints), torch, "-e", ".[test]"], limit)
     done.touch()
+
+
+def other_constraints() -> str:
+    """The same tools as everywhere, with another torch; it names the setuptools that it works with (2.11: < 82)."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return "\n".join(line for line in lines if not line.startswith(("torch==", "setuptools=="))) + "\n"
 
 
 def run(command: Sequence[str], limit: float = 120.0) -> str:

@@ -30,9 +30,15 @@ SHORT = (
     "tests/surface/test_mixed_precision.py::test_parameters_are_gathered_in_the_low_dtype_and_sharded_in_the_full_one",
     # Compilation.
     "tests/runtime/test_compile.py::test_blocks_compiled_inside_units_train_as_the_reference",
+    # fully_shard beside torch's: a step, placements, state dicts, and parameters held by smaller groups.
+    "tests/composable/test_training.py::test_training_equals_a_replica_and_torch",
+    "tests/composable/test_placements.py::test_tensor_parallelism_inside_composes_placements_as_torch",
+    "tests/composable/test_state_dicts.py::test_checkpoints_of_torch_pass_between_both_fronts",
+    "tests/composable/test_resharding.py::"
+    "test_training_with_parameters_held_by_smaller_groups_equals_a_replica_and_torch",
 )
 
-# Two to four minutes.
+# Five to eight minutes.
 FULL = (
     *SHORT,
     "tests/runtime/test_strategies.py::test_hybrid_on_meshes_of_two_ranks_equals_the_reference_on_every_rank",
@@ -63,4 +69,21 @@ FULL = (
     "tests/surface/test_mixed_precision.py::test_full_precision_in_eval_equals_the_plain_model",
     "tests/surface/test_mixed_precision.py::test_a_custom_policy_overrides_precision_unit_by_unit",
     "tests/wrapper/test_clip_grad_norm.py::test_the_norm_and_the_clipped_gradients_are_the_peers",
+    "tests/composable/test_placements.py::test_full_states_of_rows_split_by_both_are_those_of_the_plain_model",
+    "tests/composable/test_placements.py::test_hybrid_meshes_and_tensor_parallelism_compose",
+    "tests/composable/test_placements.py::test_a_hybrid_mesh_replicates_over_its_first_dim",
+    "tests/composable/test_state_dicts.py::test_a_state_dict_aliases_the_shards",
+    "tests/composable/test_state_dicts.py::test_meta_parameters_take_a_load_or_an_initialisation",
+    "tests/composable/test_state_dicts.py::test_conversions_keep_an_optimizers_parameters",
+    "tests/composable/test_state_dicts.py::test_rank_zero_loads_a_full_state_dict_for_all",
+    "tests/composable/test_both_fronts.py::test_full_optimizer_states_equal_a_plain_optimizers",
+    "tests/composable/test_both_fronts.py::test_checkpoints_on_hybrid_meshes",
+    "tests/composable/test_precision_of_gradients.py::test_training_in_mixed_precision_equals_torch",
+    "tests/composable/test_optimizers_and_norms.py::test_clipping_equals_that_of_a_replica",
+    "tests/composable/test_optimizers_and_norms.py::test_gradient_hooks_run_after_the_reduction",
+    "tests/composable/test_reductions.py::test_without_all_reduce_partial_shards_wait_for_the_next_one",
+    "tests/composable/test_step_cases.py::test_blocks_recomputed_by_checkpoint_wrappers",
+    "tests/composable/test_numbers_of_collectives.py::test_with_backend_collectives_the_numbers_are_those_of_torch",
+    "tests/composable/test_surface.py::test_these_are_all_public_methods_of_the_installed_torch",
+    "tests/compat/test_install.py::test_fsdp2s_names_are_replaced_where_asked_and_torchs_again_afterwards",
 )

@@ -39,6 +39,12 @@ def test_the_oldest_torch_its_prereleases_and_newer_ones_are_taken(version: str)
     check_torch(version)
 
 
+def test_another_torch_comes_with_the_pinned_tools_and_its_own_setuptools() -> None:
+    names = {line.partition("==")[0] for line in runner.other_constraints().splitlines()}
+    assert {"pytest", "hypothesis"} <= names
+    assert not {"torch", "setuptools"} & names
+
+
 def test_every_selected_test_exists_once() -> None:
     assert len(set(FULL)) == len(FULL)
     assert set(SHORT) < set(FULL)
