@@ -7,6 +7,7 @@ from fsdp_flat.flat._torch import (
     dynamo_disabled_here,
     flattened_mesh,
     in_backward,
+    is_released,
     node_will_run,
     pytree_children,
 )
@@ -84,6 +85,7 @@ __all__ = [
     "have_grads",
     "in_backward",
     "inside_wrappers",
+    "is_released",
     "joined",
     "local_part",
     "modules_of",

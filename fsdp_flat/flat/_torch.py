@@ -58,6 +58,18 @@ def node_will_run(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def is_released(node: Any) -> bool:
+    """Return whether a backward has run an autograd node of a Python function and freed what it saved.
+
+    Without ``retain_graph=True`` a backward frees each node once it has run.
+    """
+    try:
+        node.saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
+
+
 def pytree_children(value: Any) -> Iterable[Any]:
     """Return the children of an object of a class registered with torch's pytree; none for any other object.
 

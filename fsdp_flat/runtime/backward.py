@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_flat.flat import node_will_run
+from fsdp_flat.flat import is_released, node_will_run
 from fsdp_flat.runtime.phase import Weights
 from fsdp_flat.runtime.unit import Unit
 
@@ -159,10 +159,12 @@ class Backward:
     Attributes:
         iterations: the iterations that the backward goes through.
         keeps_graph: the backward records a graph (``create_graph=True``).
+        keeps_iterations: a later backward may go through the same iterations; the same on every rank.
     """
 
     def __init__(self, join: Callable[[Unit, Weights], None], take_turn: Callable[[Unit], None]) -> None:
-        self.keeps_graph = torch.is_grad_enabled()
+        self.keeps_graph = self.keeps_iterations = torch.is_grad_enabled()
+        self._last_node: Any = None
         self._join = join
         self._take_turn = take_turn
         self.iterations: set[Iteration] = set()
@@ -195,9 +197,15 @@ class Backward:
         if self._events and self._events[-1].position == record.end:
             self._events.pop()
 
-    def complete(self, record: ForwardRecord) -> None:
-        """Pass all events down to the begin of the forward of ``record``, whose input gradients exist."""
+    def complete(self, record: ForwardRecord, node: Any) -> None:
+        """Pass all events down to the begin of the forward of ``record``, whose input gradients exist.
+
+        Args:
+            record: the forward.
+            node: the autograd node on its inputs, which is running.
+        """
         if record.iteration in self.iterations:
+            self._last_node = node
             self._pass_until(record.begin - 1)
         elif record.iteration is None:
             self._complete_recomputed(record.unit)
@@ -212,6 +220,14 @@ class Backward:
             if event.is_begin and event.unit is unit:
                 self._pass_until(event.position - 1)
                 return
+
+    @property
+    def retains_graph(self) -> bool:
+        """True if autograd keeps the graph for another backward, and this rank's part of the graph shows it.
+
+        At the end of the backward; the loss of a rank may reach no unit's inputs, so ranks may differ.
+        """
+        return self._last_node is not None and not is_released(self._last_node)
 
     def finish(self) -> None:
         """Pass all remaining events."""

@@ -8,7 +8,8 @@ gradients are set and an optimizer can step:
 * which handles hold gradients on any rank that their unit's post-backward did not reduce (from ``no_sync``, or because
   a weight was used outside of its unit's forward), so that all ranks reduce them;
 * whether all ranks issued the same collectives in the same order, and train the same parameters;
-* whether any rank requests a comparison of tensors that no unit manages, or an average of such gradients.
+* whether any rank requests a comparison of tensors that no unit manages, or an average of such gradients;
+* whether the graph is retained, so that ranks agree on the forwards that a later backward may go through.
 
 The tensors are on the CPU for every compute device, so the host never waits for compute.
 """
@@ -47,11 +48,13 @@ class Outcome:
         differing: groups whose ranks issued different collectives or train different parameters, or None.
         to_compare: groups in which any rank requests a comparison of tensors that no unit manages.
         average: the largest ``average`` that a rank passed to :meth:`BackwardExchange.begin`.
+        retains_graph: autograd keeps the graph of this backward on any rank.
     """
 
     differing: ShardingGroups | None
     to_compare: tuple[ShardingGroups, ...]
     average: int
+    retains_graph: bool
 
 
 class BackwardExchange:
@@ -99,6 +102,7 @@ class BackwardExchange:
         *,
         compare: bool = False,
         average: int = 0,
+        retains_graph: bool = False,
     ) -> None:
         """Begin the exchange.
 
@@ -108,6 +112,7 @@ class BackwardExchange:
             unreduced: handles that hold unreduced gradients.
             compare: this rank requests a comparison of tensors that no unit manages.
             average: this rank's ``UnmanagedTensors.request_for_average``.
+            retains_graph: autograd keeps the graph of this backward on this rank.
         """
         for groups, handles in self._handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
@@ -116,7 +121,7 @@ class BackwardExchange:
             digest = hashlib.blake2b(self._log.digest(groups) + trained, digest_size=_DIGEST_NBYTES).digest()
             # The all-reduce takes the maximum; with the complement it also yields the minimum.
             complement = bytes([255 - byte for byte in digest])
-            row = bytearray(b"".join([*flags, late, bytes([compare, average]), digest, complement]))
+            row = bytearray(b"".join([*flags, late, bytes([compare, average, retains_graph]), digest, complement]))
             tensor = torch.frombuffer(row, dtype=torch.uint8)
             self._in_flight[groups] = (tensor, self._begin_maximum(tensor, groups))
 
@@ -144,7 +149,7 @@ class BackwardExchange:
             used: as for :meth:`begin`; set to 1 where any rank used a parameter.
             unreduced: as for :meth:`begin`; handles that hold unreduced gradients on any rank are added.
         """
-        differing, to_compare, average = None, [], 0
+        differing, to_compare, average, retains_graph = None, [], 0, False
         for groups, (_, wait) in self._in_flight.items():
             row = bytes(wait().numpy())
             position = 0
@@ -159,7 +164,8 @@ class BackwardExchange:
             if row[position]:
                 to_compare.append(groups)
             average = max(average, row[position + 1])
-            greatest, least = row[position + 2 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
+            retains_graph = retains_graph or bool(row[position + 2])
+            greatest, least = row[position + 3 :][:_DIGEST_NBYTES], row[-_DIGEST_NBYTES:]
             if greatest != bytes([255 - byte for byte in least]):
                 differing = differing or groups
-        return Outcome(differing, tuple(to_compare), average)
+        return Outcome(differing, tuple(to_compare), average, retains_graph)

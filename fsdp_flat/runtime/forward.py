@@ -285,7 +285,7 @@ class _PostBackwardNode(torch.autograd.Function):
     @dynamo_disabled
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         record = ctx.record
-        _schedule_now(record.unit).inputs_complete(record)
+        _schedule_now(record.unit).inputs_complete(record, ctx)
         return (None, *grads)
 
     @staticmethod

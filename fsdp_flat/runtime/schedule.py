@@ -335,12 +335,12 @@ class Schedule(CommContext):
         self.mark_in_use(unit)
         self._prefetch_backward(unit, BackwardPrefetch.BACKWARD_PRE)
 
-    def inputs_complete(self, record: ForwardRecord) -> None:
-        """End the backward of a forward, whose input gradients exist."""
+    def inputs_complete(self, record: ForwardRecord, node: Any) -> None:
+        """End the backward of a forward, whose input gradients exist; ``node`` is the autograd node on its inputs."""
         backward = self._in_backward()
         if record.iteration is not None:
             backward.include([record.iteration])
-        backward.complete(record)
+        backward.complete(record, node)
 
     def grads_ready(self, unit: Unit) -> None:
         """Record that a parameter of a unit has its gradient."""
@@ -415,7 +415,7 @@ class Schedule(CommContext):
                 self._finalize()
         self.backward = None
         self._callback = None
-        if not backward.keeps_graph:
+        if not backward.keeps_iterations:
             self._pending.remove(backward.iterations)
         self.pool.clear()
         self.root.log_event("root_post_backward")
@@ -453,14 +453,18 @@ class Schedule(CommContext):
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
+        backward = self.backward
         self._exchange.begin(
             used,
             unreduced,
+            retains_graph=backward is not None and backward.retains_graph,
             compare=self._unmanaged.requests_comparison(),
             average=self._unmanaged.request_for_average,
         )
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
+        if backward is not None and outcome.retains_graph:
+            backward.keeps_iterations = True
         if outcome.differing is not None:
             self._raise_different(outcome.differing)
         self.collectives.clear()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import BackwardPrefetch
-from tests.step.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, by_hand, by_policy, placed
+from tests.step.pairs import KINDS, MEMORY, ROWS, WIDTH, Pair, batch, by_hand, by_policy, placed
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Block, wrapped
 
@@ -218,6 +218,27 @@ def test_another_forward_follows_one_whose_outputs_need_gradients_on_some_ranks_
         for detaching in (1, 0):
             pair.model(x, detached=dist.get_rank() == detaching)
         pair.backward(lambda model, x, rank: model(x, False).pow(2).mean(), step)
+        pair.check_gradients(f"gradients of step {step}")
+        pair.step(lr=0.02)
+    pair.check_parameters()
+
+
+@MEMORY
+@KINDS
+@on_ranks(2, 3)
+def test_a_retained_graph_and_a_later_one_go_backward_together(
+    use_orig_params: bool, shared_memory: bool, rank: int
+) -> None:
+    skips: Skips = {0: (0,), 1: (-1,)}
+    options = placed("FULL_SHARD", shared_memory=shared_memory)
+    pair = Pair.of(Skipping(), use_orig_params=use_orig_params, **options)
+    for step in range(3):
+        rows, skipped = batch(rank, step), skipped_by(rank, skips)
+        losses = [pair.model(rows + index, skipped).pow(2).mean() for index in range(2)]
+        losses[0].backward(retain_graph=True)
+        torch.stack(losses).sum().backward()
+        pair.follow(loss_with(skips), step)
+        pair.follow(loss_with(skips, skips), step)
         pair.check_gradients(f"gradients of step {step}")
         pair.step(lr=0.02)
     pair.check_parameters()
