@@ -154,6 +154,11 @@ class DTensorViews(Views):
         found = [each.param.grad for each in self.visible]
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
 
+    def note_step(self) -> None:
+        super().note_step()
+        # Foreach operations change DTensors without raising a version counter.
+        self.bump_version()
+
     def version(self) -> int:
         return (
             self.flat_param._version

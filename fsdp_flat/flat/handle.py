@@ -19,7 +19,7 @@ from fsdp_flat.flat._torch import set_versions
 from fsdp_flat.flat.arrangement import Place, clear_padding, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
-from fsdp_flat.flat.optimizers import check_before_first_step, count_steps_on
+from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
@@ -168,7 +168,6 @@ class FlatParamHandle:
         trainable = first.dtype.is_floating_point and first.requires_grad
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
         self.layout = self._layout_of(params)
-        check_before_first_step()
         is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
         self.flat_param = new_flat_parameter(
             self._shard_of(params), requires_grad=first.requires_grad, is_sharded=is_split and not spec.use_orig_params
@@ -200,9 +199,9 @@ class FlatParamHandle:
         common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
         if spec.rows is not None:
             self.views = DTensorViews(spec.rows, params, unsharded_params, *common)
-            count_steps_on(self.views)
         else:
             self.views = (OrigViews if spec.use_orig_params else FlatViews)(params, unsharded_params, *common)
+        watch_steps_on(self.views)
         self.grads = HandleGradients(params, self.views)
         self._prepare_grads()
 
@@ -344,6 +343,7 @@ class FlatParamHandle:
         """
         if isinstance(self.views, DTensorViews):
             self.views.check_materialized()
+        self.views.is_stepped = False
         self._move(ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         with unguarded():

@@ -1,4 +1,4 @@
-"""Checks each optimizer before its first step on the parameters of a unit, and counts steps on DTensors."""
+"""Checks each optimizer before its first step on the parameters of a unit, and tells the unit's views of each step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fsdp_flat.flat.guards import FlatParameter
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
-__all__ = ["check_before_first_step", "count_steps_on"]
+__all__ = ["watch_steps_on"]
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
@@ -28,13 +28,12 @@ class _Watch:
 
     Attributes:
         checked: the optimizers that were checked.
-        dtensor_views: views whose parameters are DTensors. Foreach operations change these without raising a version
-            counter, so each step counts as a change.
+        views: the views of every unit.
     """
 
     def __init__(self) -> None:
         self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self.dtensor_views: weakref.WeakSet[Views] = weakref.WeakSet()
+        self.views: weakref.WeakSet[Views] = weakref.WeakSet()
         self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
             weakref.WeakKeyDictionary()
         )
@@ -46,12 +45,12 @@ class _Watch:
             self.checked.add(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
             self._stepped[optimizer] = weakref.WeakSet(
-                views for views in self.dtensor_views if not held.isdisjoint(views.visible_params())
+                views for views in self.views if not held.isdisjoint(views.visible_params())
             )
             if self.checked.discard not in optimizer._optimizer_load_state_dict_post_hooks.values():
                 optimizer.register_load_state_dict_post_hook(self.checked.discard)
         for views in self._stepped[optimizer]:
-            views.bump_version()
+            views.note_step()
 
 
 @functools.cache
@@ -59,14 +58,12 @@ def _watch() -> _Watch:
     return _Watch()
 
 
-def check_before_first_step() -> None:
-    """Check each optimizer before its next step, by torch's hook for all optimizers of the process."""
-    _watch().checked.clear()
+def watch_steps_on(views: Views) -> None:
+    """Check each optimizer before its next step, and tell ``views`` of the steps of those that hold its parameters.
 
-
-def count_steps_on(views: Views) -> None:
-    """Count each later step of an optimizer that holds parameters of ``views`` as a change of their values."""
-    _watch().dtensor_views.add(views)
+    It uses torch's hook for all optimizers of the process.
+    """
+    _watch().views.add(views)
     _watch().checked.clear()
 
 

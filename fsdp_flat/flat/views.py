@@ -27,13 +27,7 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import without_torch_function
 from fsdp_flat.flat.arrangement import views_of
-from fsdp_flat.flat.guards import (
-    ShardedParameter,
-    ShardedPlaceholder,
-    module_guard,
-    set_sharded_class,
-    unguarded,
-)
+from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class, unguarded
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
@@ -90,6 +84,7 @@ class Views:
         local_shards: this rank's local shard of each parameter.
         visible: the parameters that an optimizer holds.
         exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
+        is_stepped: an optimizer that holds these parameters has stepped since their all-gather; so it has on all ranks.
     """
 
     visible: tuple[VisibleParam, ...]
@@ -113,6 +108,7 @@ class Views:
         self.module = module
         self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
+        self.is_stepped = False
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guard_hooks = self._guards()
         self.use_unsharded_params(unsharded_params)
@@ -286,6 +282,10 @@ class Views:
     def bump_version(self) -> None:
         """Count a change of shard values that bypasses version counters: a load, a write-back, ``.data =``."""
         self._num_rewrites += 1
+
+    def note_step(self) -> None:
+        """Record a step of an optimizer that holds parameters of these views."""
+        self.is_stepped = True
 
     def version(self) -> int:
         """Return a number that changes when sharded values change."""

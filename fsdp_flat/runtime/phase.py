@@ -1,11 +1,16 @@
-"""Defines the states of a unit within a step, and the identity of the weights that a forward ran with."""
+"""Defines the states of a unit: its phase, the weights that a forward ran with, and full parameters while shown."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-__all__ = ["Phase", "Weights"]
+import torch
+
+from fsdp_flat.flat import FlatParamHandle
+
+__all__ = ["FullParams", "Phase", "Weights"]
 
 
 class Phase(Enum):
@@ -29,3 +34,16 @@ class Weights(NamedTuple):
     full_precision: bool
     storage_epoch: int = -1
     version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FullParams:
+    """Holds the full parameters of one unit inside :func:`full_params`.
+
+    Attributes:
+        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
+        is_shown: the modules point at them.
+    """
+
+    by_handle: dict[FlatParamHandle, torch.Tensor]
+    is_shown: bool

@@ -22,9 +22,9 @@ from fsdp_flat.flat import (
     unsharded_of,
     views_of,
 )
-from fsdp_flat.runtime.phase import Phase
+from fsdp_flat.runtime.phase import FullParams, Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import FullParams, Unit, unit_of
+from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 __all__ = ["all_gather_full", "check_idle", "full_params", "summon_full_params"]

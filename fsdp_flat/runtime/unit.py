@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
@@ -28,27 +26,14 @@ from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward
 from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
-from fsdp_flat.runtime.phase import Phase, Weights
+from fsdp_flat.runtime.phase import FullParams, Phase, Weights
 from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
 
-__all__ = ["FullParams", "Unit", "own_unit", "unit_of", "units_of"]
+__all__ = ["Unit", "own_unit", "unit_of", "units_of"]
 
 _logger = logging.getLogger("fsdp_flat")
-
-
-@dataclass(frozen=True, slots=True)
-class FullParams:
-    """Holds the full parameters of one unit inside :func:`full_params`.
-
-    Attributes:
-        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
-        is_shown: the modules point at them.
-    """
-
-    by_handle: dict[FlatParamHandle, torch.Tensor]
-    is_shown: bool
 
 
 class Unit:
@@ -284,13 +269,21 @@ class Unit:
                 handle.views.check_shown()
             if not self.needs_all_gather:
                 self.unsharded_version = self._version()
-            elif self.phase is not Phase.BACKWARD and (self.is_outdated or self.unsharded_version != self._version()):
-                # Unsharded since an earlier forward, and the shards have changed since.
+            elif self.phase is not Phase.BACKWARD and self._may_have_changed():
+                # Unsharded since an earlier forward.
                 self.reshard()
         if self.is_sharded:
             self.begin_unshard()
         self.finish_unshard()
         self.use_unsharded_views()
+
+    def _may_have_changed(self) -> bool:
+        """Return whether shards may have changed since the all-gather, on this rank or on others.
+
+        A step of an optimizer changes nothing on a rank whose elements have no gradients.
+        """
+        stepped = any(handle.views.is_stepped for handle in self.handles)
+        return stepped or self.is_outdated or self.unsharded_version != self._version()
 
     @property
     def wants_full_precision(self) -> bool:

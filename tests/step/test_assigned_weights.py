@@ -1,4 +1,4 @@
-"""Weights that are assigned between a forward and its backward: an error with the unit and the parameter."""
+"""Weights that change between a forward and its backward: an assignment raises, an optimizer's step is seen."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from tests.step.pairs import Pair, batch, placed
-from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.step.pairs import CLOSE, MEMORY, WIDTH, Pair, batch, placed
+from tests.support import assert_close, on_ranks
+from tests.support.kit import Stack, square_loss, wrapped
 
 
 def assign_parameter(module: nn.Module, value: torch.Tensor) -> None:
@@ -81,3 +81,37 @@ def test_a_weight_assigned_after_a_forward_without_a_backward_raises_at_the_next
     assign_twice(pair, path, assign)
     with torch.no_grad(), pytest.raises(PhaseError, match=f"unit '{unit}' was assigned after a forward"):
         pair.model(batch(rank, 8))
+
+
+class HalfUsed(nn.Module):
+    """A unit in which the elements of the last rank are those of a layer that never runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.unused = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)
+
+
+@MEMORY
+@pytest.mark.parametrize("layout", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@on_ranks(2, timeout=20)
+def test_a_step_after_a_forward_without_backward_is_seen_where_this_rank_has_no_gradients(
+    layout: str, shared_memory: bool
+) -> None:
+    options = placed(layout, shared_memory=shared_memory)
+    pair = Pair.of(HalfUsed(), wrap=wrapped, use_orig_params=True, **options)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (pair.model, pair.plain)]
+    x = batch(0)
+    for step in range(3):
+        pair.backward(step=step)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        pair.model(x)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_close(pair.model(x).detach(), pair.plain(x).detach(), **CLOSE)
+        pair.zero_grad()
+    pair.check_parameters()
