@@ -246,16 +246,12 @@ class Backward:
     def _needs_unshard(self, event: Event) -> bool:
         return event.unit.control.unshard_in_backward and (event.in_grad or event.unit not in self._returning)
 
-    def next_all_gather(self, after: Unit, kept: Unit | None) -> Unit | None:
-        """Return the unit whose all-gather is next, other than ``after``; None if there is none.
-
-        The unit ``kept`` needs no all-gather, as it keeps its buffers of the forward.
-        """
+    def next_all_gather(self, after: Unit) -> Unit | None:
+        """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
         for event in reversed(self._events):
             if (
                 event.weights is not None
                 and event.unit is not after
-                and event.unit is not kept
                 and event.unit.needs_all_gather
                 and self._needs_unshard(event)
             ):

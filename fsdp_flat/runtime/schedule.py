@@ -284,7 +284,7 @@ class Schedule(CommContext):
                 self._begin_early(unit_of(module), "backward_prefetch")
         elif unit.needs_all_gather and unit.options.backward_prefetch is mode and not self._prefetched:
             assert self.backward is not None
-            self._begin_early(self.backward.next_all_gather(unit, self._last_run), "backward_prefetch")
+            self._begin_early(self.backward.next_all_gather(unit), "backward_prefetch")
 
     # -- backward ------------------------------------------------------------------------------------------------
 

@@ -263,26 +263,6 @@ def test_an_empty_list_restores_the_librarys_order_and_other_modules_are_refused
     assert events.count(("backward_prefetch", "blocks.0")) == 2
 
 
-@on_ranks(2)
-@FRONTS
-def test_backward_prefetches_the_next_unit_that_is_all_gathered_and_not_the_kept_one(front: str) -> None:
-    model = stack_of(front)
-    for _ in range(2):
-        loss = square_loss(model, batch_of(0))
-        with trace(model) as events:
-            loss.backward()
-    begun = [entry for entry in events if entry[0] in ("pre_backward", "backward_prefetch", "all_gather")]
-    # The last block still has its parameters of the forward.
-    assert begun[:5] == [
-        ("pre_backward", events[0][1]),
-        ("backward_prefetch", "blocks.2"),
-        ("all_gather", "blocks.2"),
-        ("pre_backward", "blocks.3"),
-        ("pre_backward", "blocks.2"),
-    ]
-    assert [entry[1] for entry in begun if entry[0] == "all_gather"] == ["blocks.2", "blocks.1", "blocks.0"]
-
-
 # -- unshard in backward ---------------------------------------------------------------------------------------------
 
 
