@@ -45,7 +45,7 @@ class ModelLoad:
         self._is_put_off = False
         units = ((child, unit_of(child)) for child in modules_of(wrapper))
         # Modules of fully_shard load as torch's do.
-        self._wrappers = [child for child, unit in units if unit is not None and unit.options.rows is None]
+        self._wrappers = [child for child, unit in units if unit is not None and not unit.shows_dtensors]
         for child in self._wrappers:
             child._load = self  # type: ignore[assignment]
 
@@ -164,7 +164,7 @@ class _Snapshot:
     def __init__(self, root: nn.Module, *, assign: bool) -> None:
         managed: set[nn.Parameter] = set()
         for unit in units_of(root):
-            if unit.options.rows is None:
+            if not unit.shows_dtensors:
                 managed.update(param for handle in unit.handles for param in handle.views.visible_params())
             else:
                 check_idle(unit, "load_state_dict")

@@ -1,7 +1,7 @@
 """Runs the whole suite as three pytest sessions side by side: ``python -m tests [pytest's options]``.
 
-Ranks wait for each other, for programs and for timeouts, so that one session leaves cores idle, and two still do at
-times. A failure of any session is the result.
+While the ranks of one session wait for each other, for programs or for timeouts, those of another run. A failure of
+any session is the result.
 """
 
 from __future__ import annotations

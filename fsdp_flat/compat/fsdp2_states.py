@@ -87,4 +87,4 @@ class FSDPState:
 def state_of(module: nn.Module) -> FSDPState | None:
     """Return the state of a module that ``fully_shard`` was called on; None for any other module."""
     unit = unit_of(module)
-    return None if unit is None or unit.options.rows is None else FSDPState(module, unit)
+    return None if unit is None or not unit.shows_dtensors else FSDPState(module, unit)

@@ -47,7 +47,7 @@ def check_units(units: Sequence[Unit]) -> None:
         first: dict[bool, str] = {}
         for unit in units:
             # Units of fully_shard go with either.
-            is_free = option == "use_orig_params" and (not unit.handles or unit.options.rows is not None)
+            is_free = option == "use_orig_params" and (not unit.handles or unit.shows_dtensors)
             if not is_free:
                 first.setdefault(getattr(unit.options, option), unit.name)
         if len(first) > 1:
@@ -75,11 +75,9 @@ def _check_values(units: Sequence[Unit]) -> None:
         PeerFailureError: a parameter has no values on another rank.
     """
     by_groups: dict[ShardingGroups, list[Unit]] = {}
-    warn_of_unwritten(
-        (unit.name, entry) for unit in units if unit.options.rows is not None for entry in unit.unwritten or ()
-    )
+    warn_of_unwritten((unit.name, entry) for unit in units if unit.shows_dtensors for entry in unit.unwritten or ())
     for unit in units:
-        if unit.unwritten is not None and unit.options.rows is None:
+        if unit.unwritten is not None and not unit.shows_dtensors:
             by_groups.setdefault(unit.options.groups, []).append(unit)
     found: Exception | None = None
     for groups, some in by_groups.items():

@@ -186,7 +186,7 @@ class UnitForward:
             # A re-entrant checkpoint runs its units without gradients, so only the iteration shows whether a backward
             # may follow.
             trains = iteration is not None and iteration.trains
-            may_recompute = trains and unit.is_trainable and unit.options.rows is not None
+            may_recompute = trains and unit.is_trainable and unit.shows_dtensors
             keep = (expects_backward or may_recompute) and (open_ended or iteration is None or not reshards)
             keep_buffers = (
                 not keep and not open_ended and trains and unit.needs_all_gather and unit.control.unshard_in_backward

@@ -454,17 +454,17 @@ class Schedule(CommContext):
         unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
         backward = self.backward
+        assert backward is not None
         self._exchange.begin(
             used,
             unreduced,
-            retains_graph=backward is not None and backward.retains_graph,
+            retains_graph=backward.retains_graph,
             compare=self._unmanaged.requests_comparison(),
             average=self._unmanaged.request_for_average,
         )
         self.reductions.finish_all()
         outcome = self._exchange.finish(used, unreduced)
-        if backward is not None and outcome.retains_graph:
-            backward.keeps_iterations = True
+        backward.keeps_iterations |= outcome.retains_graph
         if outcome.differing is not None:
             self._raise_different(outcome.differing)
         self.collectives.clear()

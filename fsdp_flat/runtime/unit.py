@@ -155,6 +155,11 @@ class Unit:
     # -- sharded and unsharded state ---------------------------------------------------------------------------
 
     @property
+    def shows_dtensors(self) -> bool:
+        """True for a unit of ``fully_shard``, whose parameters are DTensors."""
+        return self.options.rows is not None
+
+    @property
     def is_sharded(self) -> bool:
         """True if the parameters are sharded and no all-gather is in flight."""
         return not self.handles or self.handles[0].state is ShardState.SHARDED

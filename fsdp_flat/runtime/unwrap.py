@@ -64,7 +64,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def _is_wrapper(module: nn.Module) -> bool:
     unit = unit_of(module)
-    return unit is not None and unit.options.rows is None
+    return unit is not None and not unit.shows_dtensors
 
 
 def _restore_class(module: nn.Module) -> None:

@@ -162,7 +162,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
     codec = codec_of(settings.state_dict_type, config)
     outermost = unit not in saves
     # Units of fully_shard save themselves, as torch's modules do.
-    units = [each for each in units_of(wrapper) if each.options.rows is None] if outermost else []
+    units = [each for each in units_of(wrapper) if not each.shows_dtensors] if outermost else []
     gathered: dict[Unit, Any] = {} if outermost else saves[unit]
     token = _saves.set({**saves, **dict.fromkeys(units, gathered)})
     try:
@@ -192,7 +192,7 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
 
 def _complete_dtensors(wrapper: nn.Module, state: dict[str, Any], prefix: str, config: StateDictConfig) -> None:
     """Replace the DTensors of nested units of ``fully_shard`` by full tensors. Every rank must call this."""
-    if all(unit.options.rows is None for unit in units_of(wrapper)):
+    if not any(unit.shows_dtensors for unit in units_of(wrapper)):
         return
     for name, param in ParamIndex(wrapper).dtensors_by_name.items():
         if prefix + name in state:

@@ -130,7 +130,7 @@ class ParamIndex:
             unit = unit_of(module)
             if unit is None:
                 continue
-            if unit.options.rows is not None:
+            if unit.shows_dtensors:
                 rows.update((param.shown, param) for param in params_of(unit, ""))
                 unsharded.update(
                     {param.handle.views.unsharded_params[param.index]: param.shown for param in rows.values()}

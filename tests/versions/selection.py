@@ -38,7 +38,7 @@ SHORT = (
     "test_training_with_parameters_held_by_smaller_groups_equals_a_replica_and_torch",
 )
 
-# Five to eight minutes.
+# Two to four minutes, and about four more for fully_shard.
 FULL = (
     *SHORT,
     "tests/runtime/test_strategies.py::test_hybrid_on_meshes_of_two_ranks_equals_the_reference_on_every_rank",
