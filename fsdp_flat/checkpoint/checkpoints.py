@@ -34,8 +34,6 @@ from fsdp_flat.user_warnings import warn_user
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
 
-__all__ = ["CheckpointSave", "LoadedCheckpoint", "load_checkpoint", "save_checkpoint"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoadedCheckpoint:

@@ -25,8 +25,6 @@ from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.runtime import units_of
 from fsdp_flat.state import rank_groups_of
 
-__all__ = ["LOADING", "SAVING", "Consensus", "consensus_of"]
-
 SAVING = ErrorTexts(
     "saving", "Ranks save different things.", "Call it with the same model and arguments on every rank."
 )

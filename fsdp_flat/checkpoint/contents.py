@@ -31,17 +31,6 @@ from fsdp_flat.state import (
     template_states,
 )
 
-__all__ = [
-    "CheckpointValues",
-    "boxed_state_dict",
-    "check_readable",
-    "model_template",
-    "optim_state_of",
-    "optim_template",
-    "packed",
-    "saved_values",
-]
-
 _OPTIM_PREFIX = "optim.state."
 
 

@@ -39,8 +39,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError
 
-__all__ = ["SafeReader", "read_into", "read_value", "write_files", "write_metadata"]
-
 
 class _SavePlanner(dcp.DefaultSavePlanner):
     """Extends torch's planner to report progress, and to write ``bytes`` as they are: the output of ``torch.save``."""

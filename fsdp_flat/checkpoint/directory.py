@@ -23,22 +23,6 @@ from typing import Any
 
 from fsdp_flat.errors import LoadError
 
-__all__ = [
-    "Commit",
-    "FileRecord",
-    "commit",
-    "list_steps",
-    "path_of",
-    "prune",
-    "read_commit",
-    "record_of",
-    "recover",
-    "remove_attempt",
-    "unfinished",
-    "verify_files",
-    "writing_path",
-]
-
 COMMIT_NAME = "commit.json"
 _FORMAT = 2
 _READABLE = (1, 2)

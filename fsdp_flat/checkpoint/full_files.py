@@ -22,8 +22,6 @@ from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state import local_from
 
-__all__ = ["load_full", "save_full"]
-
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 

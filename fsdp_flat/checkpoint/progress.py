@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, contextmanager
 
 from fsdp_flat.errors import UsageError
 
-__all__ = ["ProgressBar", "progress_bar"]
-
 ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 

@@ -22,8 +22,6 @@ import torch
 
 from fsdp_flat.errors import LoadError, UnsupportedError
 
-__all__ = ["FileWriter", "TensorInfo", "read_safetensors"]
-
 _DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,

@@ -16,14 +16,6 @@ from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, full_tensor, redistribute
 
-__all__ = [
-    "StateEntry",
-    "entries_of",
-    "full_tensor_on",
-    "iter_full_state_dict",
-    "shard_group",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateEntry:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_gather_single", "group_store", "reduce_scatter_single", "tensor_allocator"]
-
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

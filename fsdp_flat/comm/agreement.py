@@ -16,8 +16,6 @@ from fsdp_flat.comm.rank_groups import RankGroup, connected
 from fsdp_flat.comm.small_messages import control_device, digest_of, exchange_bytes, exchange_ints
 from fsdp_flat.errors import PeerFailureError, RankMismatchError
 
-__all__ = ["ErrorTexts", "agree", "exchange_if_different", "find_disagreement", "true_on_any_rank"]
-
 
 @dataclass(frozen=True, slots=True)
 class ErrorTexts:

@@ -12,8 +12,6 @@ from typing import Protocol
 
 from fsdp_flat.comm.rank_groups import ShardingGroups
 
-__all__ = ["CollectiveLog", "LoggedUnit"]
-
 DIGEST_NBYTES = 8
 # A program that only evaluates never compares logs, so a long log is folded into a digest.
 _MOST_ENTRIES = 1 << 16

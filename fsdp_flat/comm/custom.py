@@ -29,21 +29,6 @@ from fsdp_flat.comm.flat_collectives import (
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError
 
-__all__ = [
-    "AllGather",
-    "Allocate",
-    "CollectiveChoice",
-    "CustomCollectives",
-    "QuantizedAllGather",
-    "QuantizedReduceScatter",
-    "ReduceScatter",
-    "Work",
-    "backend_all_gather",
-    "backend_reduce_scatter",
-    "chosen_collectives",
-    "memory_of_group",
-]
-
 _SCALE_NBYTES = 4
 # 127 divided by it is still finite in fp32.
 _SMALLEST = 1e-36

@@ -21,8 +21,6 @@ from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.errors import PeerFailureError
 
-__all__ = ["WARN_AFTER_S", "WatchedWork", "failure_error", "log_wait", "report_failure", "unit_names"]
-
 _logger = logging.getLogger("fsdp_flat")
 # Time after which a rank logs which other ranks it waits for.
 WARN_AFTER_S = 10.0

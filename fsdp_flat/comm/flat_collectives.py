@@ -25,17 +25,6 @@ from fsdp_flat.comm.failures import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shm import ExpectedMessage, HostTransport, transport_of
 
-__all__ = [
-    "Collectives",
-    "EmptyLike",
-    "Pending",
-    "PlaceRows",
-    "begin_all_reduce",
-    "begin_staged_all_gather",
-    "collectives_for",
-    "own_slice",
-]
-
 
 class Pending:
     """Represents asynchronous work. ``wait`` may be called more than once; only the first call has an effect.

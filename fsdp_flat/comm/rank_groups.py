@@ -14,21 +14,6 @@ import torch.distributed as dist
 from fsdp_flat.comm.strategies import Strategy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 
-__all__ = [
-    "ALONE",
-    "RankGroup",
-    "ShardingGroups",
-    "connected",
-    "destroyed_error",
-    "global_ranks",
-    "host_group",
-    "is_fake",
-    "moves_by_gloo",
-    "resolve_groups",
-    "second_group",
-    "subgroup_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:

@@ -15,17 +15,6 @@ import torch.distributed as dist
 from fsdp_flat.comm.failures import WatchedWork
 from fsdp_flat.comm.rank_groups import RankGroup, is_fake, moves_by_gloo
 
-__all__ = [
-    "control_device",
-    "digest_of",
-    "dtype_from_name",
-    "exchange_bytes",
-    "exchange_ints",
-    "fingerprint",
-    "fingerprints",
-    "gather_bytes",
-]
-
 # Words of 8 bytes in a row of which a fingerprint sums the columns.
 _COLUMNS = 512
 # Bytes up to which tensors are copied to the host together and hashed there.

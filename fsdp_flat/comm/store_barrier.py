@@ -14,8 +14,6 @@ from fsdp_flat.comm.shm import known_transport
 from fsdp_flat.errors import UsageError
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["barrier"]
-
 WARN_AFTER_S = 20.0
 POLL_INTERVAL_S = 1.0
 

@@ -10,8 +10,6 @@ from types import MappingProxyType
 
 from fsdp_flat.api import ShardingStrategy, member_of
 
-__all__ = ["STRATEGIES", "Strategy", "strategy_from"]
-
 
 @dataclass(frozen=True, slots=True)
 class Strategy:

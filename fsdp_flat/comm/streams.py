@@ -25,8 +25,6 @@ from typing import Any
 import torch
 from torch.autograd.profiler import record_function
 
-__all__ = ["AcceleratorStreams", "Streams", "profiled", "streams_for", "unrecorded"]
-
 _profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 

@@ -17,8 +17,6 @@ from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
 from fsdp_flat.comm.shm import SharedMemoryChannel, TransportQueue, transport_of
 from fsdp_flat.layout import TransferPlan
 
-__all__ = ["P2PChannels", "Transfers"]
-
 # The best threshold depends on the network; sender and receiver only have to use the same one.
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so the bytes in flight are limited.

@@ -12,8 +12,6 @@ from types import MappingProxyType
 
 from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
 
-__all__ = ["HOMES", "MIRRORED_MODULES", "OURS", "PEER", "PRIVATE_MODULES", "SUBSTITUTES", "home_of"]
-
 PEER = "torch.distributed.fsdp"
 OURS = "fsdp_flat"
 SUBSTITUTES = f"{OURS}.compat.substitutes"

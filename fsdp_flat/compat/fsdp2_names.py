@@ -5,8 +5,6 @@ The names in ``fsdp_flat`` are the same. Nothing of torch's FSDP2 is imported.
 
 from __future__ import annotations
 
-__all__ = ["FSDP2_MODULES", "FSDP2_NAMES"]
-
 FSDP2_MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.fsdp._fully_shard",

@@ -11,8 +11,6 @@ from torch import nn
 
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, unit_of
 
-__all__ = ["FSDPParamGroup", "FSDPState", "FSDPStateContext", "state_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class FSDPParamGroup:

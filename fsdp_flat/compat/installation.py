@@ -10,8 +10,6 @@ from multiprocessing import process
 from types import FunctionType, ModuleType
 from typing import Any
 
-__all__ = ["Installation", "Replaced", "install", "installed", "uninstall"]
-
 _PACKAGE = __name__.partition(".")[0]
 
 

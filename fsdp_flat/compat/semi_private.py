@@ -22,18 +22,6 @@ from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import Interval, LocalShard
 from fsdp_flat.runtime import Phase, Unit, check_idle
 
-__all__ = [
-    "HYBRID_SHARDING_STRATEGIES",
-    "NO_RESHARD_AFTER_FORWARD_STRATEGIES",
-    "FlatParamHandle",
-    "HandleTrainingState",
-    "TrainingState",
-    "derived",
-    "describe_flat_params",
-    "forget_tensors",
-    "training_states",
-]
-
 HYBRID_SHARDING_STRATEGIES = [row.member for row in STRATEGIES.values() if row.is_hybrid]
 """Strategies that shard within groups of ranks and replicate between them."""
 

@@ -27,8 +27,6 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import summon_full_params
 from fsdp_flat.wrap import _Policy
 
-__all__ = ["FlatParamHandle", "ReplacedName", "entries", "fsdp2_entries", "guarded_init", "replacements"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReplacedName:

@@ -35,15 +35,6 @@ from fsdp_flat.runtime import Schedule, ShardedModule, Unit, UnshardHandle, chec
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = [
-    "UndocumentedMembers",
-    "_get_fqn_to_param",
-    "_get_grad_norm",
-    "_get_param_to_fqn",
-    "_optim_state_dict_type_to_config",
-    "_state_dict_type_to_config",
-]
-
 _state_dict_type_to_config: Mapping[Any, type] = MappingProxyType(
     {kind: codec.model_config for kind, codec in CODECS.items()}
 )

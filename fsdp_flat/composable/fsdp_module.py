@@ -17,8 +17,6 @@ from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import DTensorViews, FlatParamHandle
 from fsdp_flat.runtime import ShardedModule, Unit
 
-__all__ = ["FSDPModule", "hook_state_dicts", "sharded_class"]
-
 
 class FSDPModule(ShardedModule):
     """Shards the parameters of a module that :func:`fully_shard` was called on; its class inherits from this one."""

@@ -29,8 +29,6 @@ from fsdp_flat.runtime import (
 )
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["fully_shard"]
-
 ShardPlacementFn = Callable[[nn.Parameter], Any]
 _Module = TypeVar("_Module", bound="nn.Module | list[nn.Module]")
 

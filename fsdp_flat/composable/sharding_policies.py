@@ -8,8 +8,6 @@ import torch
 
 from fsdp_flat.errors import OptionError
 
-__all__ = ["CPUOffloadPolicy", "DataParallelMeshDims", "MixedPrecisionPolicy", "OffloadPolicy"]
-
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:

@@ -10,8 +10,6 @@ from torch import nn
 from fsdp_flat.errors import OptionError
 from fsdp_flat.runtime import own_unit, schedule_of, unit_of, units_of
 
-__all__ = ["trace"]
-
 
 @contextmanager
 def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:

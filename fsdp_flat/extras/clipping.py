@@ -14,8 +14,6 @@ from fsdp_flat.flat import PLAIN, TensorAdapter, adapter_if_dtensor, grads_by_ad
 from fsdp_flat.runtime import Unit
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["clip_grads", "local_norm"]
-
 
 def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_type: float) -> torch.Tensor:
     """Scale gradients so that their global norm is at most ``max_norm``; return the norm before scaling.

@@ -16,8 +16,6 @@ from fsdp_flat.flat import dynamo_disabled, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.runtime import summon_full_params, units_of
 
-__all__ = ["Difference", "compare_with"]
-
 
 @dataclass(frozen=True, slots=True)
 class Difference:

@@ -26,9 +26,6 @@ from fsdp_flat.runtime import (
 )
 from fsdp_flat.wrap import plan_units
 
-__all__ = ["ModelDescription", "UnitDescription", "describe", "plan"]
-
-
 _SUMMED = ("num_params", "numel", "trainable_numel", "shard_nbytes", "grad_nbytes", "gathered_nbytes")
 
 

@@ -15,8 +15,6 @@ from fsdp_flat.errors import LoadError, OptionError
 from fsdp_flat.runtime import check_idle, units_of
 from fsdp_flat.state import ParamIndex
 
-__all__ = ["ShardedEMA"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Averaged:

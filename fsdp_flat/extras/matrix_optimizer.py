@@ -47,8 +47,6 @@ from fsdp_flat.flat import unguarded
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state import ParamIndex, rank_groups_of
 
-__all__ = ["MatrixOptimizer", "matrix_params"]
-
 _ERROR_TEXTS = ErrorTexts(
     "giving parameters to a MatrixOptimizer",
     "Ranks gave different parameters to a MatrixOptimizer.",

@@ -16,17 +16,6 @@ from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_t
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state import IndexedParam, ParamIndex
 
-__all__ = [
-    "NO_MOVES",
-    "GradStatus",
-    "OwnedParam",
-    "balanced_owners",
-    "check_param",
-    "check_status",
-    "rounds_of",
-    "without_memory",
-]
-
 NO_MOVES = TransferPlan((), (), None)
 
 

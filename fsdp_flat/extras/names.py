@@ -11,8 +11,6 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import FlatParameter, unsharded_shape
 from fsdp_flat.layout import clean_fqn
 
-__all__ = ["clean_named_modules", "clean_named_parameters", "clean_tensor_name", "named_as_plain", "whole_shape"]
-
 
 def clean_tensor_name(tensor_name: str) -> str:
     """Return a dotted name without the components of FSDP, activation-checkpoint wrappers and ``torch.compile``.

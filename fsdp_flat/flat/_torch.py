@@ -18,23 +18,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.optim import optimizer as torch_optimizer
 from torch.utils import _foreach_utils, _pytree
 
-__all__ = [
-    "active_compiler",
-    "concatenated_mesh",
-    "dtensor_like",
-    "dynamo_disabled",
-    "dynamo_disabled_here",
-    "in_backward",
-    "is_in_a_graph",
-    "node_will_run",
-    "pytree_children",
-    "register_as_plain_tensor",
-    "set_versions",
-    "strided_shard",
-    "swap_memory",
-    "without_torch_function",
-]
-
 # Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 

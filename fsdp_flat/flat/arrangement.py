@@ -12,18 +12,6 @@ import torch
 
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = [
-    "Place",
-    "clear_padding",
-    "joined",
-    "local_part",
-    "place_rows",
-    "rows_of",
-    "shard_of",
-    "unsharded_of",
-    "views_of",
-]
-
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
 

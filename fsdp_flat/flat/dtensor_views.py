@@ -29,8 +29,6 @@ from fsdp_flat.flat.views import Views, VisibleParam
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = ["DTensorViews", "RowSharding"]
-
 
 @dataclass(frozen=True, slots=True)
 class RowSharding:

@@ -16,20 +16,6 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import register_as_plain_tensor
 from fsdp_flat.flat.sharded_grad import ShardedGrad, first_of
 
-__all__ = [
-    "FlatParameter",
-    "ShardedFlatParameter",
-    "ShardedParameter",
-    "ShardedPlaceholder",
-    "copy_flat_parameter",
-    "enable_torch_function",
-    "module_guard",
-    "new_flat_parameter",
-    "replace_shard",
-    "set_sharded_class",
-    "unguarded",
-]
-
 _HINTS = (
     "Call the wrapped model (its forward all-gathers the parameters); for another method use "
     "fsdp_flat.register_forward_method(model, name); for a block of code use fsdp_flat.unshard_for(model), which works "

@@ -26,8 +26,6 @@ from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
-__all__ = ["FlatParamHandle", "HandleSpec", "ShardState"]
-
 
 class ShardState(Enum):
     """Enumerates the states of a handle's parameters."""

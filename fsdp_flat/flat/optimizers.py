@@ -16,8 +16,6 @@ from fsdp_flat.flat.guards import FlatParameter
 from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
-__all__ = ["watch_steps_on"]
-
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
 _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")

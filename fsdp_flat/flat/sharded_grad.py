@@ -13,19 +13,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 
-__all__ = [
-    "LocalNorm",
-    "ReduceScatteredGrad",
-    "ShardedGrad",
-    "UnreducedGrad",
-    "UnreducedLocalGrad",
-    "accumulate_grad",
-    "apply_hooks",
-    "first_of",
-    "run_grad_hooks",
-    "set_grad",
-]
-
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 _unguarded = torch._C.DisableTorchFunctionSubclass

@@ -11,8 +11,6 @@ from fsdp_flat.flat.guards import unguarded
 from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.views import Views
 
-__all__ = ["grads_by_adapter", "have_grads", "restore_sharded_grad", "sharded_grad_of", "show_full_grads"]
-
 
 def sharded_grad_of(views: Views) -> torch.Tensor:
     """Return a copy of this rank's gradient (1-D, ``shard_numel``), zero where there is none."""

@@ -23,8 +23,6 @@ from fsdp_flat.flat.views import Views
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
-__all__ = ["AliasBuffer", "FlatBuffer", "FlatGradBuffer", "HandleGradients", "MemoryPool"]
-
 _MOST_IDLE = 2
 
 

@@ -21,16 +21,6 @@ from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat._torch import concatenated_mesh, strided_shard
 from fsdp_flat.layout import Interval, chunk_rows
 
-__all__ = [
-    "PLAIN",
-    "DTensorAdapter",
-    "DataParallelDims",
-    "TensorAdapter",
-    "adapter_if_dtensor",
-    "adapter_of",
-    "check_adapter",
-]
-
 
 class TensorAdapter:
     """Converts between a module's tensor and the local tensor; this base class, for plain tensors, is the identity."""

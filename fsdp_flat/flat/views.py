@@ -33,8 +33,6 @@ from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-__all__ = ["FlatViews", "OrigViews", "Views", "VisibleParam"]
-
 
 def _identity(grad: torch.Tensor) -> torch.Tensor:
     return grad

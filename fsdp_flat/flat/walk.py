@@ -13,17 +13,6 @@ from fsdp_flat.errors import TiedParameterError
 from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter, adapter_of
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, clean_fqn, join_fqn
 
-__all__ = [
-    "ManagedParam",
-    "Site",
-    "collect_params",
-    "inside_wrappers",
-    "modules_of",
-    "named_sites",
-    "to_local_param",
-    "unsharded_shape",
-]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:

@@ -9,8 +9,6 @@ from functools import lru_cache
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
 
-__all__ = ["Box", "boxes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Box:

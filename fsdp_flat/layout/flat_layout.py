@@ -16,8 +16,6 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition
 
-__all__ = ["FlatLayout", "LocalShard", "ParamInfo", "alignment_numel"]
-
 _ALIGNMENT_NBYTES = 16
 
 

@@ -4,19 +4,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = [
-    "CHECKPOINT_WRAPPED_MODULE",
-    "COMPILED_MODULE",
-    "FLAT_PARAM",
-    "FSDP_PREFIX",
-    "FSDP_WRAPPED_MODULE",
-    "clean_fqn",
-    "clean_text",
-    "flat_param_name",
-    "is_flat_param_name",
-    "join_fqn",
-]
-
 FSDP_WRAPPED_MODULE = "_fsdp_wrapped_module"
 """The attribute under which a wrapper keeps the module that it wraps (FSDP1's name)."""
 

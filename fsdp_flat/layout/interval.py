@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fsdp_flat.errors import OptionError
 
-__all__ = ["Interval"]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class Interval:

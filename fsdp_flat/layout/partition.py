@@ -12,8 +12,6 @@ from typing import Protocol
 
 from fsdp_flat.layout.interval import Interval
 
-__all__ = ["EvenPartition", "IrregularPartition", "Partition", "ReplicatedPartition"]
-
 
 class Partition(Protocol):
     """Maps each rank of a group to its elements of one flattened tensor."""

@@ -21,8 +21,6 @@ from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition
 
-__all__ = ["RowLayout"]
-
 
 @dataclass(frozen=True, slots=True)
 class RowLayout(FlatLayout):

@@ -15,8 +15,6 @@ from functools import lru_cache
 from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition, Partition
 
-__all__ = ["TransferPlan", "chunk_partition", "chunk_rows", "chunk_shape", "plan_transfer"]
-
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:

@@ -30,8 +30,6 @@ from fsdp_flat.flat import is_released, node_will_run
 from fsdp_flat.runtime.phase import Weights
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["Backward", "Event", "ForwardRecord", "Iteration", "PendingIterations"]
-
 # A program that evaluates with gradients enabled never runs backward through its iterations.
 _MAX_PENDING_ITERATIONS = 32
 

@@ -39,16 +39,6 @@ from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precis
 from fsdp_flat.runtime.tensors import StoredTensors
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
-__all__ = [
-    "agree_on_structure",
-    "build_row_unit",
-    "build_unit",
-    "describe_structure",
-    "handles_of",
-    "own_buffers",
-    "owners_of_ties",
-]
-
 Owners = Mapping[nn.Parameter, nn.Module]
 _WRAPPING = ErrorTexts(
     "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."

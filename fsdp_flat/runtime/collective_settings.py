@@ -18,14 +18,6 @@ from fsdp_flat.comm import (
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from fsdp_flat.runtime.unit import own_unit, units_of
 
-__all__ = [
-    "set_allocate_memory_from_process_group_for_comm",
-    "set_custom_all_gather",
-    "set_custom_reduce_scatter",
-    "set_separate_reduce_scatter_group",
-    "set_symm_mem_for_comm",
-]
-
 
 def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
     """Replace the all-gather of this module's unit in later steps. Every rank must replace it.

@@ -9,8 +9,6 @@ from torch._dynamo import OptimizedModule
 
 from fsdp_flat.layout import COMPILED_MODULE
 
-__all__ = ["hide_compiled_name", "show_compiled_name"]
-
 _WORD = COMPILED_MODULE + "."
 
 

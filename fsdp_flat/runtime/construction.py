@@ -38,8 +38,6 @@ from fsdp_flat.runtime.precision import keep_full_precision, precision_from
 from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units, warn_no_forward
 
-__all__ = ["Arguments", "build_rows", "construct"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arguments:

@@ -8,8 +8,6 @@ from torch import nn
 
 from fsdp_flat.runtime.smaller_group import SmallerGroup
 
-__all__ = ["UnitControl"]
-
 
 @dataclass(slots=True)
 class UnitControl:

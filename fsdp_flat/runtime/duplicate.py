@@ -26,8 +26,6 @@ from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import check_idle
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
-__all__ = ["convert_unit", "copy_wrapper"]
-
 _COPYING = "fsdp_flat is copying an outer unit"
 _COPIED = "units that fsdp_flat has copied"
 

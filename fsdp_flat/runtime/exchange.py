@@ -34,8 +34,6 @@ from fsdp_flat.comm import (
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 
-__all__ = ["BackwardExchange", "Outcome"]
-
 _DOING = "the exchange of ranks in a backward"
 _DIGEST_NBYTES = 8
 

@@ -16,8 +16,6 @@ from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["RankChecks", "check_order", "check_requires_grad", "check_units", "log_units"]
-
 _logger = logging.getLogger("fsdp_flat")
 # Forwards that compare if all units are frozen: the first, and later ones, since gradients may be accumulated.
 _FORWARDS_COMPARED = (1, 2, 4, 8)

@@ -22,8 +22,6 @@ from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
 from fsdp_flat.runtime.unit import Unit, unit_of
 
-__all__ = ["UnitForward", "forward", "run_forward"]
-
 
 @dynamo_disabled_here
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -13,8 +13,6 @@ from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.unit import unit_of, units_of
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["resolve_ignored"]
-
 
 def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
     """Validate the two arguments and expand modules to their subtrees.

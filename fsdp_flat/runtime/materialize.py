@@ -22,19 +22,6 @@ from fsdp_flat.flat import FlatParamHandle, adapter_if_dtensor, named_sites, ung
 from fsdp_flat.runtime.options import SyncStates
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = [
-    "Unwritten",
-    "agree_on_weights",
-    "broadcast_from_rank_zero",
-    "is_marked",
-    "marking_empty",
-    "materialize",
-    "move_to_device",
-    "unwritten_error",
-    "unwritten_params",
-    "warn_of_unwritten",
-]
-
 
 def _own_tensors(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[torch.Tensor]:
     params = [p for p in module._parameters.values() if p is not None and p not in ignored]

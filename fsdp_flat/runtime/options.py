@@ -17,18 +17,6 @@ from fsdp_flat.flat import RowSharding
 from fsdp_flat.runtime.precision import Precision
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = [
-    "BackgroundWork",
-    "Ignored",
-    "StateHandler",
-    "SyncStates",
-    "UnitOptions",
-    "compute_device_from",
-    "offloads_params",
-    "prefetch_from",
-    "sync_states_from",
-]
-
 SyncStates = Literal["warn", "broadcast", "auto", "raise"]
 
 

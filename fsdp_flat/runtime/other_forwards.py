@@ -19,8 +19,6 @@ from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of
 
-__all__ = ["UnshardHandle", "participate", "register_forward_method", "run_module", "unshard_for"]
-
 
 class UnshardHandle:
     """Waits for the all-gather of a unit that ``unshard(async_op=True)`` has begun.

@@ -10,8 +10,6 @@ import torch
 
 from fsdp_flat.flat import FlatParamHandle
 
-__all__ = ["FullParams", "Phase", "Weights"]
-
 
 class Phase(Enum):
     """Enumerates the states of a unit within a step."""

@@ -19,17 +19,6 @@ from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.tensors import map_tensors
 
-__all__ = [
-    "BufferCasts",
-    "InputCast",
-    "Precision",
-    "cast_floats",
-    "drop_full_precision",
-    "keep_full_precision",
-    "precision_from",
-    "precision_of_rows",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Precision:

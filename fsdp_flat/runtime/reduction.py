@@ -22,9 +22,6 @@ from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_a
 from fsdp_flat.flat import FlatParamHandle, MemoryPool
 from fsdp_flat.runtime.options import UnitOptions
 
-__all__ = ["LOW_PRECISION_HOOKS", "CommContext", "Reduction", "ReductionPolicy", "Reductions", "predivide_factor"]
-
-
 LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
     {fp16_compress_hook: torch.float16, bf16_compress_hook: torch.bfloat16}
 )

@@ -15,22 +15,6 @@ from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
 from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
-__all__ = [
-    "clear_gradients",
-    "register_comm_hook",
-    "set_all_reduce_hook",
-    "set_divide_factor_of_tree",
-    "set_force_sum_reduction_for_comms",
-    "set_gradient_divide_factor",
-    "set_post_optim_event",
-    "set_reduce_scatter_divide_factor",
-    "set_reduce_scatter_max_input_buffers",
-    "set_reduce_scatter_unused_params",
-    "set_requires_all_reduce",
-    "set_requires_gradient_sync",
-    "without_reduction",
-]
-
 
 @contextmanager
 def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:

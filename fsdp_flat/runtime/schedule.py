@@ -30,8 +30,6 @@ from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
-__all__ = ["Schedule", "reset_schedule", "schedule_of"]
-
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
 _GRADS_PER_POLL = 4
 

@@ -14,8 +14,6 @@ from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 
-__all__ = ["ShardedModule", "share_comm_ctx"]
-
 
 class ShardedModule(nn.Module):
     """Controls the unit of a module: parameters unsharded by hand, order and prefetch, and switches.

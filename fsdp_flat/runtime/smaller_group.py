@@ -13,8 +13,6 @@ import torch
 from fsdp_flat.comm import CollectiveChoice, RankGroup, chosen_collectives, subgroup_of, unrecorded
 from fsdp_flat.flat import FlatParamHandle
 
-__all__ = ["SmallerGroup"]
-
 
 class SmallerGroup:
     """Holds the parameters of a unit sharded over some consecutive ranks of its shard group.

@@ -27,8 +27,6 @@ from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["all_gather_full", "check_idle", "full_params", "summon_full_params"]
-
 
 def check_idle(unit: Unit, what: str) -> None:
     """Raise if a step or ``summon_full_params`` is in progress.

@@ -17,8 +17,6 @@ import torch
 
 from fsdp_flat.flat import pytree_children
 
-__all__ = ["StoredTensors", "differentiable_tensors", "map_tensors"]
-
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
     """Return every tensor in ``value`` that requires a gradient, in order, each as often as it occurs."""

@@ -31,8 +31,6 @@ from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
 from fsdp_flat.runtime.tensors import StoredTensors
 
-__all__ = ["Unit", "own_unit", "unit_of", "units_of"]
-
 _logger = logging.getLogger("fsdp_flat")
 
 

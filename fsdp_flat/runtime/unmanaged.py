@@ -36,8 +36,6 @@ from fsdp_flat.layout import clean_fqn, join_fqn
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["UnmanagedTensors", "average_buffers"]
-
 # Backwards between two walks for parameters that have appeared since the last one.
 _BACKWARDS_PER_WALK = 64
 # Comparisons that find no change; after these, ranks compare only when they walk. An optimizer with lr=0 writes to

@@ -12,8 +12,6 @@ from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import all_gather_full, check_idle
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
-__all__ = ["unwrap"]
-
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the plain module inside a wrapped model, with full parameters on every rank and nothing of fsdp_flat left.

@@ -22,19 +22,6 @@ from fsdp_flat.comm import RankGroup, global_ranks
 from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import chunk_rows, chunk_shape
 
-__all__ = [
-    "ShardedTensors",
-    "describe_value",
-    "dtensor",
-    "dtype_of",
-    "full_tensor",
-    "is_chunked",
-    "is_scalar",
-    "local_chunk",
-    "root_mesh",
-    "shape_of",
-]
-
 
 def dtensor(
     chunk: torch.Tensor, shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...]

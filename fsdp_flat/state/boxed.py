@@ -18,8 +18,6 @@ from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 
-__all__ = ["BoxCodec", "BoxedTensor"]
-
 _aten = torch.ops.aten
 
 

@@ -37,8 +37,6 @@ from fsdp_flat.state._torch import ShardedTensors, describe_value, dtensor, is_c
 from fsdp_flat.state.param_index import IndexedParam
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
 
-__all__ = ["ChunkCodec", "FlatCodec"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:

@@ -31,17 +31,6 @@ from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
 from fsdp_flat.state.full import FullCodec
 from fsdp_flat.state.shards import StateDictCodec
 
-__all__ = [
-    "BOXES",
-    "CODECS",
-    "DEFAULT_SETTINGS",
-    "FULL",
-    "CodecRow",
-    "codec_of",
-    "decoder_of",
-    "settings_for",
-]
-
 FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()
 
 

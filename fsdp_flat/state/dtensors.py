@@ -16,8 +16,6 @@ from fsdp_flat.flat import DTensorViews
 from fsdp_flat.state._torch import full_tensor, shape_of
 from fsdp_flat.state.param_index import IndexedParam
 
-__all__ = ["dtensor_from", "empty_dtensor", "local_from", "without_dtensors"]
-
 
 def without_dtensors(value: Any, *, to_cpu: bool) -> Any:
     """Return the full tensor of a DTensor, and any other value itself. Every rank of its mesh must call this."""

@@ -17,8 +17,6 @@ from fsdp_flat.flat import PLAIN, TensorAdapter
 from fsdp_flat.state._torch import shape_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
 
-__all__ = ["FullCodec"]
-
 
 class FullCodec(StateDictCodec):
     """Encodes full tensors, on every rank or on rank 0 of each shard group.

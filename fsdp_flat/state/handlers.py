@@ -20,16 +20,6 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.state.param_index import IndexedParam, rank_groups_of
 from fsdp_flat.state.shards import TensorTransfer, redistribute
 
-__all__ = [
-    "DeferredState",
-    "OptimStateHandler",
-    "StatePart",
-    "handler_of",
-    "merged_states",
-    "refuse_split",
-    "register_optim_state_handler",
-]
-
 _ERROR_TEXTS = ErrorTexts(
     "merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank."
 )

@@ -31,8 +31,6 @@ from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
 from fsdp_flat.state.shards import LoadPlan, StateShard
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["load_optim_state", "template_states"]
-
 _States = dict[str, dict[str, Any]]
 # Reads a state, given the names of parameter and state, into a tensor for it, and returns that tensor.
 Read = Callable[[str, str, torch.Tensor], torch.Tensor]

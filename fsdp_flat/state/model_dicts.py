@@ -24,15 +24,6 @@ from fsdp_flat.state.model_state import gather_units, save_unit
 from fsdp_flat.state.param_index import ParamIndex
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = [
-    "get_state_dict_type",
-    "save_model",
-    "set_state_dict_type",
-    "state_dict_in",
-    "state_dict_type",
-    "with_wrapper_versions",
-]
-
 
 def set_state_dict_type(
     module: nn.Module,

@@ -25,8 +25,6 @@ from fsdp_flat.state.param_index import IndexedParam, params_of, rank_groups_of
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["LOADING", "LoadReport", "gather_units", "load_unit", "save_unit"]
-
 LOADING = ErrorTexts(
     "loading a state dict",
     "Ranks were given state dicts with different entries, so nothing was loaded.",

@@ -17,18 +17,6 @@ from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.state.param_index import ParamIndex
 
-__all__ = [
-    "OptimContents",
-    "check_groups",
-    "complete_groups",
-    "contents_of",
-    "copied_state",
-    "merged_params",
-    "named_groups",
-    "ordered_params",
-    "rekey",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class OptimContents:

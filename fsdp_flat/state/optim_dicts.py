@@ -20,15 +20,6 @@ from fsdp_flat.state.param_index import ParamIndex
 from fsdp_flat.state.save_states import save_optim_state
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = [
-    "OptimInput",
-    "load_full_or_sharded",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "rekey_optim_state_dict",
-    "save_full_or_sharded",
-]
-
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 

@@ -15,8 +15,6 @@ from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import EvenPartition, LocalShard, clean_fqn
 from fsdp_flat.runtime import Unit, unit_of
 
-__all__ = ["IndexedParam", "ParamIndex", "params_of", "rank_groups_of"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedParam:

@@ -26,8 +26,6 @@ from fsdp_flat.state.optim_contents import OptimContents, copied_state
 from fsdp_flat.state.param_index import IndexedParam, ParamIndex, rank_groups_of
 from fsdp_flat.state.shards import StateShard
 
-__all__ = ["ParamState", "Peers", "agree_on_states", "compare_states", "read_states"]
-
 
 @dataclass(slots=True)
 class ParamState:

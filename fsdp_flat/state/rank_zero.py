@@ -16,8 +16,6 @@ from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state.shards import LoadPlan, StateShard, TensorTransfer
 
-__all__ = ["FromRankZero", "shared_from_rank_zero"]
-
 
 @dataclass(frozen=True, slots=True)
 class FromRankZero:

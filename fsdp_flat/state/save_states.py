@@ -23,8 +23,6 @@ from fsdp_flat.state.param_states import ParamState, Peers, agree_on_states, com
 from fsdp_flat.state.shards import StateDictCodec, StateShard
 from fsdp_flat.user_warnings import warn_user
 
-__all__ = ["save_optim_state"]
-
 _SAVING = ErrorTexts(
     "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
 )

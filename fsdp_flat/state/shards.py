@@ -20,8 +20,6 @@ from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, plan_tran
 from fsdp_flat.state._torch import dtype_of
 from fsdp_flat.state.param_index import IndexedParam
 
-__all__ = ["LoadPlan", "StateDictCodec", "StateShard", "TensorTransfer", "redistribute"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StateShard:

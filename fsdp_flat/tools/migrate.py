@@ -31,8 +31,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fsdp_flat.tools.migrate_source import Migrated
 
-__all__ = ["main"]
-
 _SKIPPED = {"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"}
 
 

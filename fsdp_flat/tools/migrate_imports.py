@@ -16,8 +16,6 @@ from libcst import metadata as meta
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
 from fsdp_flat.tools.migrate_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 
-__all__ = ["Finding", "Plan", "Reached", "Rewriter", "plan_imports"]
-
 Statement = cst.Import | cst.ImportFrom
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import libcst as cst
 
-__all__ = ["dotted", "split_import_from"]
-
 # Whitespace and comments between two names: after a comma, after the opening bracket, before the closing one.
 Gap = cst.BaseParenthesizableWhitespace
 

@@ -5,18 +5,6 @@ from __future__ import annotations
 from fsdp_flat.compat import fsdp2_names
 from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, SUBSTITUTES, home_of
 
-__all__ = [
-    "ABSENT_ATTRIBUTES",
-    "FSDP2_NAMES",
-    "PEER",
-    "counterpart",
-    "is_fsdp2",
-    "is_inside",
-    "is_installed_only",
-    "is_module",
-    "symbol_of",
-]
-
 FSDP2_NAMES = frozenset({*fsdp2_names.FSDP2_NAMES, "DataParallelMeshDims", "GradientReductionHandle"})
 """Names of FSDP2 in ``torch.distributed.fsdp``; the migration leaves them there."""
 

@@ -13,8 +13,6 @@ from libcst import metadata as meta
 from fsdp_flat.tools.migrate_imports import Finding, imported_names, root_of
 from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, PEER, is_fsdp2, is_inside
 
-__all__ = ["CLIENTS", "Notes"]
-
 WRAPPER = "FullyShardedDataParallel"
 
 _HYBRID = (

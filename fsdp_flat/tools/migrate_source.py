@@ -12,8 +12,6 @@ from fsdp_flat.tools.migrate_imports import Finding, Reached, Rewriter, plan_imp
 from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES
 from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
 
-__all__ = ["Migrated", "migrate_source"]
-
 # Parsing is far slower than reading, so a text search skips most files.
 _REACHES_FSDP = re.compile(rb"\bdistributed\b.*\bfsdp\b|\bfsdp\b.*\bdistributed\b", re.DOTALL)
 _NAMES_FSDP = re.compile(

@@ -13,8 +13,6 @@ from torch import nn
 from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.wrap.tree import _wrap
 
-__all__ = ["enable_wrap", "wrap"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Settings:

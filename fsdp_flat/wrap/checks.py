@@ -17,18 +17,6 @@ from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap.policies import PolicyObject, flatten_classes, not_a_collection
 from fsdp_flat.wrap.tree import describe_module, named_children
 
-__all__ = [
-    "check_policy",
-    "check_uniform_requires_grad",
-    "explain_unbound",
-    "named_classes",
-    "raise_wrapped",
-    "warn_full_precision",
-    "warn_no_forward",
-    "warn_no_match",
-    "warn_unmatched",
-]
-
 _MAX_LISTED = 8
 
 # Function policies that decide by class, and the argument that holds the classes. Policies are matched by name, so that

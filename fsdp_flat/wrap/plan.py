@@ -38,8 +38,6 @@ from fsdp_flat.wrap.tree import (
     wrap_overrides,
 )
 
-__all__ = ["UnitPlan", "WrapPlan", "apply_plan", "plan_units"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitPlan:

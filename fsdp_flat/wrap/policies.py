@@ -17,17 +17,6 @@ from torch import nn
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.wrap.tree import describe_module
 
-__all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "PolicyObject",
-    "always_wrap_policy",
-    "flatten_classes",
-    "lambda_auto_wrap_policy",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-]
-
 
 @runtime_checkable
 class PolicyObject(Protocol):

@@ -12,8 +12,6 @@ from torch._dynamo import OptimizedModule
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.layout import clean_fqn, join_fqn
 
-__all__ = ["Places", "compiled_forms", "describe_module", "named_children", "post_order"]
-
 
 def describe_module(module: nn.Module, path: str) -> str:
     """Return the path and the class of a module, for messages."""

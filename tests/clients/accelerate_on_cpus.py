@@ -9,8 +9,6 @@ from typing import Any
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 
-__all__ = ["fsdp_on_cpus"]
-
 
 @contextmanager
 def fsdp_on_cpus() -> Iterator[None]:

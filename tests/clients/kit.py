@@ -18,8 +18,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 import fsdp_flat
 from tests.support.peer import PeerFSDP, mend_peer
 
-__all__ = ["Outcome", "Tiny", "TinyLayer", "on_both", "rank_environment", "tokens"]
-
 _PEER = {"class": PeerFSDP}  # install() replaces bare names
 
 

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 from .case import FRONTS, Action, Case, nodes_of
 from .session import Session, State
 
-__all__ = ["ACTIONS", "ActionKind", "is_reentrant", "random_uses"]
-
 ACTIONS: dict[str, ActionKind] = {}
 
 

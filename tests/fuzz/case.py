@@ -7,21 +7,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-__all__ = [
-    "FRONTS",
-    "Action",
-    "Case",
-    "Node",
-    "Optimizer",
-    "Options",
-    "Rows",
-    "Wrapping",
-    "from_json",
-    "nodes_of",
-    "rows_from",
-    "to_json",
-]
-
 FRONTS = ("wrapper", "fully_shard")
 
 

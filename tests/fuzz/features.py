@@ -8,8 +8,6 @@ from typing import Any
 
 from .case import Case, Node
 
-__all__ = ["FEATURES", "same_on_every_rank", "without"]
-
 
 def _each_node(node: Node, change: Callable[[Node], Node]) -> Node:
     return change(replace(node, children=tuple(_each_node(child, change) for child in node.children)))

@@ -9,8 +9,6 @@ from .actions import ACTIONS, State
 from .case import FRONTS, Action, Case, Node, Optimizer, Options, Rows, Wrapping, nodes_of
 from .features import same_on_every_rank, without
 
-__all__ = ["case_from", "random_options", "random_row_options", "random_rows", "random_wrapping"]
-
 LEAVES = {
     "linear": 3,
     "mlp": 6,

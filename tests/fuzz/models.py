@@ -14,8 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .case import Case, Node
 
-__all__ = ["CLASSES", "CURRENT", "Part", "Trouble", "as_rank", "build"]
-
 
 class Trouble(Exception):
     """Raised on purpose, in a forward or a backward."""

@@ -15,8 +15,6 @@ from .action_kinds import ActionKind
 from .case import Action, Case
 from .session import NotLegal, Session, State
 
-__all__: list[str] = []
-
 # -- parameters ------------------------------------------------------------------------------------------------------
 
 

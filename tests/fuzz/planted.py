@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 
-__all__ = ["DEFECTS", "planted"]
-
 
 @contextmanager
 def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:

@@ -21,8 +21,6 @@ from .row_session import RowSession, full
 from .rows import fitted
 from .session import Mismatch, NotLegal, Session, State
 
-__all__: list[str] = []
-
 
 class RowSnapshot(ActionKind):
     """Keep the state dicts of model and optimizer; the replica loads the full values."""

@@ -20,8 +20,6 @@ from .models import Part, build
 from .rows import fitted, shard_by_rows, sharded_dim
 from .session import Mismatch, NotLegal, Session, Sides, clean_path
 
-__all__ = ["RowSession", "full"]
-
 
 def full(value: Any) -> Any:
     """Return the full tensor of a DTensor, and any other value itself. Every rank must call this."""

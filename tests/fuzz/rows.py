@@ -18,8 +18,6 @@ from fsdp_flat.composable import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fu
 from .case import Case, Node, Options, Rows, nodes_of
 from .models import Part
 
-__all__ = ["fitted", "mesh_from", "shard_by_rows", "sharded_dim"]
-
 
 def mesh_from(options: Options) -> DeviceMesh:
     """Make the mesh of a case. Every rank must call this."""

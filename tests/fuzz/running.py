@@ -28,8 +28,6 @@ from .models import CURRENT
 from .row_session import RowSession
 from .session import Mismatch, NotLegal, Session, expected_warnings_ignored
 
-__all__ = ["Failure", "Fuzzer", "Report", "run_here"]
-
 # How long a rank that failed waits for the others to fail too.
 VERDICT_TIMEOUT = timedelta(seconds=3)
 TIMEOUT_S = 30.0

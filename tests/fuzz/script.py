@@ -7,8 +7,6 @@ from dataclasses import asdict, fields
 from .case import Case, Node, Optimizer, Options, Rows, to_json
 from .running import Failure
 
-__all__ = ["described", "script_of"]
-
 SCRIPT = '''\
 # ---- {kind} ----
 {words}

@@ -21,8 +21,6 @@ from .case import Case, Node, Options, Wrapping, nodes_of
 from .models import Root, as_rank, build
 from .wrapping import arguments_from, wrap
 
-__all__ = ["Mismatch", "NotLegal", "Pending", "Session", "State", "expected_warnings_ignored", "shard_sizes"]
-
 TOLERANCE = {"rtol": 1e-8, "atol": 1e-10}
 # fp32 parameters beside fp64 ones: their gradients are averaged in fp32.
 NARROW = {"rtol": 1e-4, "atol": 1e-5}

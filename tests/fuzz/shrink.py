@@ -10,8 +10,6 @@ from typing import Any, Protocol
 from .case import Case, Node, Optimizer, Options, Rows, Wrapping, nodes_of
 from .running import Failure
 
-__all__ = ["shrink", "smaller_cases"]
-
 HANG_TIMEOUT_S = 8.0
 
 

@@ -18,8 +18,6 @@ from .case import Action, Case, nodes_of, options_from, wrapping_from
 from .models import as_rank
 from .session import NotLegal, Session, State, shard_sizes
 
-__all__: list[str] = []
-
 # -- states ----------------------------------------------------------------------------------------------------------
 
 

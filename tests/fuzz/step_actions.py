@@ -14,8 +14,6 @@ from .case import Action, Case, nodes_of
 from .models import CURRENT, Trouble, as_rank
 from .session import Mismatch, NotLegal, Session, State
 
-__all__: list[str] = []
-
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 

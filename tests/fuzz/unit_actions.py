@@ -11,8 +11,6 @@ from .models import Part, as_rank
 from .row_session import RowSession
 from .session import NotLegal, Session, State
 
-__all__: list[str] = []
-
 
 def is_shared(case: Case, module: Part) -> bool:
     """Whether other places use modules or parameters inside ``module``, so that it cannot run without other units."""

@@ -23,8 +23,6 @@ from fsdp_flat.wrap import (
 from .case import Options, Wrapping
 from .models import CLASSES
 
-__all__ = ["arguments_from", "wrap"]
-
 
 def arguments_from(options: Options, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Make the wrapper's keyword arguments; makes the mesh, so every rank must call this.

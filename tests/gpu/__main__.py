@@ -13,8 +13,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["ABSENT", "Command", "Counts", "commands", "counts_in", "run_all", "verdict"]
-
 ABSENT = "No accelerator here: what needs one is left out, and its placeholders run on the CPU."
 # Statuses of pytest.
 PASSED, NONE_COLLECTED = 0, 5

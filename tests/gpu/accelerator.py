@@ -17,17 +17,6 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.runtime.kit import WIDTH, Twin
 from tests.support.kit import Block, Stack
 
-__all__ = [
-    "FACTOR",
-    "NO_ACCELERATOR",
-    "ON_ACCELERATOR",
-    "Recomputed",
-    "Trainer",
-    "compute_device",
-    "forbid_waits",
-    "on_devices",
-]
-
 NO_ACCELERATOR = "no accelerator"
 # What a test needs to run on an accelerator; also those of other folders may use it.
 ON_ACCELERATOR = (pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_available(), reason=NO_ACCELERATOR))

@@ -22,8 +22,6 @@ from tests.gpu.accelerator import FACTOR, Recomputed, compute_device
 from tests.runtime.kit import ROWS, WIDTH
 from tests.support.kit import BLOCKS, Stack, wrapped
 
-__all__ = ["NUM_RANKS", "WAYS", "OneRank", "pretended_group"]
-
 NUM_RANKS = 8
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -29,21 +29,6 @@ from tests.support import assert_close
 from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
 
-__all__ = [
-    "BLOCKS",
-    "FULL",
-    "ORIG",
-    "SHARDED",
-    "STRATEGIES",
-    "Side",
-    "beside_replica",
-    "on_both_sides",
-    "sgd",
-    "state_of",
-    "train",
-    "trained",
-]
-
 ORIG = (True,)
 # Hybrid sharding over one rank is left out: torch's class does not average the replicas' gradients there.
 STRATEGIES = [*PLAIN, Layout("HYBRID_SHARD", (1, 2))]

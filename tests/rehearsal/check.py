@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 from tests.rehearsal.streams import Clock, Machine, Queue, Stamp, is_ordered, join
 
-__all__ = ["Access", "Block", "Checker", "Finding"]
-
 _MOST_FREED = 4000
 
 

@@ -16,8 +16,6 @@ import torch.distributed as dist
 from tests.rehearsal.memory import MemoryRecorder
 from tests.rehearsal.streams import Machine, RecordingEvent
 
-__all__ = ["FakeCollectives", "FakeWork"]
-
 
 class FakeWork:
     """Stands for the ``Work`` of a collective under way."""

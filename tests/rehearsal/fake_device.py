@@ -21,8 +21,6 @@ import torch
 from tests.rehearsal.memory import MemoryRecorder
 from tests.rehearsal.streams import Machine
 
-__all__ = ["DEVICE", "fake_accelerator"]
-
 DEVICE = torch.device("meta")
 
 

@@ -19,8 +19,6 @@ from tests.rehearsal.streams import Machine
 from tests.runtime.kit import ROWS, WIDTH
 from tests.support.kit import BLOCKS, Stack, wrapped
 
-__all__ = ["NUM_RANKS", "Rehearsal", "rehearsal", "train"]
-
 NUM_RANKS = 4
 END_OF_BACKWARD = "end of backward"
 

@@ -22,8 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.rehearsal.check import Block, Checker
 from tests.rehearsal.streams import Machine, Queue
 
-__all__ = ["MemoryRecorder", "where_in_library"]
-
 aten = torch.ops.aten
 _ROOT = str(Path(__file__).resolve().parents[2])
 _LIBRARY = str(Path(_ROOT, "fsdp_flat"))

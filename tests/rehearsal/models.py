@@ -14,20 +14,6 @@ from tests.rehearsal.fake_device import DEVICE
 from tests.runtime.kit import STRATEGIES, WIDTH
 from tests.support.kit import Block
 
-__all__ = [
-    "BOTH_KINDS",
-    "EVERY_STRATEGY",
-    "FOR_GRADIENTS",
-    "LOW",
-    "OFFLOAD",
-    "PAIRS",
-    "Checkpointed",
-    "Partial",
-    "Tied",
-    "Twice",
-    "on_device",
-]
-
 BOTH_KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 EVERY_STRATEGY = pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
 # Where options are many, two strategies, each with one kind of parameters.

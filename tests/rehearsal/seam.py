@@ -24,13 +24,10 @@ import fsdp_flat.runtime.reduction
 from fsdp_flat.comm import Pending
 from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.comm.streams import AcceleratorStreams
-from fsdp_flat.flat.storage import FlatGradBuffer
 from fsdp_flat.runtime import units_of
 from tests.rehearsal.fake_collectives import FakeCollectives
 from tests.rehearsal.fake_device import DEVICE
 from tests.rehearsal.streams import Machine
-
-__all__ = ["PLANTED", "USED_PARAMETERS", "FlatGradBuffer", "installed", "names_of_storages", "planted"]
 
 
 def _recorded_streams(machine: Machine, device: torch.device) -> AcceleratorStreams:

@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Clock", "Machine", "Queue", "RecordingEvent", "RecordingStream", "Stamp", "is_ordered", "join"]
-
 Clock = dict[int, int]
 Stamp = tuple[int, int]
 

@@ -15,18 +15,6 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.wrap import ModuleWrapPolicy
 
-__all__ = [
-    "BLOCKS",
-    "Block",
-    "Stack",
-    "full_grads",
-    "full_params",
-    "mesh",
-    "no_shard_allowed",
-    "square_loss",
-    "wrapped",
-]
-
 
 class Block(nn.Module):
     """Two layers and a residual connection; counts its forwards in ``calls``."""

@@ -18,8 +18,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, _optim_utils, fully_sha
 from torch.distributed.fsdp._flat_param import FlatParamHandle
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
-__all__ = ["PeerFSDP", "mend_peer", "peer_fsdp", "peer_fully_shard", "peer_warnings_silenced"]
-
 _ORIGINAL_TO_CPU = FlatParamHandle.to_cpu
 _ORIGINAL_UNFLATTEN = _optim_utils._unflatten_orig_param_states
 _ORIGINAL_FACTORS = _fsdp_collectives._get_gradient_divide_factors

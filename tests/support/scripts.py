@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SCRIPTS", "assert_equal_losses", "command", "printed_losses", "run_script", "torchrun"]
-
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["cover", "select"]
-
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect combinations of slow tests as long as every value of every parameter still occurs.

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from .selection import FULL, SHORT
 
-__all__ = ["VERSIONS", "Unavailable", "main", "newest_torch", "pinned_torch"]
-
 ROOT = Path(__file__).parents[2]
 ENVIRONMENTS = ROOT / ".venv-versions"
 VERSIONS = "2.8,2.11,2.13,newest"

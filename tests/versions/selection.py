@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FULL", "SHORT"]
-
 # About a minute on 2 cores: one or two tests of each subject.
 SHORT = (
     # Steps with every strategy.

@@ -9,8 +9,6 @@ import torch
 
 from fsdp_flat.comm.shm.transport import Message, SharedMemoryTransport, wait_for
 
-__all__ = ["SharedMemoryChannel", "TransportQueue"]
-
 # Long runs are sent in parts, several of them unread, so that neither side waits for each part.
 _PART_NBYTES = 1 << 22
 _MOST_UNREAD_NBYTES = 1 << 24

@@ -18,8 +18,6 @@ from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 from fsdp_flat.comm.small_messages import exchange_bytes, exchange_ints
 
-__all__ = ["known_transport", "sent_nbytes", "shared_nbytes", "transport_of"]
-
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
 # Each rank has a socket to every other rank, and a few open files of each.

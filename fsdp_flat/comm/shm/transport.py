@@ -30,8 +30,6 @@ from fsdp_flat.comm import failures
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
-__all__ = ["Message", "SharedMemoryTransport", "close_all", "wait_for"]
-
 # Messages in a segment start at multiples of this, so that they are aligned for any dtype.
 _ALIGN_NBYTES = 64
 # A segment needs an open file on every rank, so short messages share one.
