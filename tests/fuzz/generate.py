@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from .actions import ACTIONS, State
+from .actions import ACTIONS
 from .case import FRONTS, Action, Case, Node, Optimizer, Options, Rows, Wrapping, nodes_of
 from .features import same_on_every_rank, without
+from .session import State
 
 LEAVES = {
     "linear": 3,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from fsdp_flat.flat.storage import FlatGradBuffer
 from tests.rehearsal import seam
 from tests.rehearsal.check import Finding
 from tests.rehearsal.fake_device import DEVICE
@@ -306,7 +307,7 @@ def test_a_defect_planted_into_the_library_is_found(defect: str, use_orig_params
 
 @pytest.mark.parametrize("method", ["add_grad", "close"])
 def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = getattr(seam.FlatGradBuffer, method)
+    plain = getattr(FlatGradBuffer, method)
 
     def wait_first(*args: Any) -> Any:
         torch.accelerator.synchronize()
@@ -316,7 +317,7 @@ def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: p
         model = run.wrap()
         train(run, model, num_steps=1)
         run.check_waits_come_last()
-        monkeypatch.setattr(seam.FlatGradBuffer, method, wait_first)
+        monkeypatch.setattr(FlatGradBuffer, method, wait_first)
         train(run, model, num_steps=1)
     assert "host wait: device synchronize" in run.kinds()
     with pytest.raises(AssertionError, match="backward goes on after a wait"):
@@ -324,13 +325,13 @@ def test_a_wait_of_the_host_inside_backward_is_found(method: str, monkeypatch: p
 
 
 def test_a_value_read_in_the_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    land = seam.FlatGradBuffer.add_grad
+    land = FlatGradBuffer.add_grad
 
     def land_and_look(window: Any, index: int, grad: torch.Tensor) -> None:
         assert grad.isfinite().all()
         land(window, index, grad)
 
-    monkeypatch.setattr(seam.FlatGradBuffer, "add_grad", land_and_look)
+    monkeypatch.setattr(FlatGradBuffer, "add_grad", land_and_look)
     with rehearsal() as run:
         train(run, run.wrap(), num_steps=1)
     assert "host wait: a value is read" in run.kinds()
