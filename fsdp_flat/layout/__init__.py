@@ -23,33 +23,3 @@ from fsdp_flat.layout.interval import Interval
 from fsdp_flat.layout.partition import EvenPartition, IrregularPartition, Partition, ReplicatedPartition
 from fsdp_flat.layout.row_layout import RowLayout
 from fsdp_flat.layout.transfer_plan import TransferPlan, chunk_partition, chunk_rows, chunk_shape, plan_transfer
-
-__all__ = [
-    "CHECKPOINT_WRAPPED_MODULE",
-    "COMPILED_MODULE",
-    "FLAT_PARAM",
-    "FSDP_PREFIX",
-    "FSDP_WRAPPED_MODULE",
-    "Box",
-    "EvenPartition",
-    "FlatLayout",
-    "Interval",
-    "IrregularPartition",
-    "LocalShard",
-    "ParamInfo",
-    "Partition",
-    "ReplicatedPartition",
-    "RowLayout",
-    "TransferPlan",
-    "alignment_numel",
-    "boxes",
-    "chunk_partition",
-    "chunk_rows",
-    "chunk_shape",
-    "clean_fqn",
-    "clean_text",
-    "flat_param_name",
-    "is_flat_param_name",
-    "join_fqn",
-    "plan_transfer",
-]

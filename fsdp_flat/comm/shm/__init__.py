@@ -13,17 +13,6 @@ import torch
 from fsdp_flat.comm.shm.channel import SharedMemoryChannel, TransportQueue
 from fsdp_flat.comm.shm.connect import known_transport, sent_nbytes, shared_nbytes, transport_of
 
-__all__ = [
-    "ExpectedMessage",
-    "HostTransport",
-    "SharedMemoryChannel",
-    "TransportQueue",
-    "known_transport",
-    "sent_nbytes",
-    "shared_nbytes",
-    "transport_of",
-]
-
 
 class ExpectedMessage(Protocol):
     """Describes a message that a rank expects, as a ``Work`` that is complete when the message has arrived."""
