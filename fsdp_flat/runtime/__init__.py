@@ -6,7 +6,14 @@ from fsdp_flat.runtime.construction import Arguments, build_rows, construct
 from fsdp_flat.runtime.duplicate import convert_unit, copy_wrapper
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.ignored import resolve_ignored
-from fsdp_flat.runtime.options import BackgroundWork, Ignored, UnitOptions, compute_device_from
+from fsdp_flat.runtime.options import (
+    BackgroundWork,
+    Ignored,
+    UnitOptions,
+    compute_device_from,
+    precision_from,
+    precision_of_rows,
+)
 from fsdp_flat.runtime.other_forwards import (
     UnshardHandle,
     participate,
@@ -14,8 +21,6 @@ from fsdp_flat.runtime.other_forwards import (
     run_module,
     unshard_for,
 )
-from fsdp_flat.runtime.phase import Phase
-from fsdp_flat.runtime.precision import precision_from, precision_of_rows
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
 from fsdp_flat.runtime.reduction_settings import (
     clear_gradients,
@@ -28,6 +33,6 @@ from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import ShardedModule, share_comm_ctx
 from fsdp_flat.runtime.smaller_group import SmallerGroup
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
 from fsdp_flat.runtime.unwrap import unwrap

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_flat.flat import is_released, node_will_run
-from fsdp_flat.runtime.phase import Weights
-from fsdp_flat.runtime.unit import Unit
+from fsdp_flat.runtime.unit import Unit, Weights
 
 # A program that evaluates with gradients enabled never runs backward through its iterations.
 _MAX_PENDING_ITERATIONS = 32

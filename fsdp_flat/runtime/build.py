@@ -34,9 +34,8 @@ from fsdp_flat.runtime.materialize import (
     materialize,
     move_to_device,
 )
-from fsdp_flat.runtime.options import Ignored, UnitOptions
-from fsdp_flat.runtime.precision import BufferCasts, Precision, keep_full_precision
-from fsdp_flat.runtime.tensors import StoredTensors
+from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
+from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 Owners = Mapping[nn.Parameter, nn.Module]

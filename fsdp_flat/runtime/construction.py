@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, member_of
 from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from, true_on_any_rank
 from fsdp_flat.errors import OptionError, OptionTypeError
 from fsdp_flat.layout import clean_fqn
@@ -31,10 +31,10 @@ from fsdp_flat.runtime.options import (
     UnitOptions,
     compute_device_from,
     offloads_params,
-    prefetch_from,
+    precision_from,
     sync_states_from,
 )
-from fsdp_flat.runtime.precision import keep_full_precision, precision_from
+from fsdp_flat.runtime.tensors import keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of
 from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units, warn_no_forward
 
@@ -146,7 +146,9 @@ def _validated(arguments: Arguments) -> UnitOptions:
     device, device_given = compute_device_from(arguments.device_id)
     precision = precision_from(arguments.mixed_precision)
     offload_params = offloads_params(arguments.cpu_offload)
-    prefetch = prefetch_from(arguments.backward_prefetch)
+    prefetch = arguments.backward_prefetch
+    if prefetch is not None:
+        prefetch = member_of(BackwardPrefetch, prefetch, "backward_prefetch", others=" or None")
     sync_states = sync_states_from(arguments.sync_module_states)
     groups = _groups_of(arguments, strategy, device)
     if groups.num_ranks == 1 and strategy.member is not ShardingStrategy.NO_SHARD:

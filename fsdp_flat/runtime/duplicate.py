@@ -21,10 +21,9 @@ from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, cle
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.other_forwards import register_forward_method
-from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import check_idle
-from fsdp_flat.runtime.unit import Unit, own_unit, units_of
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, units_of
 
 _COPYING = "fsdp_flat is copying an outer unit"
 _COPIED = "units that fsdp_flat has copied"

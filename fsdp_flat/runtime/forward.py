@@ -16,11 +16,9 @@ from fsdp_flat.comm import profiled
 from fsdp_flat.flat import active_compiler, dynamo_disabled, dynamo_disabled_here, in_backward
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.backward import ForwardRecord
-from fsdp_flat.runtime.phase import Weights
-from fsdp_flat.runtime.precision import cast_floats
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.tensors import differentiable_tensors, map_tensors
-from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.tensors import cast_floats, differentiable_tensors, map_tensors
+from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
 
 @dynamo_disabled_here
@@ -109,7 +107,7 @@ class UnitForward:
         unit.enter_forward()
         self._entered = True
         schedule.mark_in_use(unit)
-        record.weights = unit.weights(record.weights.full_precision)
+        record.weights = Weights(record.weights.full_precision, unit.storage_epoch, unit.unsharded_version)
         if record.iteration is not None:
             schedule.prefetch_forward(unit)
 

@@ -1,20 +1,21 @@
-"""Validates the constructor's arguments, and defines the types of a unit's settings."""
+"""Defines the types of a unit's settings, and converts the constructor's arguments to them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
-from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, member_of
+from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision
 from fsdp_flat.comm import ShardingGroups, Strategy
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError
 from fsdp_flat.flat import RowSharding
-from fsdp_flat.runtime.precision import Precision
 from fsdp_flat.user_warnings import warn_user
 
 SyncStates = Literal["warn", "broadcast", "auto", "raise"]
@@ -26,6 +27,58 @@ class Ignored:
 
     modules: frozenset[nn.Module]
     params: frozenset[nn.Parameter]
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """Holds a validated ``MixedPrecision``; see there for the fields.
+
+    Attributes:
+        full_in_eval: forwards in eval mode run in full precision (``FSDP_USE_FULL_PREC_IN_EVAL=1``).
+        ignored_classes: ``_module_classes_to_ignore``.
+        output_dtype: dtype to which floating-point outputs of the unit are cast; None leaves them.
+    """
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    cast_forward_inputs: bool
+    cast_root_forward_inputs: bool = False
+    buffer_dtype: torch.dtype | None = None
+    keep_low_precision_grads: bool = False
+    master_dtype: torch.dtype | None = None
+    full_precision_modules: tuple[type[nn.Module], ...] = ()
+    uncast_inputs: frozenset[str] = frozenset()
+    full_in_eval: bool = False
+    ignored_classes: tuple[type[nn.Module], ...] = ()
+    output_dtype: torch.dtype | None = None
+
+    def is_full_in(self, module: nn.Module) -> bool:
+        """Return whether a module of a unit with this precision nevertheless computes in full precision.
+
+        It does if the caller requested it, or if low precision cannot run: batch norm accepts parameters of its
+        inputs' dtype only if its running statistics have this dtype too.
+        """
+        if isinstance(module, self.full_precision_modules):
+            return True
+        statistics = self._statistics_dtype(module)
+        return statistics not in (None, self.param_dtype) and any(True for _ in module.parameters(recurse=False))
+
+    def rounds_statistics_of(self, module: nn.Module) -> bool:
+        """Return whether a module updates running statistics in a dtype shorter than 4 bytes in training."""
+        statistics = None if self.is_full_in(module) else self._statistics_dtype(module)
+        return statistics is not None and statistics.itemsize < 4 and statistics == self.buffer_dtype
+
+    def _statistics_dtype(self, module: nn.Module) -> torch.dtype | None:
+        """Return the compute dtype of a batch norm's running statistics, or None.
+
+        It is None without statistics, without ``param_dtype``, and for modules outside of ``ignored_classes``.
+        """
+        if self.param_dtype is None or not (
+            isinstance(module, self.ignored_classes) and isinstance(module, _BatchNorm)
+        ):
+            return None
+        dtype = next((b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()), None)
+        return dtype and (self.buffer_dtype or dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +143,87 @@ class BackgroundWork:
     finish: Callable[[], str] = str
 
 
-def prefetch_from(value: object) -> BackwardPrefetch | None:
-    """Convert ``value``, a ``BackwardPrefetch`` member (or torch's) or None, to our own member or None.
+def _is_a(value: object, class_name: str) -> bool:
+    """Return whether ``value`` is of a class of this name, ours or torch's."""
+    return any(kind.__name__ == class_name for kind in type(value).__mro__)
+
+
+def _check_dtypes(value: Any, *names: str) -> None:
+    for name in names:
+        dtype = getattr(value, name, None)
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            kind = "MixedPrecision" if _is_a(value, "MixedPrecision") else "MixedPrecisionPolicy"
+            raise OptionTypeError(f"{kind}.{name} must be a torch.dtype or None; got {dtype!r}.")
+
+
+def precision_of_rows(policy: Any) -> Precision:
+    """Convert a ``MixedPrecisionPolicy`` of ``fully_shard`` (ours or torch's) to a :class:`Precision`.
 
     Raises:
-        OptionError: ``value`` is anything else.
+        OptionTypeError: ``policy`` or one of its dtypes has the wrong type.
+        UnsupportedError: it has a dtype for each parameter.
     """
-    return None if value is None else member_of(BackwardPrefetch, value, "backward_prefetch", others=" or None")
+    if not _is_a(policy, "MixedPrecisionPolicy"):
+        raise OptionTypeError(f"mp_policy must be a MixedPrecisionPolicy; got {type(policy).__name__}.")
+    _check_dtypes(policy, "param_dtype", "reduce_dtype", "output_dtype")
+    # A field of torch's class since 2.15.
+    if getattr(policy, "param_dtype_override_fn", None) is not None:
+        raise UnsupportedError(
+            "MixedPrecisionPolicy.param_dtype_override_fn is not supported: parameters of one call have one dtype in "
+            "compute. Call fully_shard with another mp_policy on the modules that hold the others."
+        )
+    reduce_dtype = policy.reduce_dtype or policy.param_dtype
+    return Precision(policy.param_dtype, reduce_dtype, policy.cast_forward_inputs, output_dtype=policy.output_dtype)
+
+
+def precision_from(value: Any) -> Precision:
+    """Convert a ``MixedPrecision`` (ours or torch's) or None to a :class:`Precision`.
+
+    Raises:
+        OptionTypeError: ``value`` or one of its fields has the wrong type.
+        OptionError: a field is not a floating-point dtype.
+    """
+    value = MixedPrecision() if value is None else value
+    if not _is_a(value, "MixedPrecision"):
+        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(value).__name__}.")
+    names = ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype")
+    _check_dtypes(value, *names)
+    for name in names:
+        dtype = getattr(value, name, None)
+        if dtype is not None and not dtype.is_floating_point:
+            raise OptionError(f"MixedPrecision.{name} must be a floating-point dtype; got {dtype}.")
+    # torch's class has no fields of these three names.
+    full, uncast = getattr(value, "full_precision_modules", ()), getattr(value, "uncast_inputs", ())
+    return Precision(
+        param_dtype=value.param_dtype,
+        reduce_dtype=value.reduce_dtype or value.param_dtype,
+        buffer_dtype=value.buffer_dtype,
+        keep_low_precision_grads=bool(value.keep_low_precision_grads),
+        cast_forward_inputs=bool(value.cast_forward_inputs),
+        cast_root_forward_inputs=bool(value.cast_root_forward_inputs),
+        master_dtype=getattr(value, "master_dtype", None),
+        full_precision_modules=_classes(full),
+        uncast_inputs=_names(uncast),
+        full_in_eval=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
+        ignored_classes=tuple(value._module_classes_to_ignore),
+    )
+
+
+def _classes(value: Any) -> tuple[type[nn.Module], ...]:
+    found = (value,) if isinstance(value, type) else tuple(value)
+    for kind in found:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise OptionTypeError(f"MixedPrecision.full_precision_modules must hold module classes; got {kind!r}.")
+    return found
+
+
+def _names(value: Any) -> frozenset[str]:
+    # A single name is not a set of characters.
+    found = frozenset({value} if isinstance(value, str) else value)
+    for name in found:
+        if not isinstance(name, str):
+            raise OptionTypeError(f"MixedPrecision.uncast_inputs must hold names of arguments; got {name!r}.")
+    return found
 
 
 def sync_states_from(value: object) -> SyncStates:
@@ -110,10 +237,8 @@ def sync_states_from(value: object) -> SyncStates:
     """
     if value is None or isinstance(value, int):
         return "broadcast" if value else "warn"
-    if value == "auto":
-        return "auto"
-    if value == "raise":
-        return "raise"
+    if value in ("auto", "raise"):
+        return value
     raise OptionError(f'sync_module_states must be True, False, "auto" or "raise"; got {value!r}.')
 
 
@@ -171,6 +296,6 @@ def offloads_params(cpu_offload: object) -> bool:
     """
     if cpu_offload is None:
         return False
-    if not any(kind.__name__ == "CPUOffload" for kind in type(cpu_offload).__mro__):
+    if not _is_a(cpu_offload, "CPUOffload"):
         raise OptionTypeError(f"cpu_offload must be a CPUOffload; got {type(cpu_offload).__name__}.")
     return bool(getattr(cpu_offload, "offload_params", False))

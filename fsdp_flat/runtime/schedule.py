@@ -25,9 +25,8 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_order, check_requires_grad, check_units, log_units
-from fsdp_flat.runtime.phase import Phase, Weights
 from fsdp_flat.runtime.reduction import CommContext
-from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.

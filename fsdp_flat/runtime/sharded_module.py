@@ -10,9 +10,8 @@ from torch import nn
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.runtime import collective_settings, reduction_settings
 from fsdp_flat.runtime.other_forwards import UnshardHandle
-from fsdp_flat.runtime.phase import Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 
 
 class ShardedModule(nn.Module):

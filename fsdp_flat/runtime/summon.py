@@ -22,9 +22,8 @@ from fsdp_flat.flat import (
     unsharded_of,
     views_of,
 )
-from fsdp_flat.runtime.phase import FullParams, Phase
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Unit, unit_of
+from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 

@@ -1,4 +1,4 @@
-"""Finds and maps tensors inside the arguments and results of a forward.
+"""Finds, maps and casts tensors: those in the arguments and results of a forward, and buffers.
 
 Searched are mappings, lists, tuples, sets, deques, dataclasses, and classes that are registered with
 ``torch.utils._pytree.register_pytree_node``. Objects of other classes, functions and iterators are opaque: a unit whose
@@ -9,13 +9,18 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from fsdp_flat.flat import pytree_children
+from fsdp_flat.layout import clean_fqn, join_fqn
 
 
 def differentiable_tensors(value: Any) -> list[torch.Tensor]:
@@ -68,7 +73,7 @@ class StoredTensors:
 
     _SEARCH_EVERY = 64
 
-    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self.places: list[tuple[dict[str, Any], str]] = []
         self.num_until_search = 0
@@ -89,7 +94,7 @@ class StoredTensors:
         return [tensor for attributes, name in self.places for tensor in _derived(attributes.get(name))]
 
 
-_MODULE_STATE = frozenset(torch.nn.Module().__dict__)
+_MODULE_STATE = frozenset(nn.Module().__dict__)
 
 
 def _derived(value: Any) -> list[torch.Tensor]:
@@ -128,3 +133,186 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         }
         return dataclasses.replace(value, **changed) if changed else value
     return value
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value``, any structure of tensors, with floating-point tensors cast to ``dtype``."""
+    return map_tensors(value, partial(_cast, dtype))
+
+
+def _cast(dtype: torch.dtype, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.dtype != dtype and tensor.is_floating_point() else tensor
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def input_cast(
+    module: nn.Module, dtype: torch.dtype, uncast: frozenset[str]
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Inputs]:
+    """Return a function that casts floating-point inputs of a module's forward, except arguments named ``uncast``."""
+    cast = partial(_cast, dtype)
+    if not uncast:
+        return lambda args, kwargs: map_tensors((args, kwargs), cast)
+    positional = tuple(inspect.signature(module.forward).parameters)
+
+    def cast_others(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
+        names = positional + ("",) * len(args)
+        named = [*zip(names, args, strict=False), *kwargs.items()]
+        values = [value if name in uncast else map_tensors(value, cast) for name, value in named]
+        return tuple(values[: len(args)]), dict(zip(kwargs, values[len(args) :], strict=True))
+
+    return cast_others
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _LowBuffer:
+    """Describes a buffer whose compute dtype differs from its registered dtype.
+
+    Attributes:
+        module: module that it is registered on.
+        name: its name in that module.
+        paths: its names below the unit's module.
+        dtype: the registered dtype.
+        exact: while the buffer is in the compute dtype, its values before rounding; None if unavailable.
+    """
+
+    module: nn.Module
+    name: str
+    paths: tuple[str, ...]
+    dtype: torch.dtype
+    exact: torch.Tensor | None = None
+
+    def widened(self, low: torch.Tensor) -> torch.Tensor:
+        """Return ``low`` in the registered dtype; elements equal to the rounded exact values become the exact ones."""
+        wide = low.to(self.dtype)
+        if wide is low or self.exact is None or self.exact.shape != low.shape:
+            return wide
+        exact = self.exact.to(low.device)
+        return torch.where(wide == exact.to(low.dtype).to(self.dtype), exact, wide)
+
+
+class BufferCasts:
+    """Casts the buffers of one unit between their registered dtype and the compute dtype.
+
+    Args:
+        root: the unit's module.
+        modules: the unit's own modules.
+        dtype: compute dtype of floating-point buffers; None leaves them unchanged.
+    """
+
+    def __init__(self, root: nn.Module, modules: Iterable[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._is_low = False
+        self._buffers: list[_LowBuffer] = []
+        if dtype is None:
+            return
+        # A module that is registered twice contributes every name of its buffers to state dicts.
+        prefixes: dict[nn.Module, list[str]] = {}
+        for prefix, module in root.named_modules(remove_duplicate=False):
+            prefixes.setdefault(module, []).append(prefix)
+        for module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point() and buffer.dtype != dtype:
+                    paths = tuple(clean_fqn(join_fqn(prefix, name)) for prefix in prefixes[module])
+                    self._buffers.append(_LowBuffer(module, name, paths, buffer.dtype))
+
+    def cast(self, *, full: bool) -> None:
+        """Cast the buffers to the compute dtype, or with ``full`` to their registered dtype."""
+        self._is_low = not full
+        # One tensor may be registered at several places.
+        rounded: dict[torch.Tensor, torch.Tensor] = {}
+        for entry in self._buffers:
+            buffer = entry.module._buffers.get(entry.name)
+            if buffer is None or self._dtype is None:
+                continue
+            if full:
+                if buffer.dtype != entry.dtype:
+                    buffer.data = entry.widened(buffer.data)
+                entry.exact = None
+            elif buffer.dtype != self._dtype:
+                rounded[buffer] = entry.exact = buffer.data
+                buffer.data = buffer.data.to(self._dtype)
+            else:
+                entry.exact = rounded.get(buffer, entry.exact)
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Keep the buffers in their registered dtype inside the block; restore the previous dtype afterwards."""
+        was_low = self._is_low
+        self.cast(full=True)
+        try:
+            yield
+        finally:
+            self.cast(full=not was_low)
+
+    def restore(self, destination: dict[str, Any], prefix: str) -> None:
+        """Cast the buffers in a state dict to their registered dtype."""
+        for entry in self._buffers:
+            for name in (prefix + path for path in entry.paths):
+                if name in destination:
+                    destination[name] = entry.widened(destination[name])
+
+    def remember(self, given: Mapping[str, Any], prefix: str) -> list[Callable[[], object]]:
+        """Return callbacks to run after ``given`` is loaded into the buffers; they keep the values before rounding."""
+        found: list[Callable[[], object]] = []
+        for entry in self._buffers:
+            value = next((given[prefix + path] for path in entry.paths if prefix + path in given), None)
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                found.append(partial(self._remember, entry, value))
+        return found
+
+    def _remember(self, entry: _LowBuffer, value: torch.Tensor) -> None:
+        buffer = entry.module._buffers.get(entry.name)
+        if buffer is not None and buffer.dtype == self._dtype:
+            entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
+
+
+_MAX_NESTED_CALLS = 64
+
+
+class _FullPrecision:
+    """Casts the inputs of a module to full precision and its outputs back, with two forward hooks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        # A recomputation that stops early leaves its entry, so the oldest ones are dropped.
+        self._before: deque[torch.dtype | None] = deque(maxlen=_MAX_NESTED_CALLS)
+
+    def cast_inputs(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        seen: list[torch.dtype] = []
+
+        def widen(tensor: torch.Tensor) -> torch.Tensor:
+            wide = _cast(self._dtype, tensor)
+            if wide is not tensor:
+                seen.append(tensor.dtype)
+            return wide
+
+        cast = map_tensors((args, kwargs), widen)
+        self._before.append(seen[-1] if seen else None)
+        return cast
+
+    def cast_outputs(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        original = self._before.pop() if self._before else None
+        if original is None:
+            return None
+        return map_tensors(output, lambda tensor: tensor.to(original) if tensor.dtype == self._dtype else tensor)
+
+
+def keep_full_precision(module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+    """Make ``module`` compute in ``dtype``: floating-point inputs are cast to it and outputs back.
+
+    The hooks run after those already registered.
+    """
+    casts = _FullPrecision(dtype)
+    module.register_forward_pre_hook(casts.cast_inputs, with_kwargs=True)
+    module.register_forward_hook(casts.cast_outputs)
+
+
+def drop_full_precision(module: nn.Module) -> None:
+    """Undo :func:`keep_full_precision`; do nothing for other modules."""
+    all_hooks: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+    for hooks in all_hooks:
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), _FullPrecision)]:
+            del hooks[key]
+            module._forward_pre_hooks_with_kwargs.pop(key, None)

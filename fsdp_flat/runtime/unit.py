@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
@@ -26,35 +30,60 @@ from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward
 from fsdp_flat.runtime.control import UnitControl
 from fsdp_flat.runtime.materialize import Unwritten
 from fsdp_flat.runtime.options import BackgroundWork, Ignored, StateHandler, UnitOptions
-from fsdp_flat.runtime.phase import FullParams, Phase, Weights
-from fsdp_flat.runtime.precision import BufferCasts, InputCast
 from fsdp_flat.runtime.reduction import CommContext, Reduction, ReductionPolicy
-from fsdp_flat.runtime.tensors import StoredTensors
+from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, input_cast
 
 _logger = logging.getLogger("fsdp_flat")
+
+
+class Phase(Enum):
+    """Enumerates the states of a unit within a step."""
+
+    IDLE = "idle"
+    FORWARD = "in forward"
+    BACKWARD = "in backward"
+    SUMMONED = "inside summon_full_params"
+
+
+class Weights(NamedTuple):
+    """Identifies the weights with which a forward ran; its backward needs the same.
+
+    Attributes:
+        full_precision: they were unsharded in the original dtype.
+        storage_epoch: that of the unit.
+        version: a number that changes with their values.
+    """
+
+    full_precision: bool
+    storage_epoch: int = -1
+    version: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class FullParams:
+    """Holds the full parameters of one unit inside ``full_params``.
+
+    Attributes:
+        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
+        is_shown: the modules point at them.
+    """
+
+    by_handle: dict[FlatParamHandle, torch.Tensor]
+    is_shown: bool
 
 
 class Unit:
     """Holds one wrapped module and everything needed to run it sharded.
 
-    Args:
-        module: the wrapped module.
-        name: the name in errors until the unit's path in its tree is set.
-        options: the unit's validated options.
-        handles: one per flat parameter; none if the module has no parameters of its own.
-        ignored: modules and parameters that are not managed.
-        buffers: buffers that compute in another dtype.
-        stored: tensors that the module stores in forward.
-        unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
-
     Attributes:
+        name: its path in its tree, once that is known.
+        handles: one per flat parameter; none if the module has no parameters of its own.
+        unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
         members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
         phase: the state of the step; written by this class and by ``summon_full_params``.
-        control: the switches that a caller may change between steps.
-        state_dict_settings: the state-dict type and its options, set by ``set_state_dict_type``.
         context: streams, memory and records shared with the other units of the tree.
-        policy: settings for combining gradients over ranks.
-        collectives: the library's collectives of the shard group, which are exact; None for a single rank.
+        collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
+            and ``summon_full_params`` always use these; steps may use others.
         collective_choice: the parts of them that a caller has replaced for steps.
         is_nested: an outer wrapper was built around this one.
         unsharded_version: version of the weights that are unsharded, or were last.
@@ -86,20 +115,20 @@ class Unit:
         self.buffers = buffers
         self.stored = stored
         dtype = options.precision.param_dtype
-        self.cast_inputs = None if dtype is None else InputCast(module, dtype, options.precision.uncast_inputs)
+        self.cast_inputs = None if dtype is None else input_cast(module, dtype, options.precision.uncast_inputs)
         self.name = name
         self.options = options
         self.handles = handles
         self.phase = Phase.IDLE
         self.control = UnitControl(None if options.strategy.reshard_after_forward else False)
-        kind = StateDictType.FULL_STATE_DICT
-        self.state_dict_settings = StateDictSettings(kind, FullStateDictConfig(), FullOptimStateDictConfig())
+        self.state_dict_settings = StateDictSettings(
+            StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
+        )
         self.context = CommContext(options.device)
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
         self.is_nested = False
         self.collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
-        # Used in steps; state dicts and summon_full_params always use the library's own collectives, which are exact.
         self._step_collectives = self.collectives
         self.collective_choice = CollectiveChoice()
         self._pending_all_gathers: list[Pending] = []
@@ -134,11 +163,7 @@ class Unit:
             handle.pool = context.pool
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use other collectives in later steps.
-
-        Raises:
-            PhaseError: a step is under way.
-        """
+        """Use other collectives in later steps; raise a PhaseError if a step is under way."""
         if self._pending_all_gathers or self.phase is not Phase.IDLE:
             raise PhaseError(
                 f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
@@ -223,10 +248,7 @@ class Unit:
                 context.streams.shards_read()
 
     def _reuse_kept(self) -> bool:
-        """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is.
-
-        Kept rows remain for the all-gather in that backward.
-        """
+        """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
         if self._kept_epoch is None:
             return False
         for handle in self.handles:
@@ -238,7 +260,7 @@ class Unit:
             return False
         self._kept_epoch = None
         if has_rows:
-            return False
+            return False  # the all-gather in this backward begins with them
         for handle in self.handles:
             handle.undo_reshard()
         # If weights have changed since the forward, activate() detects it by this version and raises. A rank on which
@@ -272,21 +294,18 @@ class Unit:
                 handle.views.check_shown()
             if not self.needs_all_gather:
                 self.unsharded_version = self._version()
-            elif self.phase is not Phase.BACKWARD and self._may_have_changed():
-                # Unsharded since an earlier forward.
+            elif self.phase is not Phase.BACKWARD and (
+                self.is_outdated
+                or self.unsharded_version != self._version()
+                # A step of an optimizer changes nothing on a rank whose elements have no gradients.
+                or any(handle.views.is_stepped for handle in self.handles)
+            ):
+                # Unsharded since an earlier forward, and shards may have changed, on this rank or on others.
                 self.reshard()
         if self.is_sharded:
             self.begin_unshard()
         self.finish_unshard()
         self.use_unsharded_views()
-
-    def _may_have_changed(self) -> bool:
-        """Return whether shards may have changed since the all-gather, on this rank or on others.
-
-        A step of an optimizer changes nothing on a rank whose elements have no gradients.
-        """
-        stepped = any(handle.views.is_stepped for handle in self.handles)
-        return stepped or self.is_outdated or self.unsharded_version != self._version()
 
     @property
     def wants_full_precision(self) -> bool:
@@ -301,10 +320,6 @@ class Unit:
             with unrecorded():
                 for handle in self.handles:
                     handle.use_full_precision(full)
-
-    def weights(self, full_precision: bool) -> Weights:
-        """Return the weights for a forward that begins now."""
-        return Weights(full_precision, self.storage_epoch, self.unsharded_version)
 
     def optimizer_params(self) -> dict[nn.Parameter, nn.Parameter]:
         """Map unsharded parameters visible outside of computation to those that an optimizer holds."""
@@ -325,8 +340,7 @@ class Unit:
     def reshard(self, *, keep_buffers: bool = False) -> None:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
 
-        With ``keep_buffers`` the unit counts as sharded, but the next backward reuses the buffers, unless
-        :meth:`free_kept` or :meth:`regroup_kept` frees them before.
+        With ``keep_buffers`` the unit counts as sharded, but the next backward reuses the buffers if they are there.
         """
         if self.is_sharded:
             self.free_kept()
@@ -383,10 +397,7 @@ class Unit:
         self.unshard()
 
     def exit_forward(self, *, keep: bool, keep_buffers: bool = False) -> None:
-        """End the module's forward; ``keep`` leaves the parameters unsharded for backward.
-
-        For ``keep_buffers`` see :meth:`reshard`.
-        """
+        """End the module's forward and reshard, unless ``keep`` leaves the parameters unsharded for backward."""
         self._depth -= 1
         if self._depth == 0 and self.phase is Phase.FORWARD:
             self.phase = Phase.IDLE
@@ -396,12 +407,7 @@ class Unit:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def pre_backward(self, weights: Weights) -> None:
-        """Unshard the parameters for the backward of a forward that ran with ``weights``.
-
-        Raises:
-            UsageError: buffers that the forward used were replaced.
-            PhaseError: the weights have changed since the forward.
-        """
+        """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
         if self.is_sharded:
             for handle in self.handles:
                 handle.adopt_changes()
@@ -428,9 +434,8 @@ class Unit:
     def end_backward(self, *, keeps_graph: bool) -> None:
         """End the unit's part of a backward: reshard the parameters, unless they are still needed.
 
-        Args:
-            keeps_graph: the backward has recorded a graph (``create_graph=True``), so a second backward may follow
-                through tensors that it computed with the parameters.
+        With ``keeps_graph`` (``create_graph=True``) a second backward may follow through tensors that the first one
+        computed with the parameters.
         """
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self._held_for_graph = keeps_graph
@@ -461,8 +466,7 @@ class Unit:
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
         if self.phase is Phase.SUMMONED:
-            # The forward was refused, so there is nothing to undo, and the summon_full_params block continues.
-            return
+            return  # the forward was refused, and the block continues
         self._depth = 0
         self._held_for_graph = False
         self._kept_epoch = None

@@ -7,9 +7,9 @@ from torch import nn
 from fsdp_flat.errors import UsageError
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.compiled import show_compiled_name
-from fsdp_flat.runtime.precision import drop_full_precision
 from fsdp_flat.runtime.schedule import Schedule
 from fsdp_flat.runtime.summon import all_gather_full, check_idle
+from fsdp_flat.runtime.tensors import drop_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
 
 
