@@ -2,10 +2,9 @@
 
 from fsdp_flat.runtime.build import handles_of, owners_of_ties
 from fsdp_flat.runtime.compiled import hide_compiled_name
-from fsdp_flat.runtime.construction import Arguments, build_rows, construct
+from fsdp_flat.runtime.construction import Arguments, build_rows, construct, resolve_ignored
 from fsdp_flat.runtime.duplicate import convert_unit, copy_wrapper
 from fsdp_flat.runtime.forward import forward
-from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.options import (
     BackgroundWork,
     Ignored,

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.comm import ErrorTexts, ShardingGroups, agree, true_on_any_rank
+from fsdp_flat.comm import ErrorTexts, agree, true_on_any_rank
 from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -37,51 +37,51 @@ from fsdp_flat.runtime.materialize import (
 from fsdp_flat.runtime.options import Ignored, Precision, UnitOptions
 from fsdp_flat.runtime.tensors import BufferCasts, StoredTensors, keep_full_precision
 from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.wrap import warn_no_forward
 
 Owners = Mapping[nn.Parameter, nn.Module]
-_WRAPPING = ErrorTexts(
+WRAPPING = ErrorTexts(
     "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Construction:
+    """Holds the facts that units built by one constructor call share.
+
+    Attributes:
+        number: number of the call in its process group.
+        owners: for parameters shared between units, the module whose unit manages them.
+        broadcast: units overwrite their tensors with those of rank 0.
+        on_meta: on some rank a part of the model is on the meta device.
+    """
+
+    number: int
+    owners: Owners
+    broadcast: bool
+    on_meta: bool
+
+
 def build_unit(
-    module: nn.Module,
-    name: str,
-    options: UnitOptions,
-    ignored: Ignored,
-    *,
-    owners: Owners,
-    broadcast: bool,
-    on_meta: bool,
-    unit_id: int,
+    module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, call: Construction, unit_id: int
 ) -> Unit:
-    """Build a unit from ``module`` and shard its parameters in place.
+    """Build a unit from ``module``, whose nested units are already built, and shard its parameters in place.
 
     Every rank of the unit's groups must call this in the same order of units.
-
-    Args:
-        module: the module to wrap; its nested units are already built.
-        name: the unit's name in errors.
-        options: the unit's validated options.
-        ignored: modules and parameters that are not managed.
-        owners: for parameters shared between units, the module whose unit manages them.
-        broadcast: first overwrite this unit's tensors with those of rank 0.
-        on_meta: a part of the model is on the meta device on some rank.
-        unit_id: id of the unit, the same on every rank.
 
     Raises:
         OptionError: the parameters cannot be flattened together.
         TiedParameterError: another unit already manages a parameter.
     """
+    warn_no_forward(module, name)
     modules = [
         (path, child) for path, child in _own_modules(module) if child not in ignored.modules and unit_of(child) is None
     ]
     nested = units_of(module)
-    params = _initialised_params(
-        modules, module, name, options, ignored, nested=nested, owners=owners, broadcast=broadcast, on_meta=on_meta
-    )
-    unwritten = _unwritten_buffers(modules) if on_meta else []
-    unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if on_meta else set()
+    params = _initialised_params(modules, module, name, options, ignored, nested, call)
+    unwritten = _unwritten_buffers(modules) if call.on_meta else []
+    unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if call.on_meta else set()
     full_precision = [child for _, child in modules if options.precision.is_full_in(child)]
     _warn_of_statistics(modules, name, options.precision)
     handles = handles_of(params, module, name, options)
@@ -91,11 +91,13 @@ def build_unit(
     unit = Unit(module, name, options, handles, ignored, buffers, stored, unit_id)
     for inner in nested:
         inner.is_nested = True
-    for handle in handles:
-        for index, param_info in enumerate(handle.layout.param_infos):
-            if param_info.fqn in unwritten_params:
-                unwritten.append(Unwritten(param_info.fqn, partial(handle.views.local, index), is_param=True))
-    unit.unwritten = unwritten if on_meta else None
+    unwritten += [
+        Unwritten(param_info.fqn, partial(handle.views.local, index), is_param=True)
+        for handle in handles
+        for index, param_info in enumerate(handle.layout.param_infos)
+        if param_info.fqn in unwritten_params
+    ]
+    unit.unwritten = unwritten if call.on_meta else None
     for child in full_precision:
         own = next((param.dtype for param in child.parameters(recurse=False) if param.is_floating_point()), None)
         keep_full_precision(child, options.precision.master_dtype or own or torch.float32)
@@ -107,26 +109,20 @@ def build_unit(
 
 
 def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, *, unit_id: int) -> Unit:
-    """Build a unit whose parameters are sharded one by one; those on the meta device stay there.
+    """Build a unit of a module, or a container of several, whose parameters are sharded one by one.
 
-    Args:
-        module: the module, or a container of several.
-        name: the unit's name in errors.
-        options: the unit's validated options.
-        ignored: parameters that are not managed.
-        unit_id: id of the unit, the same on every rank.
+    Those on the meta device stay there.
     """
     modules = [(path, child) for path, child in _own_modules(module) if unit_of(child) is None]
-    move_to_device(modules, ignored_params=ignored.params, device=options.device, device_given=True, leave_meta=True)
+    move_to_device(modules, options, ignored)
     nested = units_of(module)
-    params = _managed_params(module, name, ignored, {}, nested)
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
     assert options.rows is not None
-    params = [options.rows.adapted(entry, groups) for entry in params]
+    params = [options.rows.adapted(entry, groups) for entry in _managed_params(module, name, ignored, {}, nested)]
     _check_renormalisation(modules, options, ignored)
     handles = handles_of(params, module, name, options)
-    own = [child for _, child in modules]
-    unit = Unit(module, name, options, handles, ignored, BufferCasts(module, (), None), StoredTensors(own), unit_id)
+    stored = StoredTensors(child for _, child in modules)
+    unit = Unit(module, name, options, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
     for inner in nested:
         inner.is_nested = True
     return unit
@@ -138,40 +134,34 @@ def _initialised_params(
     name: str,
     options: UnitOptions,
     ignored: Ignored,
-    *,
     nested: Sequence[Unit],
-    owners: Owners,
-    broadcast: bool,
-    on_meta: bool,
+    call: Construction,
 ) -> list[ManagedParam]:
     """Move the tensors of ``modules`` to the compute device, initialise them on all ranks alike; return parameters."""
-    was_meta, params, error, device = False, [], None, options.device
+    was_meta, params, error = False, [], None
+    rank_groups, device, broadcast = options.groups.rank_groups, options.device, call.broadcast
     try:
-        was_meta = materialize(
-            modules, root=module, ignored_params=ignored.params, device=device, init_fn=options.param_init_fn
-        )
-        move_to_device(modules, ignored_params=ignored.params, device=device, device_given=options.device_given)
-        params = _managed_params(module, name, ignored, owners, nested)
+        was_meta = materialize(modules, module, options, ignored)
+        move_to_device(modules, options, ignored)
+        params = _managed_params(module, name, ignored, call.owners, nested)
         _check_renormalisation(modules, options, ignored)
     except Exception as raised:
         error = raised
-    if on_meta:
+    if call.on_meta:
         # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on one rank only.
-        agree_on_structure((), error, options.groups, device)
+        agree((), error, rank_groups, device, WRAPPING)
     elif error is not None:
         raise error
     # A model may be on the meta device on some ranks only; all ranks compare the values that these initialised.
-    if (
-        on_meta
-        and options.sync_states != "broadcast"
-        and any(true_on_any_rank([was_meta], options.groups.rank_groups, device))
-    ):
+    if call.on_meta and options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], rank_groups, device)):
         named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
         named += own_buffers(module, ignored) if options.sync_states != "warn" else []
         broadcast = agree_on_weights(named, options.sync_states, options.groups, device)
     if broadcast:
+        buffers = [adapter_if_dtensor(buffer).to_local(buffer) for _, _, _, buffer in _buffers(modules)]
+        tensors = [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
         with torch.no_grad():
-            broadcast_from_rank_zero(_tensors_to_sync(modules, params), options.groups)
+            broadcast_from_rank_zero(tensors, options.groups)
     return params
 
 
@@ -235,21 +225,21 @@ def _warn_of_statistics(modules: Sequence[tuple[str, nn.Module]], name: str, pre
     asked = precision.full_precision_modules
     full = [repr(path) for path, child in modules if precision.is_full_in(child) and not isinstance(child, asked)]
     if full:
-        warnings.warn(
+        warn_user(
             f"Batch norm {some_of(full, 4)} of unit {name!r} stays in full precision, inputs cast to it and outputs "
             f"back: its running statistics are not in {precision.param_dtype}, so its parameters cannot be. To choose "
             "yourself, pass MixedPrecision(full_precision_modules=...), an auto_wrap_policy (which makes it a unit in "
             f"full precision), or buffer_dtype={precision.param_dtype}.",
-            stacklevel=7,
+            stacklevel=5,
         )
     rounded = [repr(path) for path, child in modules if precision.rounds_statistics_of(child)]
     if rounded:
-        warnings.warn(
+        warn_user(
             f"Batch norm {some_of(rounded, 4)} of unit {name!r} updates its running statistics in "
             f"{precision.buffer_dtype}, which loses small changes. To keep it in full precision, pass "
             "MixedPrecision(full_precision_modules=(torch.nn.BatchNorm2d, ...)) or an auto_wrap_policy; to keep it in "
             "low precision, also pass _module_classes_to_ignore=().",
-            stacklevel=7,
+            stacklevel=5,
         )
 
 
@@ -266,11 +256,6 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
                 "Leave the module out (ignored_modules), or do without max_norm and limit the norms inside "
                 "summon_full_params after each step."
             )
-
-
-def _tensors_to_sync(modules: Sequence[tuple[str, nn.Module]], params: Sequence[ManagedParam]) -> list[torch.Tensor]:
-    buffers = [adapter_if_dtensor(buffer).to_local(buffer) for _, _, _, buffer in _buffers(modules)]
-    return [entry.param for entry in params] + list({id(buffer): buffer for buffer in buffers}.values())
 
 
 def _spec(
@@ -403,13 +388,3 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
                 check_adapter(adapter_of(param, fqn), fqn, groups)
             lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
     return lines
-
-
-def agree_on_structure(
-    lines: Sequence[str], error: Exception | None, groups: ShardingGroups, device: torch.device
-) -> None:
-    """Raise on every rank if any rank failed or is about to build a different model; see :func:`agree`.
-
-    A model whose shapes differ between ranks would abort the process inside the first collective.
-    """
-    agree(lines, error, groups.rank_groups, device, _WRAPPING)

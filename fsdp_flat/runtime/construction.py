@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -13,18 +13,19 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, member_of
-from fsdp_flat.comm import ShardingGroups, Strategy, digest_of, resolve_groups, strategy_from, true_on_any_rank
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.comm import ShardingGroups, Strategy, agree, digest_of, resolve_groups, strategy_from, true_on_any_rank
+from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
+from fsdp_flat.flat import FlattenedBy, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.build import (
-    agree_on_structure,
+    WRAPPING,
+    Construction,
     build_row_unit,
     build_unit,
     describe_structure,
     own_buffers,
     owners_of_ties,
 )
-from fsdp_flat.runtime.ignored import resolve_ignored
 from fsdp_flat.runtime.materialize import agree_on_weights, materialize
 from fsdp_flat.runtime.options import (
     Ignored,
@@ -35,8 +36,9 @@ from fsdp_flat.runtime.options import (
     sync_states_from,
 )
 from fsdp_flat.runtime.tensors import keep_full_precision
-from fsdp_flat.runtime.unit import Unit, unit_of
-from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units, warn_no_forward
+from fsdp_flat.runtime.unit import Unit, unit_of, units_of
+from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.wrap import WrapPlan, apply_plan, plan_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,25 +66,6 @@ class Arguments:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-@dataclass(frozen=True, slots=True)
-class _Tree:
-    """Holds the facts that units built by one constructor call share.
-
-    Attributes:
-        owners: for parameters shared between units, the module whose unit manages them.
-        broadcast: units overwrite their tensors with those of rank 0.
-        on_meta: on some rank a part of the model is on the meta device.
-        group: the group in which unit ids are assigned.
-        call: number of the constructor call in that group.
-    """
-
-    owners: dict[nn.Parameter, nn.Module]
-    broadcast: bool
-    on_meta: bool
-    group: dist.ProcessGroup | None
-    call: int
-
-
 # Number of constructor calls by process group, counted once all its ranks have agreed to continue.
 _calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -95,19 +78,13 @@ def _count_call(group: dist.ProcessGroup | None) -> int:
 
 
 def _options_from(arguments: Arguments) -> UnitOptions:
-    """Return the validated options of a unit.
-
-    If they are invalid, the other ranks, which may have been given valid ones, get the error too.
-
-    Raises:
-        FsdpFlatError: they are invalid, here or on another rank.
-    """
+    """Return the validated options of a unit; other ranks, which may have been given valid ones, get an error too."""
     try:
         return _validated(arguments)
     except Exception as error:
         groups = _groups_despite_errors(arguments)
         if groups is not None:
-            agree_on_structure((), error, groups, compute_device_from(None)[0])
+            agree((), error, groups.rank_groups, compute_device_from(None)[0], WRAPPING)
         raise
 
 
@@ -200,7 +177,7 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
     options = _options_from(arguments)
     plan, ignored = _agreed_plan(module, arguments, options)
-    tree = _tree_of(module, plan, options, ignored)
+    call = _prepare(module, plan, options, ignored)
     names = {unit.module: unit.fqn for unit in plan.units}
     # Most units have the same arguments: those of one call are validated once.
     known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
@@ -213,15 +190,16 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         _, own = known[key]
         child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states)
         # Among the ranks of another group the id may identify another unit.
-        same_ranks = own.groups.primary.group is tree.group
-        unit_id = digest_of(f"{tree.call}/{names[child]}".encode()) if same_ranks else 0
-        return wrap_unit(_build(child, names[child], own, child_ignored, tree, unit_id))
+        same_ranks = own.groups.primary.group is options.groups.primary.group
+        unit_id = digest_of(f"{call.number}/{names[child]}".encode()) if same_ranks else 0
+        return wrap_unit(build_unit(child, names[child], own, child_ignored, call, unit_id))
 
     apply_plan(module, plan, wrapper)
     for exempt in plan.full_precision:
         keep_full_precision(exempt)
     # The id of the root has no name in it: that is the class, which may differ between ranks.
-    return _build(module, type(module).__name__, options, ignored, tree, digest_of(f"{tree.call}/".encode()))
+    unit_id = digest_of(f"{call.number}/".encode())
+    return build_unit(module, type(module).__name__, options, ignored, call, unit_id)
 
 
 def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Ignored) -> Unit:
@@ -247,20 +225,6 @@ def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Igno
     return unit
 
 
-def _build(module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, tree: _Tree, unit_id: int) -> Unit:
-    warn_no_forward(module, name)
-    return build_unit(
-        module,
-        name,
-        options,
-        ignored,
-        owners=tree.owners,
-        broadcast=tree.broadcast,
-        on_meta=tree.on_meta,
-        unit_id=unit_id,
-    )
-
-
 def _agreed_plan(module: nn.Module, arguments: Arguments, options: UnitOptions) -> tuple[WrapPlan, Ignored]:
     """Plan units, and compare the plan and the model with the other ranks."""
     error: Exception | None = None
@@ -283,7 +247,8 @@ def _agreed_plan(module: nn.Module, arguments: Arguments, options: UnitOptions) 
         lines = describe_structure(module, [unit.fqn for unit in plan.units], options, ignored)
     except Exception as raised:
         error = raised
-    agree_on_structure(lines, error, options.groups, options.device)
+    # A model whose shapes differ between ranks would abort the process inside the first collective.
+    agree(lines, error, options.groups.rank_groups, options.device, WRAPPING)
     return plan, ignored
 
 
@@ -301,32 +266,35 @@ def _check_not_managed(module: nn.Module) -> None:
         )
 
 
-def _tree_of(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> _Tree:
+def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> Construction:
     """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
-    group = options.groups.primary.group
-    call = _count_call(group)
-    params = list(module.named_parameters())
-    has_meta = any(param.is_meta for _, param in params) or any(buffer.is_meta for buffer in module.buffers())
-    (on_meta,) = true_on_any_rank([has_meta], options.groups.rank_groups, options.device)
+    number = _count_call(options.groups.primary.group)
+    rank_groups, device = options.groups.rank_groups, options.device
+    has_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    (on_meta,) = true_on_any_rank([has_meta], rank_groups, device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.params.__contains__)
     if any(param.is_meta for param in owners):
-        _materialize_ties(module, owners, options, ignored)
+        holders = [
+            (clean_fqn(path), child)
+            for path, child in module.named_modules()
+            if any(param in owners for param in child._parameters.values() if param is not None)
+        ]
+        materialize(holders, module, options, ignored)
         owners = owners_of_ties(module, modules, ignored.params.__contains__)
-        params = list(module.named_parameters())
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
-        for path, param in params
+        for path, param in module.named_parameters()
         if param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
     ]
     if options.sync_states != "warn":
         named += own_buffers(module, ignored)
     if on_meta:
         # Values are compared where every rank has some; those of the others once they are initialised.
-        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], options.groups.rank_groups, options.device)
+        is_meta = true_on_any_rank([tensor.is_meta for _, tensor in named], rank_groups, device)
         named = [entry for entry, left_out in zip(named, is_meta, strict=True) if not left_out]
-    broadcast = agree_on_weights(named, options.sync_states, options.groups, options.device)
-    return _Tree(owners, broadcast, on_meta, group, call)
+    broadcast = agree_on_weights(named, options.sync_states, options.groups, device)
+    return Construction(number, owners, broadcast, on_meta)
 
 
 def _check_overrides(plan: WrapPlan) -> None:
@@ -341,26 +309,95 @@ def _check_overrides(plan: WrapPlan) -> None:
 
 
 def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:
-    groups = options.groups
-    made_here = options.strategy.is_hybrid and groups.mesh is None
-    process_group = (groups.shard.group, groups.replicate.group) if made_here else arguments.process_group
+    groups, process_group = options.groups, arguments.process_group
+    if options.strategy.is_hybrid and groups.mesh is None:
+        process_group = (groups.shard.group, groups.replicate.group)
+    params = set(ignored.params)
     return replace(
-        arguments,
-        process_group=process_group,
-        auto_wrap_policy=None,
-        ignored_modules=None,
-        ignored_states=set(ignored.params),
+        arguments, process_group=process_group, auto_wrap_policy=None, ignored_modules=None, ignored_states=params
     ).as_kwargs()
 
 
-def _materialize_ties(
-    module: nn.Module, owners: dict[nn.Parameter, nn.Module], options: UnitOptions, ignored: Ignored
-) -> None:
-    holders = [
-        (clean_fqn(path), child)
-        for path, child in module.named_modules()
-        if any(param in owners for param in child._parameters.values() if param is not None)
-    ]
-    materialize(
-        holders, root=module, ignored_params=ignored.params, device=options.device, init_fn=options.param_init_fn
+def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+    """Validate the two arguments of ``root``'s wrapper and expand modules to their subtrees.
+
+    Nested units inside an ignored module stay units. Everything that nested units ignore is ignored here too.
+
+    Raises:
+        OptionError: both are given, modules and parameters are mixed, or a wrapped module is among them.
+        OptionTypeError: an argument is not iterable.
+        TiedParameterError: an ignored module shares a parameter with one that was wrapped before.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise OptionError(
+            "ignored_modules and ignored_states were both given (an empty list counts). Pass ignored_states alone; it "
+            "takes modules or parameters."
+        )
+    modules = _listed("ignored_modules", ignored_modules)
+    states = _listed("ignored_states", ignored_states)
+    if not all(isinstance(entry, nn.Module) for entry in modules):
+        raise OptionError(f"ignored_modules must hold nn.Modules only; got {_kinds(modules)}.")
+    params: list[nn.Parameter] = []
+    if states and all(isinstance(entry, nn.Module) for entry in states):
+        modules = states
+    elif all(isinstance(entry, nn.Parameter) for entry in states):
+        params = states
+    else:
+        raise OptionError(
+            f"ignored_states must hold parameters only, or modules only; got {_kinds(states)}. "
+            "For parameters of several modules pass the parameters."
+        )
+    for module in modules:
+        if unit_of(module) is not None:
+            raise OptionError(
+                f"An ignored module is wrapped by FullyShardedDataParallel already: {type(module).__name__}."
+            )
+        if module is root:
+            warn_user(
+                "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=5
+            )
+    subtree = {child for module in modules for child in _outside_units(module)}
+    _check_ties(root, subtree)
+    inherited = [unit.ignored for unit in units_of(root)]
+    return Ignored(
+        frozenset(subtree.union(*[entry.modules for entry in inherited])),
+        frozenset(
+            {param for module in subtree for param in module.parameters(recurse=False)}.union(params).union(
+                *[entry.params for entry in inherited]
+            )
+        ),
     )
+
+
+def _check_ties(root: nn.Module, ignored: set[nn.Module]) -> None:
+    if not ignored:
+        return
+    for site, param in named_sites(root):
+        owner = getattr(param, "_fsdp_flattened", None)
+        if site.module in ignored and isinstance(owner, FlattenedBy):
+            raise TiedParameterError(
+                f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
+                "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
+                "wrapped too (ignored_states=[parameter]), or do not ignore the module."
+            )
+
+
+def _outside_units(module: nn.Module) -> Iterable[nn.Module]:
+    if unit_of(module) is not None:
+        return
+    yield module
+    for child in module.children():
+        yield from _outside_units(child)
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    try:
+        return list(value)
+    except TypeError:
+        raise OptionTypeError(f"{name} must be an iterable; got {type(value).__name__}.") from None
+
+
+def _kinds(entries: list[Any]) -> str:
+    return ", ".join(sorted({type(entry).__name__ for entry in entries}))

@@ -19,61 +19,53 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdp_flat.comm import ErrorTexts, ShardingGroups, connected, find_disagreement, fingerprints
 from fsdp_flat.errors import MaterializeError, OptionError, RankMismatchError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle, adapter_if_dtensor, named_sites, unguarded
-from fsdp_flat.runtime.options import SyncStates
+from fsdp_flat.runtime.options import Ignored, SyncStates, UnitOptions
 from fsdp_flat.user_warnings import warn_user
 
 
-def _own_tensors(module: nn.Module, ignored: frozenset[nn.Parameter]) -> list[torch.Tensor]:
-    params = [p for p in module._parameters.values() if p is not None and p not in ignored]
+def _own_tensors(module: nn.Module, ignored: Ignored) -> list[torch.Tensor]:
+    params = [p for p in module._parameters.values() if p is not None and p not in ignored.params]
     return [*params, *(b for b in module._buffers.values() if b is not None)]
 
 
 def materialize(
-    modules: Iterable[tuple[str, nn.Module]],
-    *,
-    root: nn.Module,
-    ignored_params: frozenset[nn.Parameter],
-    device: torch.device,
-    init_fn: Callable[[nn.Module], None] | None,
+    modules: Sequence[tuple[str, nn.Module]], root: nn.Module, options: UnitOptions, ignored: Ignored
 ) -> bool:
-    """Allocate meta-device tensors on ``device`` and initialise them; return whether there were any.
+    """Allocate meta-device tensors on the compute device and initialise them; return whether there were any.
+
+    ``param_init_fn`` is called with every module in turn. By default each module that holds a meta tensor itself gets
+    memory, and its ``reset_parameters`` is called.
 
     Args:
-        modules: names and modules to check; a module is initialised if it holds a meta tensor itself.
+        modules: names and modules to check.
         root: the tree in which tied parameters are tied again afterwards.
-        ignored_params: parameters that are not managed.
-        device: the compute device.
-        init_fn: called with every module in turn; by default a module's memory is allocated and its
-            ``reset_parameters`` called.
+        options: those of the unit.
+        ignored: its parameters are left alone.
 
     Raises:
-        OptionError: ``init_fn`` is not callable, or left parameters on the meta device.
+        OptionError: ``param_init_fn`` is not callable, or left parameters on the meta device.
         MaterializeError: a module with meta tensors has no ``reset_parameters``.
     """
-    listed = list(modules)
-    meta = [
-        (name, module)
-        for name, module in listed
-        if any(tensor.is_meta for tensor in _own_tensors(module, ignored_params))
-    ]
+    meta = [each for each in modules if any(tensor.is_meta for tensor in _own_tensors(each[1], ignored))]
     if not meta:
         return False
+    init_fn = options.param_init_fn
     if init_fn is not None and not callable(init_fn):
         raise OptionError(f"param_init_fn must be callable; got {init_fn!r}.")
     ties = _ties(root)
     with torch.no_grad(), _MarksEmpty():
         if init_fn is not None:
-            for _, module in listed:
+            for _, module in modules:
                 init_fn(module)
         else:
             for name, module in meta:
-                _reset(name, module, device)
+                _reset(name, module, options.device)
     _tie_again(ties)
     left = [
         f"{name}.{key}" if name else key
-        for name, module in listed
+        for name, module in modules
         for key, param in module._parameters.items()
-        if param is not None and param.is_meta and param not in ignored_params
+        if param is not None and param.is_meta and param not in ignored.params
     ]
     if left:
         raise OptionError(
@@ -96,7 +88,7 @@ def _reset(name: str, module: nn.Module, device: torch.device) -> None:
     try:
         reset()
     except BaseException:
-        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=8)
+        warn_user(f"reset_parameters() of module {where} failed while leaving the meta device.", stacklevel=7)
         raise
 
 
@@ -114,34 +106,21 @@ def _tie_again(ties: list[list[tuple[nn.Module, str]]]) -> None:
             module._parameters[name] = first._parameters[first_name]
 
 
-def move_to_device(
-    modules: Iterable[tuple[str, nn.Module]],
-    *,
-    ignored_params: frozenset[nn.Parameter],
-    device: torch.device,
-    device_given: bool,
-    leave_meta: bool = False,
-) -> None:
-    """Move CPU parameters and buffers to the device that the caller passed.
-
-    Args:
-        modules: the modules of a unit with their names.
-        ignored_params: parameters that stay where they are.
-        device: the device of compute.
-        device_given: the caller passed it.
-        leave_meta: tensors may be on the meta device, and stay there.
+def move_to_device(modules: Iterable[tuple[str, nn.Module]], options: UnitOptions, ignored: Ignored) -> None:
+    """Move CPU parameters and buffers to the device that the caller passed; with ``rows`` meta tensors stay.
 
     Raises:
         UsageError: tensors are on several accelerators, or on the CPU and an accelerator without a device passed.
         OptionError: tensors are on a different accelerator than the device passed.
     """
+    device, device_given = options.device, options.device_given
     elsewhere: dict[torch.device, str] = {}
     on_cpu: list[torch.Tensor] = []
     for name, module in modules:
-        for tensor in _own_tensors(module, ignored_params):
+        for tensor in _own_tensors(module, ignored):
             if tensor.device.type == "cpu":
                 on_cpu.append(tensor)
-            elif not (leave_meta and tensor.is_meta):
+            elif options.rows is None or not tensor.is_meta:
                 elsewhere.setdefault(tensor.device, name)
     if len(elsewhere) > 1:
         raise UsageError(
