@@ -1,9 +1,8 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
 from fsdp_flat.runtime.build import handles_of, owners_of_ties
-from fsdp_flat.runtime.compiled import hide_compiled_name
 from fsdp_flat.runtime.construction import Arguments, build_rows, construct, resolve_ignored
-from fsdp_flat.runtime.duplicate import convert_unit, copy_wrapper
+from fsdp_flat.runtime.conversion import convert_unit, copy_wrapper, hide_compiled_name, unwrap
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (
     BackgroundWork,
@@ -34,4 +33,3 @@ from fsdp_flat.runtime.smaller_group import SmallerGroup
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers
-from fsdp_flat.runtime.unwrap import unwrap

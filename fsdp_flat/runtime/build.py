@@ -25,7 +25,7 @@ from fsdp_flat.flat import (
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.compiled import hide_compiled_name
+from fsdp_flat.runtime.conversion import hide_compiled_name
 from fsdp_flat.runtime.materialize import (
     Unwritten,
     agree_on_weights,

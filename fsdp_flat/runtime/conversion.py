@@ -1,4 +1,4 @@
-"""Converts units (``.to``, ``.float``), and copies them for ``copy.deepcopy``.
+"""Converts wrapped models (``.to``, ``.float``), copies them (``copy.deepcopy``), and unwraps them.
 
 A copy has the same layout on copied modules, with a separate shard. Nothing is communicated. During the copy the
 modules hold None in place of the unit's parameters, so neither unsharded nor sharded values are copied with them; the
@@ -8,23 +8,28 @@ copy's parameters are built from the copied shard.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, clear_padding, copy_flat_parameter
+from fsdp_flat.layout import COMPILED_MODULE, FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.other_forwards import register_forward_method
 from fsdp_flat.runtime.schedule import Schedule
-from fsdp_flat.runtime.summon import check_idle
-from fsdp_flat.runtime.unit import Phase, Unit, own_unit, units_of
+from fsdp_flat.runtime.summon import all_gather_full, check_idle
+from fsdp_flat.runtime.tensors import drop_full_precision
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 
+# The name component that torch.compile adds.
+_WORD = COMPILED_MODULE + "."
 _COPYING = "fsdp_flat is copying an outer unit"
 _COPIED = "units that fsdp_flat has copied"
 
@@ -69,11 +74,25 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
 
 
 def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
-    """Copy a wrapper, its unit and the module inside; ``memo`` and errors are those of :func:`copy_unit`."""
+    """Copy a wrapper, its unit and the module inside; nested wrappers copy themselves in the process.
+
+    Process groups, meshes and constructor arguments are shared with the original. Gradients are not copied, as
+    ``copy.deepcopy`` of ordinary parameters does not copy them either; so a copy synchronizes gradients, and its next
+    backward is a last one. It has the other switches of the original, and the same collectives. Modules to prefetch
+    become their copies; those that are not copied are left out.
+
+    Args:
+        wrapper: the wrapper.
+        memo: the memo of ``copy.deepcopy``. Parameters already in it (those of a copied optimizer) are reused.
+
+    Raises:
+        PhaseError: inside forward, backward or ``summon_full_params``.
+        UsageError: the module holds parameters of an outer unit, which is not being copied.
+    """
     unit = own_unit(wrapper)
     twin = type(wrapper).__new__(type(wrapper))
     memo[id(wrapper)] = twin
-    copied = copy_unit(unit, memo)
+    copied = _copy_unit(unit, memo)
     remade = {"_unit", "_handle_names", "_load", *unit.forward_methods}
     for name, value in wrapper.__dict__.items():
         if name not in remade:
@@ -84,24 +103,11 @@ def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     return twin
 
 
-def copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
-    """Copy a unit and the module that it wraps; nested wrappers copy themselves in the process.
-
-    Process groups, meshes and constructor arguments are shared with the original. Gradients are not copied, as
-    ``copy.deepcopy`` of ordinary parameters does not copy them either; so a copy synchronizes gradients, and its next
-    backward is a last one. It has the other switches of the original, and the same collectives. Modules to prefetch
-    become their copies; those that are not copied are left out.
-
-    Args:
-        unit: the unit.
-        memo: the memo of ``copy.deepcopy``. Parameters already in it (those of a copied optimizer) are reused.
-
-    Raises:
-        PhaseError: inside forward, backward or ``summon_full_params``.
-        UsageError: the module holds parameters of an outer unit, which is not being copied.
-    """
+def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     check_idle(unit, "copy.deepcopy")
-    _share_groups(unit, memo)
+    groups = unit.options.groups
+    for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
+        memo[id(shared)] = shared
     outermost = _COPYING not in memo
     if outermost:
         _check_complete(unit)
@@ -148,13 +154,6 @@ def _map_prefetched(memo: dict[Any, Any]) -> None:
             setattr(twin.control, lists, tuple(memo[id(module)] for module in modules if id(module) in memo))
 
 
-def _share_groups(unit: Unit, memo: dict[Any, Any]) -> None:
-    groups = unit.options.groups
-    for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
-        if shared is not None:
-            memo[id(shared)] = shared
-
-
 def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
     # Copy parameters before modules, so that other references to these parameters refer to their copies.
     memo[id(handle.flat_param)] = copy_flat_parameter(handle.flat_param, memo.get(id(handle.flat_param)))
@@ -189,19 +188,119 @@ def _check_complete(unit: Unit) -> None:
         for entry in handle.views.params
         for site in entry.sites
     }
-    for module, name, tensor in _held(unit.module):
-        if (id(module), name) not in managed and getattr(tensor, "_is_flat_param", False) is False:
+    for module in unit.module.modules():
+        held = [each for each in module._parameters.items() if getattr(each[1], "_fsdp_flattened", False)]
+        held += [each for each in module.__dict__.items() if isinstance(each[1], ShardedPlaceholder)]
+        for name, tensor in held:
+            if (id(module), name) not in managed and getattr(tensor, "_is_flat_param", False) is False:
+                raise UsageError(
+                    f"{name!r} of a {type(module).__name__} in unit {unit.name!r} is shared with a unit further out, "
+                    "which holds it, so this unit cannot be copied alone. Copy the outermost wrapper."
+                )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the plain module inside a wrapped model, with full parameters on every rank and nothing of fsdp_flat left.
+
+    Units are all-gathered one after another, so the peak is the plain model and one unit. With ``use_orig_params=True``
+    the Parameter objects stay the same. Gradients are dropped, and an optimizer that was built for the wrapped model
+    has state in the shapes of shards: build a new one. The old wrappers raise when they are used.
+
+    Every rank must call this, between steps.
+
+    Args:
+        model: a wrapper that is not nested in another one, or any module that holds such wrappers; the latter is
+            changed in place. An activation-checkpoint wrapper stays.
+
+    Returns:
+        The wrapped module, or ``model`` itself if it is not a wrapper. Modules of ``fully_shard`` get their own class
+        back, in place.
+
+    Raises:
+        PhaseError: inside forward, backward or ``summon_full_params``.
+        UsageError: ``model`` is nested in another wrapper.
+    """
+    units = units_of(model)
+    for unit in units:
+        check_idle(unit, "unwrap")
+        if isinstance(unit.context, Schedule) and unit.context.root not in units:
+            root = unit.context.root.name
             raise UsageError(
-                f"{name!r} of a {type(module).__name__} in unit {unit.name!r} is shared with a unit further out, which "
-                "holds it, so this unit cannot be copied alone. Copy the outermost wrapper."
+                f"unwrap was called on {unit.name!r}, which is nested in {root!r}. Pass the outermost "
+                "wrapper, or the module that holds it."
             )
+    for unit in units:
+        _restore_full(unit)
+    modules = list(model.modules())
+    wrapped = {child: child._modules[FSDP_WRAPPED_MODULE] for child in modules if _is_wrapper(child)}
+    for child in modules:
+        for name, grandchild in child._modules.items():
+            if grandchild is not None:
+                child._modules[name] = _inner(grandchild, wrapped)
+        _restore_class(child)
+        drop_full_precision(child)
+        show_compiled_name(child)
+        # Wrapping set the first two attributes; without the third a wrapper is no longer a wrapper.
+        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", *(("_unit",) if child in wrapped else ())):
+            child.__dict__.pop(mark, None)
+    return _inner(model, wrapped)
 
 
-def _held(root: nn.Module) -> Iterator[tuple[nn.Module, str, Any]]:
-    for module in root.modules():
-        for name, param in module._parameters.items():
-            if getattr(param, "_fsdp_flattened", False):
-                yield module, name, param
-        for name, value in module.__dict__.items():
-            if isinstance(value, ShardedPlaceholder):
-                yield module, name, value
+def _is_wrapper(module: nn.Module) -> bool:
+    unit = unit_of(module)
+    return unit is not None and not unit.shows_dtensors
+
+
+def _restore_class(module: nn.Module) -> None:
+    """Undo what ``fully_shard`` has changed of a module besides its parameters."""
+    unit = unit_of(module)
+    if unit is not None and unit.options.rows is not None:
+        for hook in unit.options.rows.hooks:
+            hook.remove()
+        for name in ("_unit", *unit.forward_methods):
+            module.__dict__.pop(name, None)
+        # The class of a sharded module is derived from two: that of fully_shard, and its own.
+        module.__class__ = type(module).__bases__[1]
+
+
+def _restore_full(unit: Unit) -> None:
+    unit.reshard()
+    for handle in unit.handles:
+        handle.adopt_changes()
+    wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
+    for handle, whole in zip(unit.handles, wholes, strict=True):
+        handle.views.unflatten(whole)
+    unit.buffers.cast(full=True)
+
+
+def _inner(module: nn.Module, wrapped: dict[nn.Module, nn.Module | None]) -> nn.Module:
+    """Return the module inside a wrapper, through nested wrappers; return any other module as it is."""
+    while module in wrapped:
+        inner = wrapped[module]
+        assert inner is not None
+        module = inner
+    return module
+
+
+def hide_compiled_name(module: nn.Module) -> None:
+    """Make a module returned by ``torch.compile`` save and load under original names; ignore other modules."""
+    if isinstance(module, OptimizedModule):
+        module.register_state_dict_post_hook(_without_word)
+        module.register_load_state_dict_pre_hook(_with_word)
+
+
+def show_compiled_name(module: nn.Module) -> None:
+    """Undo :func:`hide_compiled_name`."""
+    for hooks in (module._state_dict_hooks, module._load_state_dict_pre_hooks):
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) in (_without_word, _with_word)]:
+            del hooks[key]
+
+
+def _without_word(_module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix + _WORD)]:
+        state_dict[prefix + key[len(prefix + _WORD) :]] = state_dict.pop(key)
+
+
+def _with_word(_module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix) and not key.startswith(prefix + _WORD)]:
+        state_dict[prefix + _WORD + key[len(prefix) :]] = state_dict.pop(key)
