@@ -110,9 +110,8 @@ class PendingIterations:
     def of_backward(self, any_rank: Callable[[Sequence[bool]], list[bool]]) -> list[Iteration]:
         """Return the iterations that the running backward goes through on any rank; drop those of freed graphs.
 
-        If several are pending, ranks exchange flags by ``any_rank``, because a unit's post-backward runs at the first
-        of its forwards. An iteration that is missing here, because of an earlier backward, is included when it is
-        reached.
+        If several are pending, ranks exchange flags, because a unit's post-backward runs at the first of its forwards.
+        An iteration that is missing here, because of an earlier backward, is included when it is reached.
         """
         included = [iteration.is_in_backward for iteration in self._iterations]
         if len(included) > 1:
@@ -130,7 +129,6 @@ class ForwardRecord:
     """Records one forward of a unit that a backward may reach.
 
     Attributes:
-        unit: the unit.
         iteration: the iteration that contains it; None for a recomputation inside a backward.
         weights: the weights that it ran with.
         begin: position of its begin in the iteration's events.
@@ -178,7 +176,7 @@ class Backward:
         self.iterations.update(new)
         self._events.extend([event for iteration in new for event in iteration.events])
         if len(self.iterations) > 1:
-            self._events.sort(key=_position)
+            self._events.sort(key=lambda event: event.position)
         turns: dict[Unit, int] = {}
         # Forwards without gradients count only for units that have no others, as under re-entrant checkpoints.
         self._returning.update([event.unit for event in self._events if event.in_grad])
@@ -197,26 +195,18 @@ class Backward:
     def complete(self, record: ForwardRecord, node: Any) -> None:
         """Pass all events down to the begin of the forward of ``record``, whose input gradients exist.
 
-        Args:
-            record: the forward.
-            node: the autograd node on its inputs, which is running.
+        ``node`` is the autograd node on the inputs, which is running.
         """
         if record.iteration in self.iterations:
             self._last_node = node
             self._pass_until(record.begin - 1)
         elif record.iteration is None:
-            self._complete_recomputed(record.unit)
-
-    def _complete_recomputed(self, unit: Unit) -> None:
-        """Pass all events after a forward that a re-entrant checkpoint has recomputed.
-
-        The recomputation stands for one of the unit's recorded forwards, none of which is later than the last one not
-        passed yet. So every event after that one can be passed.
-        """
-        for event in reversed(self._events):
-            if event.is_begin and event.unit is unit:
-                self._pass_until(event.position - 1)
-                return
+            # A recomputation stands for one of the unit's recorded forwards, none of which is later than the last one
+            # not passed yet. So every event after that one can be passed.
+            for event in reversed(self._events):
+                if event.is_begin and event.unit is record.unit:
+                    self._pass_until(event.position - 1)
+                    return
 
     @property
     def retains_graph(self) -> bool:
@@ -246,15 +236,7 @@ class Backward:
     def next_all_gather(self, after: Unit) -> Unit | None:
         """Return the unit whose all-gather is next, other than ``after``; None if there is none."""
         for event in reversed(self._events):
-            if (
-                event.weights is not None
-                and event.unit is not after
-                and event.unit.needs_all_gather
-                and self._needs_unshard(event)
-            ):
-                return event.unit
+            unit = event.unit
+            if event.weights is not None and unit is not after and unit.needs_all_gather and self._needs_unshard(event):
+                return unit
         return None
-
-
-def _position(event: Event) -> int:
-    return event.position

@@ -48,8 +48,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     Raises:
         PhaseError: in the middle of a step, and ``fn`` would change a shard.
     """
-    if isinstance(unit.context, Schedule):
-        unit.context.recover()  # a backward that raised is over
+    unit.context.recover()
     if unit.phase is not Phase.IDLE:
         if any(handle.is_changed_by(fn) for handle in unit.handles):
             check_idle(unit, "A conversion (.to, .float, .cuda, ...)")

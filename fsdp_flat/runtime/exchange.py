@@ -45,7 +45,7 @@ class Outcome:
     Attributes:
         differing: groups whose ranks issued different collectives or train different parameters, or None.
         to_compare: groups in which any rank requests a comparison of tensors that no unit manages.
-        average: the largest ``average`` that a rank passed to :meth:`BackwardExchange.begin`.
+        average: the largest ``UnmanagedTensors.request_for_average`` of a rank.
         retains_graph: autograd keeps the graph of this backward on any rank.
     """
 
@@ -61,35 +61,28 @@ class BackwardExchange:
     Args:
         units: every unit of the tree, in the same order on every rank.
         log: the order of collectives.
+
+    Attributes:
+        handles: handles whose gradients are reduced, by groups, in the same order on every rank.
     """
 
     def __init__(self, units: Sequence[Unit], log: CollectiveLog) -> None:
         self._log = log
-        self._handles: dict[ShardingGroups, list[FlatParamHandle]] = {}
+        self.handles: dict[ShardingGroups, list[FlatParamHandle]] = {}
         for unit in units:
             if unit.handles and unit.options.groups.num_ranks > 1:
-                self._handles.setdefault(unit.options.groups, []).extend(unit.handles)
-        if not self._handles and units[0].options.groups.num_ranks > 1:
+                self.handles.setdefault(unit.options.groups, []).extend(unit.handles)
+        if not self.handles and units[0].options.groups.num_ranks > 1:
             # Everything is ignored; gradients that no unit manages may still be averaged.
-            self._handles[units[0].options.groups] = []
+            self.handles[units[0].options.groups] = []
         self._host_groups_of: dict[ShardingGroups, list[RankGroup]] = {}
         # Kept until the next exchange: a thread of gloo that drops the last reference to a tensor needs the GIL for
         # it, and aborts the process if the interpreter is ending (pytorch issue 190489).
         self._in_flight: dict[ShardingGroups, tuple[torch.Tensor, Callable[[], torch.Tensor]]] = {}
 
-    @property
-    def handles(self) -> Mapping[ShardingGroups, Sequence[FlatParamHandle]]:
-        """Handles whose gradients are reduced, by groups, in the same order on every rank."""
-        return self._handles
-
     def any_rank(self, flags: Sequence[bool], over: ShardingGroups | None = None) -> list[bool]:
-        """Return for each flag whether it is true on any rank; see :func:`true_on_any_rank`.
-
-        Args:
-            flags: this rank's flags.
-            over: the groups to reduce over; None for those of all units that have handles.
-        """
-        chosen = [groups for groups, some in self._handles.items() if some] if over is None else [over]
+        """Return for each flag whether it is true on any rank, by default of units with handles."""
+        chosen = [groups for groups, some in self.handles.items() if some] if over is None else [over]
         rank_groups = [rank_group for groups in chosen for rank_group in self._host_groups(groups)]
         return true_on_any_rank(flags, rank_groups, torch.device("cpu"), collective=_DOING)
 
@@ -98,21 +91,18 @@ class BackwardExchange:
         used: Mapping[FlatParamHandle, bytes],
         unreduced: set[FlatParamHandle],
         *,
-        compare: bool = False,
-        average: int = 0,
-        retains_graph: bool = False,
+        compare: bool,
+        average: int,
+        retains_graph: bool,
     ) -> None:
-        """Begin the exchange.
+        """Begin the exchange; for the last three arguments see :class:`Outcome`.
 
         Args:
             used: for each handle, one byte per parameter: 1 if it got a gradient on this rank. A missing handle
                 has none.
             unreduced: handles that hold unreduced gradients.
-            compare: this rank requests a comparison of tensors that no unit manages.
-            average: this rank's ``UnmanagedTensors.request_for_average``.
-            retains_graph: autograd keeps the graph of this backward on this rank.
         """
-        for groups, handles in self._handles.items():
+        for groups, handles in self.handles.items():
             flags = [used.get(handle) or bytes(len(handle.layout.param_infos)) for handle in handles]
             late = bytes([handle in unreduced for handle in handles])
             trained = bytes([trains for handle in handles for trains in handle.views.requires_grad()])
@@ -141,17 +131,12 @@ class BackwardExchange:
         return self._host_groups_of[groups]
 
     def finish(self, used: dict[FlatParamHandle, bytes], unreduced: set[FlatParamHandle]) -> Outcome:
-        """Wait for the other ranks and merge their flags.
-
-        Args:
-            used: as for :meth:`begin`; set to 1 where any rank used a parameter.
-            unreduced: as for :meth:`begin`; handles that hold unreduced gradients on any rank are added.
-        """
+        """Wait for the other ranks, and merge their flags into ``used`` and ``unreduced``."""
         differing, to_compare, average, retains_graph = None, [], 0, False
         for groups, (_, wait) in self._in_flight.items():
             row = bytes(wait().numpy())
             position = 0
-            handles = self._handles[groups]
+            handles = self.handles[groups]
             for handle in handles:
                 num_params = len(handle.layout.param_infos)
                 used[handle] = row[position : position + num_params]

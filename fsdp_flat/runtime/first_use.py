@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from fsdp_flat.comm import ALONE, ErrorTexts, RankGroup, ShardingGroups, agree, find_disagreement
+from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.flat import FlatParamHandle
 from fsdp_flat.runtime.materialize import unwritten_error, warn_of_unwritten
@@ -35,12 +35,7 @@ _ORDER = ErrorTexts(
 
 
 def check_units(units: Sequence[Unit]) -> None:
-    """Check options that must be the same in a tree, and optimizers that run in backward.
-
-    Raises:
-        OptionError: units differ in an option.
-        UsageError: an optimizer runs in backward of a flat parameter.
-    """
+    """Raise if units differ in an option that must be the same in a tree, or an optimizer runs in their backward."""
     for option in ("use_orig_params", "limit_all_gathers"):
         first: dict[bool, str] = {}
         for unit in units:
@@ -61,16 +56,11 @@ def check_units(units: Sequence[Unit]) -> None:
 
 
 def _check_values(units: Sequence[Unit]) -> None:
-    """Report tensors that left the meta device and have no values at the first forward. Every rank must call this.
+    """Raise if a parameter that left the meta device has no values, here or on another rank.
 
-    Units of ``fully_shard`` leave it by ``to_empty``, perhaps on some ranks only, so each rank warns by itself.
-
-    Units may be sharded over different groups. An error found over one group is exchanged over the others before any
-    rank raises, since ranks that are only in the others would otherwise wait forever.
-
-    Raises:
-        UsageError: a parameter has no values on this rank.
-        PeerFailureError: a parameter has no values on another rank.
+    Every rank must call this. Units of ``fully_shard`` leave it by ``to_empty``, perhaps on some ranks only, so each
+    rank warns of those by itself. An error found over one group is exchanged over the others before any rank raises,
+    since ranks that are only in the others would otherwise wait forever.
     """
     by_groups: dict[ShardingGroups, list[Unit]] = {}
     warn_of_unwritten((unit.name, entry) for unit in units if unit.shows_dtensors for entry in unit.unwritten or ())
@@ -95,34 +85,19 @@ def _trained_lines(handles: Iterable[FlatParamHandle]) -> list[str]:
     ]
 
 
-def check_requires_grad(
-    handles: Iterable[FlatParamHandle], rank_groups: Sequence[RankGroup], device: torch.device
+def raise_difference(
+    collectives: Sequence[str], handles: Iterable[FlatParamHandle], groups: ShardingGroups, device: torch.device
 ) -> None:
-    """Compare between ranks which parameters are trained. Every rank of the groups must call this.
+    """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
     Args:
-        handles: those of all units over the same groups.
-        rank_groups: groups over which to compare.
+        collectives: one line for each collective over the groups that this rank has issued.
+        handles: handles over the groups.
+        groups: the groups.
         device: the compute device.
-
-    Raises:
-        RankMismatchError: a parameter is frozen on some ranks only.
     """
-    agree(_trained_lines(handles), None, rank_groups, device, _TRAINED)
-
-
-def check_order(lines: Sequence[str], rank_groups: Sequence[RankGroup], device: torch.device) -> None:
-    """Compare between ranks the collectives that they have issued. Every rank of the groups must call this.
-
-    Args:
-        lines: one line for each collective, in order.
-        rank_groups: groups over which to compare.
-        device: the compute device.
-
-    Raises:
-        RankMismatchError: ranks have issued different ones.
-    """
-    agree(lines, None, rank_groups, device, _ORDER)
+    agree(collectives, None, groups.rank_groups, device, _ORDER)
+    agree(_trained_lines(handles), None, groups.rank_groups, device, _TRAINED)
 
 
 class RankChecks:
@@ -161,12 +136,7 @@ class RankChecks:
         self.in_forward = False
 
     def before_iteration(self) -> None:
-        """Check before the first forward that every tensor that left the meta device has values.
-
-        Raises:
-            UsageError: a parameter has no values on this rank.
-            PeerFailureError: a parameter has no values on another rank.
-        """
+        """Check before the first forward that every tensor that left the meta device has values."""
         self._is_new_iteration = True
         if not self._checked_values:
             _check_values(self._units)
@@ -178,15 +148,12 @@ class RankChecks:
         Only ranks of the shard group are compared, over which the forward all-gathers. If all units are frozen, no
         backward reduces anything, so tensors that no unit manages are compared here too, in a few forwards. These are
         chosen by count, since every rank must choose the same ones.
-
-        Raises:
-            RankMismatchError: a parameter is frozen on some ranks only.
         """
         if not unit.needs_all_gather or not torch.is_grad_enabled():
             return
         groups = unit.options.groups
         if groups in self._ahead:
-            check_requires_grad(self._handles[groups], [groups.shard], unit.options.device)
+            agree(_trained_lines(self._handles[groups]), None, [groups.shard], unit.options.device, _TRAINED)
             self._ahead.remove(groups)
         if self._is_new_iteration and self._num_forwards < _FORWARDS_COMPARED[-1]:
             self._is_new_iteration = False
@@ -200,12 +167,7 @@ class RankChecks:
         self.in_forward = bool(self._ahead) or self._num_forwards < _FORWARDS_COMPARED[-1]
 
     def before_backward(self) -> None:
-        """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas.
-
-        Raises:
-            RankMismatchError: a parameter is frozen on some ranks only.
-            PeerFailureError: the same for a unit over groups that this rank is not in.
-        """
+        """Compare which parameters are trained, before the first backward that all-reduces gradients over replicas."""
         if self._compared_in_backward or not any(unit.is_trainable for unit in self._units):
             return
         found: Exception | None = None

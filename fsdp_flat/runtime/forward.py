@@ -23,12 +23,9 @@ from fsdp_flat.runtime.unit import Unit, Weights, unit_of
 
 @dynamo_disabled_here
 def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the wrapped module with unsharded parameters. Every rank of the unit's groups must call this.
+    """Run the wrapped module with unsharded parameters, as the wrapper class's ``forward``.
 
-    This is the wrapper class's ``forward``.
-
-    Returns:
-        The output of the wrapped module.
+    Every rank of the unit's groups must call this.
     """
     # Look it up again: the wrapped module may have been replaced (activation checkpointing, torch.compile, adapters).
     wrapped = self._modules[FSDP_WRAPPED_MODULE]
@@ -60,8 +57,6 @@ def run_forward(
 class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
-    __slots__ = ("_entered", "_hooked_inputs", "_outermost", "_record", "_schedule", "_unit")
-
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
@@ -90,11 +85,14 @@ class UnitForward:
         is_first = not self._entered
         with profiled("pre_forward", unit.name):
             if self._outermost and schedule.streams.is_accelerator:
-                args, kwargs = _to_device((args, kwargs), unit.options.device)
+                device = unit.options.device
+                args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
             if is_first:
                 self._unshard()
-            if unit.cast_inputs is not None and not record.weights.full_precision and schedule.casts_inputs_of(unit):
-                args, kwargs = unit.cast_inputs(args, kwargs)
+            if unit.cast_inputs is not None and not record.weights.full_precision:
+                precision = unit.options.precision
+                if precision.cast_forward_inputs or (unit is schedule.root and precision.cast_root_forward_inputs):
+                    args, kwargs = unit.cast_inputs(args, kwargs)
             if is_first and unit.handles and torch.is_grad_enabled():
                 args, kwargs = _hook_inputs(record, args, kwargs, self._hooked_inputs)
         return args, kwargs
@@ -130,12 +128,7 @@ class UnitForward:
     @dynamo_disabled
     def pass_through(self, output: Any) -> Any:
         """Hook and return the outputs of a module that is not the last of its unit to run."""
-        for hooked in self._hooked_inputs:
-            hooked.follow_changes()
-        self._hooked_inputs.clear()
-        output = self._cast(output)
-        _hook_outputs(self._record, output, always=self._outermost)
-        return output
+        return self._hooked(output)[0]
 
     @dynamo_disabled
     def leave(self, output: Any) -> Any:
@@ -144,19 +137,21 @@ class UnitForward:
         A backward may reach a forward although none of its outputs was found, if its graph is alive: the outputs are in
         a generator, or stored outside of the model.
         """
-        for hooked in self._hooked_inputs:
-            hooked.follow_changes()
-        output = self._cast(output)
-        if _hook_outputs(self._record, output, always=self._outermost):
-            self._close(True)
-        else:
-            hidden = torch.is_grad_enabled() and any(handle.grads.are_in_a_graph for handle in self._unit.handles)
-            self._close(hidden, open_ended=hidden)
+        output, returns = self._hooked(output)
+        hidden = False
+        if not returns and torch.is_grad_enabled():
+            hidden = any(handle.grads.are_in_a_graph for handle in self._unit.handles)
+        self._close(returns or hidden, open_ended=hidden)
         return output
 
-    def _cast(self, output: Any) -> Any:
+    def _hooked(self, output: Any) -> tuple[Any, bool]:
+        """Cast and hook the outputs; return them, and whether a backward may reach them."""
+        for hooked in self._hooked_inputs:
+            hooked.follow_changes()
+        self._hooked_inputs.clear()
         dtype = self._unit.options.precision.output_dtype
-        return output if dtype is None else cast_floats(output, dtype)
+        output = output if dtype is None else cast_floats(output, dtype)
+        return output, _hook_outputs(self._record, output, always=self._outermost)
 
     def leave_open(self) -> None:
         """Leave a forward without outputs to hook, and keep the parameters for any backward that follows."""
@@ -179,8 +174,7 @@ class UnitForward:
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)
             expects_backward = returns or (unit.is_trainable and in_grad)
-            # A re-entrant checkpoint runs its units without gradients, so only the iteration shows whether a backward
-            # may follow.
+            # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.
             trains = iteration is not None and iteration.trains
             may_recompute = trains and unit.is_trainable and unit.shows_dtensors
             keep = (expects_backward or may_recompute) and (open_ended or iteration is None or not reshards)
@@ -198,11 +192,7 @@ class UnitForward:
 def _check_compiles(schedule: Schedule, unit: Unit, wrapped: nn.Module, compiler: Any) -> None:
     """Warn once if torch.compile would skip a unit because it has no original parameters.
 
-    Args:
-        schedule: the unit's schedule.
-        unit: the unit, which is about to run.
-        wrapped: the module that its wrapper holds now.
-        compiler: compiles the code that calls the unit; None if nothing does.
+    ``compiler`` compiles the code that calls the unit; it is None if nothing does.
     """
     modules = [wrapped] if schedule.looked_for_compiled else list(wrapped.modules())
     schedule.looked_for_compiled = True
@@ -224,10 +214,7 @@ def _is_compiled(module: nn.Module) -> bool:
 def _hook_outputs(record: ForwardRecord, output: Any, *, always: bool) -> bool:
     """Register backward hooks on the outputs; return whether a backward may need the unit's parameters.
 
-    Args:
-        record: record of the forward.
-        output: output of the forward.
-        always: also hook the outputs of a unit without parameters, so that a backward begins at the outermost unit.
+    With ``always`` those of a unit without parameters too, so that a backward begins at the outermost unit.
     """
     unit = record.unit
     if not torch.is_grad_enabled() or not (unit.handles or always):
@@ -309,8 +296,6 @@ class _HookedInput:
     must get the autograd history of the change too.
     """
 
-    __slots__ = ("_alias", "_given", "_version")
-
     def __init__(self, given: torch.Tensor, alias: torch.Tensor) -> None:
         self._given = given
         self._alias = alias
@@ -327,15 +312,9 @@ class _HookedInput:
 def _hook_inputs(
     record: ForwardRecord, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: list[_HookedInput]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Put an autograd node on the inputs that require gradients.
+    """Put an autograd node on the inputs that require gradients, and append these to ``hooked``.
 
     Without such inputs, the forward's part of the backward ends with the backward.
-
-    Args:
-        record: record of the forward.
-        args: its positional inputs.
-        kwargs: its inputs by name.
-        hooked: list to which each input with a node is appended.
     """
     if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
         if not args[0].requires_grad:
@@ -358,7 +337,3 @@ def _hook_inputs(
     hooked.extend(_HookedInput(tensor, aliases[id(tensor)]) for tensor in unique)
     args, kwargs = map_tensors((args, kwargs), lambda tensor: aliases.get(id(tensor), tensor))
     return args, kwargs
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))

@@ -1,10 +1,6 @@
 """Reduces gradients, and holds the communication state that all units of one root share.
 
 A gradient is summed over the shard group, then over the replicate group; then its mean is taken.
-
-The state is passed down: a unit uses its context and never looks up its root. It belongs to the runtime, not to
-``comm``, because it also owns the memory pool of the flat buffers, and packages of one layer must not import each
-other.
 """
 
 from __future__ import annotations
@@ -33,10 +29,7 @@ dtype gives the same result on every backend.
 
 
 def predivide_factor(num_ranks: int) -> float:
-    """Return FSDP1's factor for dividing before the sum, a power of two near the square root of ``num_ranks``.
-
-    Source of the rule: CONTRACT (f doubles from 1 while num_ranks % f == 0 and num_ranks / f > f).
-    """
+    """Return FSDP1's factor for dividing before the sum, a power of two near the square root of ``num_ranks``."""
     factor = 1
     while num_ranks % factor == 0 and num_ranks / factor > factor:
         factor *= 2
@@ -81,23 +74,10 @@ class Reduction:
     Attributes:
         handle: the handle of the gradient.
         is_partial: the gradient is summed over the shard group only, for a later backward.
+        result: the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype), set by
+            :meth:`finish`: the mean, or the sum divided by the caller's factor, unless the factor is a tensor. None
+            for a partial one: that is a sum in the reduce dtype, which stays with the handle.
     """
-
-    __slots__ = (
-        "_alive",
-        "_divided_by",
-        "_groups",
-        "_mean_divisor",
-        "_pending",
-        "_policy",
-        "_prescale",
-        "_replicated",
-        "_scratch",
-        "_streams",
-        "_used_up",
-        "handle",
-        "is_partial",
-    )
 
     def __init__(
         self,
@@ -108,6 +88,7 @@ class Reduction:
         policy: ReductionPolicy,
     ) -> None:
         self.handle = handle
+        self.result: torch.Tensor | None = None
         self._groups = options.groups
         self._streams = streams
         self._policy = policy
@@ -139,10 +120,7 @@ class Reduction:
                     self._pending = collectives.begin_reduce_scatter(flat, handle.pool.empty_like)
 
     def _call_hook(self, flat: torch.Tensor, *, shards: bool) -> torch.Tensor:
-        """Call the communication hook, which divides by itself.
-
-        For a hybrid strategy the mean over the replicate group remains to be taken.
-        """
+        """Call the hook, which divides by itself; under hybrid sharding the mean over the replicate group remains."""
         hook, state = self._policy.hook, self._policy.hook_state
         assert hook is not None
         if not shards:
@@ -187,23 +165,18 @@ class Reduction:
         gradient, self._used_up = self._used_up, None
         if gradient is not None:
             self.handle.grads.recycle(gradient, self.handle.pool)
+        del self._pending, self._scratch  # and with them the sum, if it is not the result
 
-    def finish(self) -> torch.Tensor | None:
-        """Return the gradient of this rank's shard (1-D, in the parameters' dtype or the kept reduce dtype).
-
-        It is the mean, or the sum divided by the caller's factor, unless the factor is a tensor. A partial one is a
-        sum in the reduce dtype, which stays with the handle: then the result is None.
-        """
+    def finish(self) -> None:
+        """Wait for the communication and set the result."""
         self.advance()
-        complete = None
         with unrecorded(), self._streams.reduce_scatters:
             shard = self._pending.wait()
             if self.is_partial:
                 self.handle.grads.partial.add(shard)
             else:
-                complete = self._complete(shard)
+                self.result = self._complete(shard)
         self._free()
-        return complete
 
     def _complete(self, shard: torch.Tensor) -> torch.Tensor:
         """Divide the sum over all ranks, call the caller's hook, and convert the result."""
@@ -228,12 +201,12 @@ class Reduction:
         return self._mean_divisor if factor is None else factor
 
     def hand_over(self, shard: torch.Tensor, used: Sequence[int]) -> None:
-        """Add what :meth:`finish` returned to the gradients of the handle.
+        """Add ``shard``, the sum of the results of all reductions of the handle, to its gradients.
 
         The caller's factor is read again: a caller may complete it while backward runs.
 
         Args:
-            shard: the result, or the sum of the results of several reductions of the handle.
+            shard: the sum.
             used: for each parameter, whether any rank has used it.
         """
         grads = self.handle.grads
@@ -268,27 +241,18 @@ class Reductions:
     def __init__(self, most: int) -> None:
         self._most = most
         self._in_flight: list[Reduction] = []
-        self._last: dict[FlatParamHandle, Reduction] = {}
-        self._partial: list[FlatParamHandle] = []
-        self.results: dict[FlatParamHandle, list[torch.Tensor]] = {}
+        self._finished: dict[FlatParamHandle, list[Reduction]] = {}
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was reduced."""
-        return not self._in_flight and not self.results
-
-    def add(self, begin: Callable[[], Reduction], most: int | None) -> None:
-        """Begin a reduction; advance older ones, and finish the oldest if too many are in flight, to free memory.
-
-        Args:
-            begin: begins the reduction.
-            most: the number that may be in flight with it; None is the default.
-        """
+    def make_room(self, most: int | None) -> None:
+        """Advance all reductions, and finish the oldest to free memory until fewer than ``most`` are in flight."""
         for earlier in self._in_flight:
             earlier.advance()
         while len(self._in_flight) >= (most or self._most):
             self._finish_oldest()
-        self._in_flight.append(begin())
+
+    def add(self, reduction: Reduction) -> None:
+        """Add a reduction that has begun."""
+        self._in_flight.append(reduction)
 
     def finish_done(self) -> None:
         """Finish reductions that are complete, to free their memory."""
@@ -297,12 +261,8 @@ class Reductions:
 
     def _finish_oldest(self) -> None:
         reduction = self._in_flight.pop(0)
-        shard = reduction.finish()
-        if shard is None:
-            self._partial.append(reduction.handle)
-            return
-        self._last[reduction.handle] = reduction
-        self.results.setdefault(reduction.handle, []).append(shard)
+        reduction.finish()
+        self._finished.setdefault(reduction.handle, []).append(reduction)
 
     def finish_all(self) -> None:
         """Wait for all reductions."""
@@ -315,9 +275,7 @@ class Reductions:
         for reduction in in_flight:
             with suppress(RuntimeError):
                 reduction.discard()
-        self.results = {}
-        self._last.clear()
-        self._partial.clear()
+        self._finished = {}
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
 
@@ -331,14 +289,15 @@ class Reductions:
         self.finish_all()
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
-        results, self.results = self.results, {}
-        last, self._last = self._last, {}
-        for handle, (first, *others) in results.items():
-            for other in others:
-                first.add_(other)
-            last[handle].hand_over(first, used[handle])
-        partial, self._partial = self._partial, []
-        for handle in partial:
+        finished, self._finished = self._finished, {}
+        for handle, reductions in finished.items():
+            total: torch.Tensor | None = None
+            for reduction in reductions:
+                if reduction.result is not None:
+                    total = reduction.result if total is None else total.add_(reduction.result)
+                    last = reduction
+            if total is not None:
+                last.hand_over(total, used[handle])
             if handle.grads.partial.shard is not None:
                 handle.grads.partial.add_used(used[handle])
 
@@ -347,9 +306,6 @@ class CommContext:
     """Holds the streams, memory pool, reductions in flight, and records of one tree of units.
 
     A unit starts with its own context; the root's first use replaces it with one for the tree.
-
-    Args:
-        device: the compute device.
 
     Attributes:
         streams: streams of every all-gather and reduce-scatter, shared so that each is ordered after the optimizer and
@@ -367,3 +323,6 @@ class CommContext:
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
         self.collectives = CollectiveLog()
         self.trace: list[tuple[str, str]] | None = None
+
+    def recover(self) -> None:
+        """Abort a step whose backward raised, if there is one; before the first use of a tree there is none."""

@@ -2,9 +2,6 @@
 
 A schedule is created at the first use of its root. A unit that is called before its root becomes the root of a small
 schedule, until the real root's first use takes it over.
-
-A unit needs no record of its own for a backward: ``Backward`` holds the position of each unit's post-backward, and the
-unit's phase shows whether its backward has begun.
 """
 
 from __future__ import annotations
@@ -18,13 +15,13 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ALONE, ShardingGroups, profiled, report_failure
+from fsdp_flat.comm import ALONE, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
-from fsdp_flat.runtime.first_use import RankChecks, check_order, check_requires_grad, check_units, log_units
+from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
@@ -36,12 +33,10 @@ _GRADS_PER_POLL = 4
 class Schedule(CommContext):
     """Holds the units at and below one root and makes the decisions that concern all of them in a step.
 
-    Args:
-        root_module: the wrapper that is the root.
-
     Attributes:
         root: the outermost unit; its parameters stay unsharded between forward and backward.
         units: every unit, parents before children.
+        iteration: the running iteration; None outside of a forward.
         backward: the running backward, or None.
         rank_checks: what ranks compare in their first steps.
         open_groups: open forwards of units of several modules.
@@ -60,7 +55,7 @@ class Schedule(CommContext):
         self._used: dict[FlatParamHandle, bytes] = {}
         self._num_grads_ready = 0
         self._position = 0
-        self._iteration: Iteration | None = None
+        self.iteration: Iteration | None = None
         self._pending = PendingIterations()
         self._last_order: dict[Unit, list[Unit]] = {}
         self._prefetched: list[Unit] = []
@@ -110,11 +105,6 @@ class Schedule(CommContext):
             for unit in self.units:
                 unit.buffers.cast(full=full)
 
-    def casts_inputs_of(self, unit: Unit) -> bool:
-        """Return whether a unit's floating-point inputs are cast to its compute dtype."""
-        precision = unit.options.precision
-        return precision.cast_forward_inputs or (unit is self.root and precision.cast_root_forward_inputs)
-
     # -- forward -------------------------------------------------------------------------------------------------
 
     @property
@@ -123,33 +113,28 @@ class Schedule(CommContext):
         return self.backward is not None and in_backward() != -1
 
     @property
-    def iteration(self) -> Iteration | None:
-        """The running iteration; None outside of a forward."""
-        return self._iteration
-
-    @property
     def ran_units_without_gradients(self) -> bool:
         """True if units ran below the running outermost one, all of them with gradients disabled."""
-        assert self._iteration is not None
-        _, *nested = self._iteration.events
+        assert self.iteration is not None
+        _, *nested = self.iteration.events
         return bool(nested) and not any(event.in_grad for event in nested)
 
     def begin_forward(self, unit: Unit) -> ForwardRecord:
         """Record the begin of a unit's forward outside of a backward of this tree."""
-        if self._iteration is None:
+        if self.iteration is None:
             self.recover()
             enable_torch_function()
             self.rank_checks.before_iteration()
-            self._iteration = Iteration()
-            if self._iteration.trains:
-                self._pending.add(self._iteration)
+            self.iteration = Iteration()
+            if self.iteration.trains:
+                self._pending.add(self.iteration)
             self.streams.optimizer_stepped()
             self._cast_buffers()
             # Modules of these may be called outside of their units: gradients must reach the unsharded parameters.
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.unshard()
-        iteration = self._iteration
+        iteration = self.iteration
         iteration.order.append(unit)
         self._position += 1
         iteration.events.append(Event(self._position, unit, is_begin=True, in_grad=torch.is_grad_enabled()))
@@ -192,25 +177,30 @@ class Schedule(CommContext):
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
-        assert self._iteration is not None
-        self._last_order[self._iteration.order[0]] = self._iteration.order
-        if not self._iteration.expects_backward:
+        assert self.iteration is not None
+        self._last_order[self.iteration.order[0]] = self.iteration.order
+        if not self.iteration.expects_backward:
             self._free_kept_buffers()
-            self._pending.remove([self._iteration])
+            self._pending.remove([self.iteration])
             for whole in self._unsharded:
                 if whole.phase is Phase.IDLE:
                     whole.reshard()
             # No backward follows to wait for these copies, and the caller may write to shards next.
             self.streams.wait_for_host_copies()
-        self._iteration = None
+        self.iteration = None
         self._drop_prefetched()
         self.pool.clear()
         self.collectives.trim()
 
     def recover(self) -> None:
-        """Abort a step whose backward raised, if there is one: its callback was queued with autograd and never ran."""
-        if self.backward is not None and (in_backward() == -1 or self._callback is None or self._callback() is None):
+        """Abort a step whose backward raised, if there is one."""
+        if self.backward is not None and (in_backward() == -1 or self._lost_callback):
             self.abort()
+
+    @property
+    def _lost_callback(self) -> bool:
+        """True if the callback at the end of the backward will not run. Only autograd holds it while it is queued."""
+        return self._callback is None or self._callback() is None
 
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
@@ -222,7 +212,7 @@ class Schedule(CommContext):
 
     def abort(self) -> None:
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
-        self._iteration = None
+        self.iteration = None
         self.open_groups.clear()
         self._pending = PendingIterations()
         self.backward = None
@@ -254,11 +244,8 @@ class Schedule(CommContext):
             unit.reshard()
 
     def prefetch_forward(self, unit: Unit) -> None:
-        """Begin the all-gathers of the caller's list, else of the unit that followed ``unit`` in the last iteration.
-
-        That is the last iteration of the same outermost unit.
-        """
-        assert self._iteration is not None
+        """Begin the all-gathers of the caller's list, else of the unit that followed in the last such iteration."""
+        assert self.iteration is not None
         for module in unit.control.forward_prefetch:
             self._begin_early(unit_of(module), "forward_prefetch")
         if self._prefetched or unit.control.forward_prefetch:
@@ -266,8 +253,8 @@ class Schedule(CommContext):
         # Without streams nothing overlaps unless it begins early, so forward prefetch is always on there.
         if self.streams.is_accelerator and not unit.options.forward_prefetch:
             return
-        order = self._last_order.get(self._iteration.order[0])
-        here = len(self._iteration.order) - 1
+        order = self._last_order.get(self.iteration.order[0])
+        here = len(self.iteration.order) - 1
         if order is not None and here < len(order) and order[here] is unit:
             for following in order[here + 1 :]:
                 if following.needs_all_gather:
@@ -287,19 +274,18 @@ class Schedule(CommContext):
 
     def _in_backward(self) -> Backward:
         """Return the running backward; begin it if autograd has just reached this tree."""
-        if self.backward is not None and (self._callback is None or self._callback() is None):
+        if self.backward is not None and self._lost_callback:
             self.abort()
         if self.backward is None:
             self.backward = self._begin_backward()
             self.backward.include(self._pending.of_backward(self._exchange.any_rank))
-            # Only autograd holds the callback: if it is freed without having run, the backward has raised.
             callback = partial(self._end_of_backward)
             self._callback = weakref.ref(callback)
             Variable._execution_engine.queue_callback(callback)
         return self.backward
 
     def _begin_backward(self) -> Backward:
-        if self._reduces:
+        if any(unit.control.sync_gradients for unit in self.units):
             try:
                 self.rank_checks.before_backward()
             except (PeerFailureError, RankMismatchError):
@@ -425,28 +411,18 @@ class Schedule(CommContext):
             handle.expose_unreduced_grads(self.streams.copy_to)
         if waiting:
             self.streams.wait_for_host_copies()
-        if self._reduces:
-            with self._unmanaged.walked_once():
-                self._exchange_and_set_grads()
-
-    @property
-    def _reduces(self) -> bool:
-        """True if gradients of any unit are reduced at the end of a backward; the same on every rank."""
-        return any(unit.control.sync_gradients for unit in self.units)
-
-    def _exchange_and_set_grads(self) -> None:
-        # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
-        if not (any(unit.is_trainable for unit in self.units) or self._unmanaged.params()):
-            return
-        outcome = self._set_sharded_grads()
-        if outcome.average:
-            self._unmanaged.average(compare=outcome.average > 1)
-        # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
-        if outcome.to_compare:
-            self._unmanaged.compare(outcome.to_compare)
-
-    def _set_sharded_grads(self) -> Outcome:
         reduced = [unit for unit in self.units if unit.control.sync_gradients]
+        with self._unmanaged.walked_once():
+            # All ranks take the same branch: it depends on the model alone, not on what this rank has called.
+            if reduced and (any(unit.is_trainable for unit in self.units) or self._unmanaged.params()):
+                outcome = self._set_sharded_grads(reduced)
+                if outcome.average:
+                    self._unmanaged.average(compare=outcome.average > 1)
+                # Compare last: a warning may raise on one rank alone, and no rank waits for it after this.
+                if outcome.to_compare:
+                    self._unmanaged.compare(outcome.to_compare)
+
+    def _set_sharded_grads(self, reduced: list[Unit]) -> Outcome:
         handles = [handle for unit in reduced for handle in unit.handles]
         unreduced = {handle for handle in handles if self._take_grads_ready(handle)}
         used, self._used = self._used, {}
@@ -463,7 +439,11 @@ class Schedule(CommContext):
         outcome = self._exchange.finish(used, unreduced)
         backward.keeps_iterations |= outcome.retains_graph
         if outcome.differing is not None:
-            self._raise_different(outcome.differing)
+            lines = self.collectives.lines(outcome.differing)
+            self.collectives.clear()
+            self.abort()
+            differing = self._exchange.handles[outcome.differing]
+            raise_difference(lines, differing, outcome.differing, self.root.options.device)
         self.collectives.clear()
         for unit in reduced:
             if unit.policy.all_reduce:
@@ -474,13 +454,6 @@ class Schedule(CommContext):
                     unit.begin_reduction(handle)
         self.reductions.set_grads(self.streams, used)
         return outcome
-
-    def _raise_different(self, groups: ShardingGroups) -> None:
-        lines = self.collectives.lines(groups)
-        self.collectives.clear()
-        self.abort()
-        check_order(lines, groups.rank_groups, self.root.options.device)
-        check_requires_grad(self._exchange.handles[groups], groups.rank_groups, self.root.options.device)
 
 
 def schedule_of(module: nn.Module, unit: Unit) -> Schedule:

@@ -22,19 +22,14 @@ from fsdp_flat.flat import (
     unsharded_of,
     views_of,
 )
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 
 def check_idle(unit: Unit, what: str) -> None:
-    """Raise if a step or ``summon_full_params`` is in progress.
-
-    Raises:
-        PhaseError: one of them is.
-    """
-    if isinstance(unit.context, Schedule):
-        unit.context.recover()
+    """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
+    unit.context.recover()
     if unit.phase is not Phase.IDLE:
         raise PhaseError(
             f"{what} was called while unit {unit.name!r} is {unit.phase.value}. Call it between steps and outside of "
@@ -68,7 +63,9 @@ def _begin_gather(unit: Unit, handle: FlatParamHandle, shard: torch.Tensor) -> P
 
 
 @contextmanager
-def full_params(unit: Unit, *, device: torch.device | None = None, show: bool = True) -> Iterator[FullParams]:
+def full_params(
+    unit: Unit, *, device: torch.device | None = None, show: bool = True
+) -> Iterator[dict[FlatParamHandle, torch.Tensor]]:
     """All-gather a unit in its original dtype into separate memory, and set views of it as Parameters.
 
     Every rank of the shard group must enter this. The shards stay unchanged. Nested in itself (a state dict inside
@@ -79,42 +76,28 @@ def full_params(unit: Unit, *, device: torch.device | None = None, show: bool = 
         device: device of the full tensors; None leaves them on the device of the all-gather.
         show: point the modules at them.
     """
-    outer = unit.whole
-    if outer is not None:
-        with _shown(unit, FullParams(outer.by_handle, show), already=outer.is_shown):
-            yield outer
-        return
-    if unit.is_sharded:
-        for handle in unit.handles:
-            handle.adopt_changes()
-    wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
-    if device is not None:
-        wholes = [whole.to(device) for whole in wholes]
-    gathered = FullParams(dict(zip(unit.handles, wholes, strict=True)), show)
-    was_unsharded = not unit.is_sharded
-    unit.whole = gathered
+    outer, was_unsharded = unit.whole, not unit.is_sharded
+    if outer is None:
+        if unit.is_sharded:
+            for handle in unit.handles:
+                handle.adopt_changes()
+        wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
+        by_handle = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
+    else:
+        by_handle = outer.by_handle
+    is_shown = outer is not None and outer.is_shown
+    unit.whole = FullParams(by_handle, show or is_shown)
     try:
-        with _shown(unit, gathered, already=False):
-            yield gathered
-    finally:
-        unit.whole = None
-        if was_unsharded:
-            unit.use_unsharded_views()
-
-
-@contextmanager
-def _shown(unit: Unit, whole: FullParams, *, already: bool) -> Iterator[None]:
-    if already:
-        yield
-        return
-    try:
-        if whole.is_shown:
-            for handle, tensor in whole.by_handle.items():
+        if show and not is_shown:
+            for handle, tensor in by_handle.items():
                 handle.views.use_full_tensors(views_of(tensor, handle.layout))
-        yield
+        yield by_handle
     finally:
-        for handle in unit.handles:
+        unit.whole = outer
+        for handle in () if is_shown else unit.handles:
             handle.views.unregister_full_params()
+        if outer is None and was_unsharded:
+            unit.use_unsharded_views()
 
 
 @contextmanager
@@ -179,34 +162,26 @@ def summon_full_params(
             if shown and with_grads:
                 stack.enter_context(_full_grads(unit, writeback=writeback))
             elif with_grads:
-                all_gather_full(unit, _shard_grad)
+                all_gather_full(unit, lambda handle: sharded_grad_of(handle.views))
                 _has_grads(unit)
             if writeback:
                 stack.enter_context(_written_back(unit, whole))
-            stack.enter_context(_summoned(unit))
+            stack.callback(setattr, unit, "phase", unit.phase)
+            unit.phase = Phase.SUMMONED
         yield
 
 
 @contextmanager
-def _summoned(unit: Unit) -> Iterator[None]:
-    before, unit.phase = unit.phase, Phase.SUMMONED
-    try:
-        yield
-    finally:
-        unit.phase = before
-
-
-@contextmanager
-def _written_back(unit: Unit, whole: FullParams) -> Iterator[None]:
-    versions = {handle: tensor._version for handle, tensor in whole.by_handle.items()}
+def _written_back(unit: Unit, whole: dict[FlatParamHandle, torch.Tensor]) -> Iterator[None]:
+    versions = {handle: tensor._version for handle, tensor in whole.items()}
     try:
         yield
     finally:
         with torch.no_grad():
             # Every rank checks every shape, so that all raise and none waits for the others.
-            for handle in whole.by_handle:
+            for handle in whole:
                 _check_shapes(unit, handle)
-            for handle, tensor in whole.by_handle.items():
+            for handle, tensor in whole.items():
                 if tensor._version != versions[handle]:
                     # Also if the full tensor is the shard itself, which the changes reached directly.
                     handle.views.bump_version()
@@ -247,15 +222,8 @@ def _check_reduced(units: Sequence[Unit]) -> None:
             )
 
 
-def _shard_grad(handle: FlatParamHandle) -> torch.Tensor:
-    return sharded_grad_of(handle.views)
-
-
 def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
-    """Return for each parameter whether any rank of the shard group has a gradient.
-
-    A rank without elements of a parameter has none.
-    """
+    """Return for each parameter whether any rank of the shard group has a gradient; one without elements has none."""
     flags = [have_grads(handle.views) for handle in unit.handles]
     if unit.options.use_orig_params:
         own = [flag for row in flags for flag in row]
@@ -266,7 +234,7 @@ def _has_grads(unit: Unit) -> dict[FlatParamHandle, list[bool]]:
 
 @contextmanager
 def _full_grads(unit: Unit, *, writeback: bool) -> Iterator[None]:
-    shards = {handle: _shard_grad(handle) for handle in unit.handles}
+    shards = {handle: sharded_grad_of(handle.views) for handle in unit.handles}
     wholes = all_gather_full(unit, shards.__getitem__)
     there = _has_grads(unit)
     for handle, whole in zip(unit.handles, wholes, strict=True):

@@ -454,14 +454,11 @@ class Unit:
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
         self.log_event("reduce_scatter")
-        context = self.context
+        reductions, streams = self.context.reductions, self.context.streams
         self._issued.append(("reduction", self))
-
-        def begin() -> Reduction:
-            with profiled("reduce_scatter", self.name):
-                return Reduction(handle, self.options, self._step_collectives, context.streams, self.policy)
-
-        context.reductions.add(begin, self.policy.max_in_flight)
+        reductions.make_room(self.policy.max_in_flight)
+        with profiled("reduce_scatter", self.name):
+            reductions.add(Reduction(handle, self.options, self._step_collectives, streams, self.policy))
 
     def abort(self) -> None:
         """Reset to the sharded, idle state after an exception, without partial gradients."""
