@@ -9,9 +9,8 @@ from dataclasses import replace
 import torch
 
 from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement
-from fsdp_flat.errors import OptionError, UsageError
+from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat import FlatParamHandle
-from fsdp_flat.runtime.materialize import unwritten_error, warn_of_unwritten
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
@@ -55,21 +54,52 @@ def check_units(units: Sequence[Unit]) -> None:
                 )
 
 
+def _unwritten(units: Iterable[Unit], *, params: bool) -> list[str]:
+    """Return names of parameters, or of buffers, that left the meta device and still have no values."""
+    entries = [(unit, entry) for unit in units for entry in unit.unwritten or () if entry.is_param is params]
+    return [f"{entry.fqn!r} of unit {unit.name!r}" for unit, entry in entries if entry.is_still]
+
+
+def _unwritten_error(units: Iterable[Unit]) -> UsageError | None:
+    """Return an error that lists the parameters without values, or None; warn of buffers."""
+    buffers, params = _unwritten(units, params=False), _unwritten(units, params=True)
+    if buffers:
+        warn_user(
+            f"Buffers left the meta device and were never written, so their values are undefined: {', '.join(buffers)}"
+            ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn.",
+            stacklevel=2,
+        )
+    if not params:
+        return None
+    return UsageError(
+        f"Parameters left the meta device and were never written, so their values are undefined: "
+        f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
+    )
+
+
 def _check_values(units: Sequence[Unit]) -> None:
     """Raise if a parameter that left the meta device has no values, here or on another rank.
 
-    Every rank must call this. Units of ``fully_shard`` leave it by ``to_empty``, perhaps on some ranks only, so each
-    rank warns of those by itself. An error found over one group is exchanged over the others before any rank raises,
-    since ranks that are only in the others would otherwise wait forever.
+    Every rank must call this. An error found over one group is exchanged over the others before any rank raises, since
+    ranks that are only in the others would otherwise wait forever.
     """
+    # Units of fully_shard leave it by to_empty, perhaps on some ranks only, and a caller may know that nothing reads
+    # a parameter.
+    left = _unwritten([unit for unit in units if unit.shows_dtensors], params=True)
+    if left:
+        warn_user(
+            f"{len(left)} parameters left the meta device by to_empty and were never written, so they are NaN: "
+            f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
+            "dict, between to_empty and the first forward.",
+            stacklevel=2,
+        )
     by_groups: dict[ShardingGroups, list[Unit]] = {}
-    warn_of_unwritten((unit.name, entry) for unit in units if unit.shows_dtensors for entry in unit.unwritten or ())
     for unit in units:
         if unit.unwritten is not None and not unit.shows_dtensors:
             by_groups.setdefault(unit.options.groups, []).append(unit)
     found: Exception | None = None
     for groups, some in by_groups.items():
-        error = unwritten_error((unit.name, entry) for unit in some for entry in unit.unwritten or ())
+        error = _unwritten_error(some)
         found = find_disagreement((), found or error, groups.rank_groups, some[0].options.device, _WRITTEN)
     if found is not None:
         raise found

@@ -181,10 +181,7 @@ def agree_on_weights(
 
 
 def broadcast_from_rank_zero(tensors: list[torch.Tensor], groups: ShardingGroups) -> None:
-    """Overwrite ``tensors`` with those of rank 0: over the replicate group first, then over the shard group.
-
-    Every rank of the groups must call this with tensors of the same shapes.
-    """
+    """Overwrite ``tensors`` with those of rank 0. Every rank of the groups must call this with the same shapes."""
     for rank_group in reversed(connected(groups.rank_groups)):
         assert rank_group.group is not None
         source = dist.get_global_rank(rank_group.group, 0)
@@ -285,10 +282,7 @@ class Unwritten:
 
 
 def unwritten_params(handle: FlatParamHandle) -> list[Unwritten]:
-    """Return the parameters of a handle, whose memory is new; those that it turns out to be marked for have no values.
-
-    Values that a caller assigns count too.
-    """
+    """Return the parameters of a handle, whose memory is new. Values that a caller assigns count too."""
 
     def read(index: int) -> torch.Tensor:
         handle.adopt_changes()
@@ -298,44 +292,3 @@ def unwritten_params(handle: FlatParamHandle) -> list[Unwritten]:
         Unwritten(param_info.fqn, partial(read, index), is_param=True)
         for index, param_info in enumerate(handle.layout.param_infos)
     ]
-
-
-def warn_of_unwritten(entries: Iterable[tuple[str, Unwritten]]) -> None:
-    """Warn of parameters that ``to_empty`` has given memory and that still have no values.
-
-    A warning, because a caller may know that nothing reads them; their values are NaN.
-
-    Args:
-        entries: names of units and their parameters.
-    """
-    left = [f"{entry.fqn!r} of unit {unit!r}" for unit, entry in entries if entry.is_still]
-    if left:
-        warn_user(
-            f"{len(left)} parameters left the meta device by to_empty and were never written, so they are NaN: "
-            f"{some_of(left, 4)}. Call the model's init_weights() or each module's reset_parameters(), or load a state "
-            "dict, between to_empty and the first forward.",
-            stacklevel=2,
-        )
-
-
-def unwritten_error(entries: Iterable[tuple[str, Unwritten]]) -> UsageError | None:
-    """Return an error that lists the parameters that still have no values, or None; warn of buffers.
-
-    Args:
-        entries: names of units, and their tensors that had no values when the unit was built.
-    """
-    left = [(f"{entry.fqn!r} of unit {unit!r}", entry.is_param) for unit, entry in entries if entry.is_still]
-    buffers = [name for name, is_param in left if not is_param]
-    if buffers:
-        warn_user(
-            f"Buffers left the meta device and were never written, so their values are undefined: {', '.join(buffers)}"
-            ". A state dict holds persistent buffers only; compute the others in reset_parameters() or param_init_fn.",
-            stacklevel=2,
-        )
-    params = [name for name, is_param in left if is_param]
-    if not params:
-        return None
-    return UsageError(
-        f"Parameters left the meta device and were never written, so their values are undefined: "
-        f"{', '.join(params)}. Initialise them in reset_parameters() or param_init_fn, or load them."
-    )

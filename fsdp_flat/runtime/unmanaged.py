@@ -3,9 +3,8 @@
 Each rank has its own copy of these. Ranks compare the values and warn of those that differ; they average gradients and
 buffers only at the caller's request. They compare at the end of the first backward that reduces gradients, and of later
 ones after an optimizer has written to such a parameter, until its values have changed once. Parameters that appear
-later are found by a walk every few backwards. If all units are frozen, a backward may reduce nothing, so ranks compare
-at the start of a few forwards too. Gradients are not compared, because they may differ on purpose: a script may average
-ignored gradients by hand, or each rank may hold different experts.
+later are found by a walk every few backwards. Gradients are not compared, because they may differ on purpose: a script
+may average ignored gradients by hand, or each rank may hold different experts.
 """
 
 from __future__ import annotations
@@ -131,8 +130,6 @@ class UnmanagedTensors:
         finally:
             self._keeps, self._kept = False, None
 
-    # -- comparison ----------------------------------------------------------------------------------------------
-
     def requests_comparison(self) -> bool:
         """Return whether this rank requests a comparison at the end of a backward; call this once per backward."""
         self._num_backwards += 1
@@ -142,10 +139,7 @@ class UnmanagedTensors:
         walks = self._num_backwards % _BACKWARDS_PER_WALK == 0
         if self._versions != self._current_versions():
             return walks or self._num_unchanged < _MAX_UNCHANGED
-        return walks and self._has_new()
-
-    def _has_new(self) -> bool:
-        if self._units[0].averages_ignored is False:
+        if not walks or self._units[0].averages_ignored is False:
             return False
         return any(not self._has_seen(name, param) for name, param in self.params().items())
 
@@ -158,9 +152,7 @@ class UnmanagedTensors:
     def compare(self, groups: Iterable[ShardingGroups], *, buffers: bool | None = None) -> None:
         """Compare values over ``groups``, and warn on the first rank of each. Every rank of the groups must call this.
 
-        Args:
-            groups: groups over which to compare.
-            buffers: compare buffers too; None for the first backward only.
+        ``buffers`` are compared too; by default at the first backward only.
         """
         root_module = self._root_module()
         if root_module is None:
@@ -200,21 +192,15 @@ class UnmanagedTensors:
         self._num_unchanged = self._num_unchanged + 1 if len(self._unchanged) == before else 0
         self._versions = self._current_versions()
 
-    # -- average -------------------------------------------------------------------------------------------------
-
-    @property
-    def _averages(self) -> bool:
-        return bool(self._units[0].averages_ignored)
-
     def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        return [f"average_ignored_gradients() {'called' if self._averages else 'not called'}"] + [
+        return [f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"] + [
             f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()
         ]
 
     @property
     def request_for_average(self) -> int:
         """Request of this rank: 0 for none, 1 to average, 2 to compare the parameters and then average."""
-        if not self._averages:
+        if not self._units[0].averages_ignored:
             return 0
         return 1 if self._lines(self.params()) == self._agreed else 2
 
@@ -223,18 +209,11 @@ class UnmanagedTensors:
 
         A gradient that no rank has stays None; sparse ones become dense. Averaging an averaged gradient to which a
         backward has added gives the mean of the sum, so this may follow each backward of an accumulation. Every rank of
-        the outermost unit's groups must call this.
-
-        Args:
-            compare: first compare the parameters to average; the same on every rank.
-
-        Raises:
-            UsageError: gradients of units are not averaged, but divided by a factor or combined by a hook.
-            RankMismatchError: ranks average different parameters.
+        the outermost unit's groups must call this; with ``compare`` they first compare the parameters to average.
         """
         options, policy = self._units[0].options, self._units[0].policy
         rank_groups = connected(options.groups.rank_groups)
-        params = self.params() if self._averages else {}
+        params = self.params() if self._units[0].averages_ignored else {}
         lines = self._lines(params)
         if compare:
             agree(lines, None, rank_groups, options.device, _GRADIENTS)
@@ -298,10 +277,8 @@ def _warn(kinds: Mapping[str, str]) -> None:
 
 
 def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -> list[torch.Tensor]:
-    """Return the mean over ranks of each tensor, dense; of an integer one the maximum.
-
-    There is one all-reduce for each dtype, device and group.
-    """
+    """Return the mean over ranks of each tensor, dense; of an integer one the maximum."""
+    # One all-reduce for each dtype, device and group.
     by_kind: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, tensor in enumerate(tensors):
         by_kind.setdefault((tensor.dtype, tensor.device), []).append(index)
