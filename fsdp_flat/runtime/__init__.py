@@ -1,7 +1,7 @@
 """Runs a unit's step (layer 2): build, forward, backward, order and prefetch, and full parameters."""
 
-from fsdp_flat.runtime.build import handles_of, owners_of_ties
-from fsdp_flat.runtime.construction import Arguments, build_rows, construct, resolve_ignored
+from fsdp_flat.runtime.build import build_rows, handles_of, owners_of_ties
+from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
 from fsdp_flat.runtime.conversion import convert_unit, copy_wrapper, hide_compiled_name, unwrap
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.comm import ErrorTexts, agree, true_on_any_rank
+from fsdp_flat.comm import ErrorTexts, agree, digest_of, true_on_any_rank
 from fsdp_flat.errors import OptionError, some_of
 from fsdp_flat.flat import (
     FlatParamHandle,
@@ -44,6 +46,18 @@ Owners = Mapping[nn.Parameter, nn.Module]
 WRAPPING = ErrorTexts(
     "wrapping", "Ranks were given different models.", "Build the same model with the same policy on every rank."
 )
+
+
+# Number of constructor calls by process group, counted once all its ranks have agreed to continue.
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+
+def count_call(group: dist.ProcessGroup | None) -> int:
+    """Return the number of this constructor call among those of its process group."""
+    if group is None:
+        return 0
+    _calls[group] = _calls.get(group, 0) + 1
+    return _calls[group]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +122,23 @@ def build_unit(
     return unit
 
 
-def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, *, unit_id: int) -> Unit:
-    """Build a unit of a module, or a container of several, whose parameters are sharded one by one.
+def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Ignored) -> Unit:
+    """Build the unit of modules whose parameters are sharded one by one, without communication.
 
-    Those on the meta device stay there.
+    Every rank must call this in the same order. Parameters on the meta device stay there.
+
+    Args:
+        members: the modules; nested units are already built.
+        options: the unit's validated options, with ``rows``.
+        ignored: parameters that are not managed.
+
+    Raises:
+        OptionError: a parameter cannot be sharded.
+        TiedParameterError: another unit already manages a parameter.
     """
+    module = members[0] if len(members) == 1 else nn.ModuleList(members)
+    name = ", ".join(type(member).__name__ for member in members)
+    unit_id = digest_of(f"{count_call(options.groups.primary.group)}/rows".encode())
     modules = [(path, child) for path, child in _own_modules(module) if unit_of(child) is None]
     move_to_device(modules, options, ignored)
     nested = units_of(module)
@@ -123,6 +149,7 @@ def build_row_unit(module: nn.Module, name: str, options: UnitOptions, ignored: 
     handles = handles_of(params, module, name, options)
     stored = StoredTensors(child for _, child in modules)
     unit = Unit(module, name, options, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
+    unit.members = tuple(members)
     for inner in nested:
         inner.is_nested = True
     return unit

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, member_of
@@ -20,8 +18,8 @@ from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.build import (
     WRAPPING,
     Construction,
-    build_row_unit,
     build_unit,
+    count_call,
     describe_structure,
     own_buffers,
     owners_of_ties,
@@ -64,17 +62,6 @@ class Arguments:
     def as_kwargs(self) -> dict[str, Any]:
         """Return the arguments by keyword."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
-
-
-# Number of constructor calls by process group, counted once all its ranks have agreed to continue.
-_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-
-
-def _count_call(group: dist.ProcessGroup | None) -> int:
-    if group is None:
-        return 0
-    _calls[group] = _calls.get(group, 0) + 1
-    return _calls[group]
 
 
 def _options_from(arguments: Arguments) -> UnitOptions:
@@ -202,29 +189,6 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     return build_unit(module, type(module).__name__, options, ignored, call, unit_id)
 
 
-def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Ignored) -> Unit:
-    """Build the unit of modules whose parameters are sharded one by one, without communication.
-
-    Every rank must call this in the same order.
-
-    Args:
-        members: the modules; nested units are already built.
-        options: the unit's validated options, with ``rows``.
-        ignored: parameters that are not managed.
-
-    Raises:
-        OptionError: a parameter cannot be sharded.
-        TiedParameterError: another unit already manages a parameter.
-    """
-    module = members[0] if len(members) == 1 else nn.ModuleList(members)
-    name = ", ".join(type(member).__name__ for member in members)
-    group = options.groups.primary.group
-    unit_id = digest_of(f"{_count_call(group)}/rows".encode())
-    unit = build_row_unit(module, name, options, ignored, unit_id=unit_id)
-    unit.members = tuple(members)
-    return unit
-
-
 def _agreed_plan(module: nn.Module, arguments: Arguments, options: UnitOptions) -> tuple[WrapPlan, Ignored]:
     """Plan units, and compare the plan and the model with the other ranks."""
     error: Exception | None = None
@@ -268,7 +232,7 @@ def _check_not_managed(module: nn.Module) -> None:
 
 def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: Ignored) -> Construction:
     """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
-    number = _count_call(options.groups.primary.group)
+    number = count_call(options.groups.primary.group)
     rank_groups, device = options.groups.rank_groups, options.device
     has_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
     (on_meta,) = true_on_any_rank([has_meta], rank_groups, device)
