@@ -243,6 +243,11 @@ class Reductions:
         self._in_flight: list[Reduction] = []
         self._finished: dict[FlatParamHandle, list[Reduction]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was reduced."""
+        return not self._in_flight and not self._finished
+
     def make_room(self, most: int | None) -> None:
         """Advance all reductions, and finish the oldest to free memory until fewer than ``most`` are in flight."""
         for earlier in self._in_flight:
