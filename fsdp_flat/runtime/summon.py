@@ -23,7 +23,7 @@ from fsdp_flat.flat import (
     views_of,
 )
 from fsdp_flat.runtime.schedule import schedule_of
-from fsdp_flat.runtime.unit import FullParams, Phase, Unit, unit_of
+from fsdp_flat.runtime.unit import Phase, Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -76,25 +76,24 @@ def full_params(
         device: device of the full tensors; None leaves them on the device of the all-gather.
         show: point the modules at them.
     """
-    outer, was_unsharded = unit.whole, not unit.is_sharded
+    outer, was_shown, was_unsharded = unit.whole, unit.shows_whole, not unit.is_sharded
     if outer is None:
         if unit.is_sharded:
             for handle in unit.handles:
                 handle.adopt_changes()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
-        by_handle = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
+        whole = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
     else:
-        by_handle = outer.by_handle
-    is_shown = outer is not None and outer.is_shown
-    unit.whole = FullParams(by_handle, show or is_shown)
+        whole = outer
+    unit.whole, unit.shows_whole = whole, show or was_shown
     try:
-        if show and not is_shown:
-            for handle, tensor in by_handle.items():
+        if show and not was_shown:
+            for handle, tensor in whole.items():
                 handle.views.use_full_tensors(views_of(tensor, handle.layout))
-        yield by_handle
+        yield whole
     finally:
-        unit.whole = outer
-        for handle in () if is_shown else unit.handles:
+        unit.whole, unit.shows_whole = outer, was_shown
+        for handle in () if was_shown else unit.handles:
             handle.views.unregister_full_params()
         if outer is None and was_unsharded:
             unit.use_unsharded_views()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
@@ -59,19 +58,6 @@ class Weights(NamedTuple):
     version: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class FullParams:
-    """Holds the full parameters of one unit inside ``full_params``.
-
-    Attributes:
-        by_handle: for each handle its unsharded flat tensor (1-D, ``layout.numel``, original dtype).
-        is_shown: the modules point at them.
-    """
-
-    by_handle: dict[FlatParamHandle, torch.Tensor]
-    is_shown: bool
-
-
 class Unit:
     """Holds one wrapped module and everything needed to run it sharded.
 
@@ -89,7 +75,8 @@ class Unit:
         unsharded_version: version of the weights that are unsharded, or were last.
         is_outdated: a write-back may have changed any rank's shard since the parameters were unsharded. A backward of
             an earlier forward still needs the old values, a forward does not.
-        whole: the full tensors of an open ``full_params``, else None.
+        whole: inside ``full_params`` the unsharded flat tensor of each handle (1-D, ``layout.numel``, original dtype).
+        shows_whole: the modules point at these tensors.
         forward_methods: names of methods that ``register_forward_method`` put on the wrapper.
         background: work beside the steps of this unit's tree, saves of checkpoints; None before the first.
         optim_state_handlers: the caller's functions to save and load an optimizer state, by name of the state.
@@ -139,7 +126,8 @@ class Unit:
         self._held_for_graph = False
         self.unsharded_version = 0
         self.is_outdated = False
-        self.whole: FullParams | None = None
+        self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
+        self.shows_whole = False
         self.forward_methods: set[str] = set()
         self.background: BackgroundWork | None = None
         self.optim_state_handlers: dict[str, StateHandler] = {}
