@@ -1,7 +1,7 @@
-"""Exchanges failure reports through the store of a gloo group once a collective has failed.
+"""Waits for asynchronous collectives of gloo, and finds the cause if one fails.
 
 On every rank but one, gloo itself reports only a closed connection or a timeout. A group's store keeps working when
-the group's connections fail.
+the group's connections fail, so ranks exchange reports of their failures through it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ import torch.distributed as dist
 
 from fsdp_flat.comm._torch import group_store
 from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError
 
 _logger = logging.getLogger("fsdp_flat")
 # Time after which a rank logs which other ranks it waits for.
 WARN_AFTER_S = 10.0
-# By group name: the number of this process's failures in the group, and whether its report is still in the store.
-# Process-wide, because a group outlives models.
-_num_failures: dict[str, int] = {}
-_reported: set[str] = set()
-_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
 # Ranks notice broken connections one after the other, so reports arrive over some time.
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
@@ -37,6 +33,24 @@ _ADVICE = (
     "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
     "first."
 )
+# By group name: the number of this process's failures in the group, and whether its report is still in the store.
+# Process-wide, because a group outlives models.
+_num_failures: dict[str, int] = {}
+_reported: set[str] = set()
+_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def begin_all_reduce(
+    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, collective: str = "an all-reduce"
+) -> Pending:
+    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``."""
+    if rank_group.size == 1:
+        return Pending((), tensor)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    work: Any = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
+    if tensor.device.type == "cpu":
+        work = WatchedWork(work, rank_group, lambda: collective, rank_group.others)
+    return Pending([work], tensor)
 
 
 def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
@@ -53,12 +67,8 @@ def log_wait(rank: int, sources: Sequence[int], collective: str) -> None:
 def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
     """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
 
-    Does nothing unless the group moves CPU tensors by gloo.
-
-    Args:
-        rank_group: the ranks.
-        text: the reason, worded to follow "rank 1".
-        follows: another rank's failure is the reason, so that an earlier report of this rank stays.
+    Does nothing unless the group moves CPU tensors by gloo. The reason is worded to follow "rank 1". If it ``follows``
+    from another rank's failure, an earlier report of this rank stays.
     """
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
@@ -72,49 +82,7 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
             group_store(rank_group.group).set(_key(rank_group.rank), f"{number} {text[:_TEXT_LENGTH]}")
 
 
-def clear_failure(rank_group: RankGroup) -> None:
-    """Delete this rank's report from :func:`report_failure`, if any, because it continues."""
-    if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
-        _reported.discard(rank_group.group.group_name)
-        with suppress(Exception):
-            group_store(rank_group.group).delete_key(_key(rank_group.rank))
-
-
-def failure_error(rank_group: RankGroup, collective: str, error: Exception) -> PeerFailureError:
-    """Create the error for a failed collective, with the reports of the other ranks.
-
-    Args:
-        rank_group: the ranks.
-        collective: the collective, with its unit.
-        error: gloo's error.
-    """
-    own = f"was in {collective}"
-    report_failure(rank_group, own)
-    reports = {rank: text for rank, (_, text) in _await_reports(rank_group).items()}
-    missing = [rank for rank in range(rank_group.size) if rank != rank_group.rank and rank not in reports]
-    lines = [f"rank {rank} {text}" for rank, text in reports.items()]
-    if missing:
-        lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
-    # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
-    first = str(error).partition("\n")[0].partition(". ")[0]
-    return PeerFailureError(
-        f"Rank {rank_group.rank} of the group {own}, which failed ({first}). Of the others: {'; '.join(lines)}. "
-        f"{_ADVICE}"
-    )
-
-
-def _await_reports(rank_group: RankGroup) -> dict[int, tuple[int, str]]:
-    """Wait briefly for the reports of other ranks, and return (failure count, text) by rank."""
-    others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
-    until = time.monotonic() + REPORT_TIMEOUT_S
-    reports = _read_reports(rank_group, others)
-    while len(reports) < len(others) and time.monotonic() < until:
-        time.sleep(_POLL_INTERVAL_S)
-        reports = _read_reports(rank_group, others)
-    return reports
-
-
-def _read_reports(rank_group: RankGroup, ranks: list[int]) -> dict[int, tuple[int, str]]:
+def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
     """Return the reports published so far as (failure count, text) by rank."""
     reports: dict[int, tuple[int, str]] = {}
     with suppress(Exception):
@@ -132,33 +100,32 @@ def _key(rank: int) -> str:
 
 
 class WatchedWork:
-    """Wraps a gloo ``Work``: logs once which ranks it waits for, and raises the cause if it fails.
+    """Wraps a gloo ``Work``: logs once which ranks (``sources``) it waits for, and raises the cause if it fails.
 
-    Args:
-        work: the work.
-        rank_group: the ranks.
-        collective: returns the name of the collective, with its unit.
-        sources: ranks of the group that it waits for.
-        raises_early: a failure that one of them has reported ends the wait.
+    A failure that one of them has reported ends the wait if it ``raises_early``. This rank continues, so a report of
+    its failure is deleted.
     """
 
-    __slots__ = ("_doing", "_raises_early", "_rank_group", "_sources", "_work")
+    __slots__ = ("_collective", "_raises_early", "_rank_group", "_sources", "_work")
 
     def __init__(
         self,
         work: dist.Work,
         rank_group: RankGroup,
         collective: Callable[[], str],
-        sources: list[int],
+        sources: Sequence[int],
         *,
         raises_early: bool = True,
     ) -> None:
-        clear_failure(rank_group)
         self._work = work
         self._rank_group = rank_group
-        self._doing = collective
+        self._collective = collective
         self._sources = sources
         self._raises_early = raises_early
+        if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
+            _reported.discard(rank_group.group.group_name)
+            with suppress(Exception):
+                group_store(rank_group.group).delete_key(_key(rank_group.rank))
 
     def is_completed(self) -> bool:
         """Return whether the work has completed."""
@@ -171,21 +138,15 @@ class WatchedWork:
             PeerFailureError: if it failed: another rank has ended, or sent nothing within the group's timeout.
         """
         try:
-            has_said = False
+            has_logged = False
             while not self._is_over_soon():
                 if self._raises_early and self._has_failed_peer():
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
-                if not has_said:
-                    has_said = True
-                    log_wait(self._rank_group.rank, self._sources, self._doing())
+                if not has_logged:
+                    has_logged = True
+                    log_wait(self._rank_group.rank, self._sources, self._collective())
         except RuntimeError as error:
-            raise failure_error(self._rank_group, self._doing(), error) from error
-
-    def _has_failed_peer(self) -> bool:
-        """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
-        assert self._rank_group.group is not None
-        own = _num_failures.get(self._rank_group.group.group_name, 0)
-        return any(number > own for number, _ in _read_reports(self._rank_group, self._sources).values())
+            raise self._failure(error) from error
 
     def _is_over_soon(self) -> bool:
         try:
@@ -196,3 +157,29 @@ class WatchedWork:
                 return False
             raise
         return True
+
+    def _has_failed_peer(self) -> bool:
+        """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
+        assert self._rank_group.group is not None
+        own = _num_failures.get(self._rank_group.group.group_name, 0)
+        return any(number > own for number, _ in _read_reports(self._rank_group, self._sources).values())
+
+    def _failure(self, error: RuntimeError) -> PeerFailureError:
+        """Report the failure of this rank, and return the error, with the reports of the others."""
+        own, others = f"was in {self._collective()}", self._rank_group.others
+        report_failure(self._rank_group, own)
+        until = time.monotonic() + REPORT_TIMEOUT_S
+        reports = _read_reports(self._rank_group, others)
+        while len(reports) < len(others) and time.monotonic() < until:
+            time.sleep(_POLL_INTERVAL_S)
+            reports = _read_reports(self._rank_group, others)
+        missing = [rank for rank in others if rank not in reports]
+        lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
+        if missing:
+            lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
+        # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
+        first = str(error).partition("\n")[0].partition(". ")[0]
+        return PeerFailureError(
+            f"Rank {self._rank_group.rank} of the group {own}, which failed ({first}). Of the others: "
+            f"{'; '.join(lines)}. {_ADVICE}"
+        )
