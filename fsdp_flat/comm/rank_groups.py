@@ -234,8 +234,8 @@ def resolve_groups(
 ) -> ShardingGroups:
     """Resolve the constructor's ``process_group`` and ``device_mesh`` into the two groups.
 
-    With an auto-wrap policy one call creates all units. It may then create the groups of a hybrid strategy, within nodes
-    and across them, if it got none: every rank of the default group must call this.
+    With an auto-wrap policy one call creates all units. It may then create the groups of a hybrid strategy, within
+    nodes and across them, if it got none: every rank of the default group must call this.
 
     Raises:
         OptionError: if the two do not fit each other or the strategy.

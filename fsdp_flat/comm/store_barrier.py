@@ -87,17 +87,13 @@ class _StoreBarrier:
     def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
         self._store = store
         self._rank_group = rank_group
-        self._index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
-        self.is_complete = self._arrive()
-
-    def _arrive(self) -> bool:
-        if self._store.add(f"fsdp_flat/meeting/{self._index}", 1) < self._rank_group.size:
-            return False
-        self._store.set(f"fsdp_flat/complete/{self._index}", "")
-        # All ranks have arrived here, so all have left the previous barrier.
-        self._store.delete_key(f"fsdp_flat/meeting/{self._index - 1}")
-        self._store.delete_key(f"fsdp_flat/complete/{self._index - 1}")
-        return True
+        self._index = index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
+        self.is_complete = store.add(f"fsdp_flat/meeting/{index}", 1) == rank_group.size
+        if self.is_complete:
+            store.set(f"fsdp_flat/complete/{index}", "")
+            # All ranks have arrived here, so all have left the previous barrier.
+            store.delete_key(f"fsdp_flat/meeting/{index - 1}")
+            store.delete_key(f"fsdp_flat/complete/{index - 1}")
 
     def wait(self, seconds: float) -> bool:
         """Wait up to ``seconds``, and return whether all ranks have arrived."""

@@ -169,7 +169,7 @@ class SharedMemoryTransport:
 
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         # Not the group itself, which keeps its transport alive.
-        self._rank = rank_group.rank
+        self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
         assert rank_group.group is not None
@@ -306,8 +306,8 @@ class SharedMemoryTransport:
     def _deliver(self, expected: _Expected, source: int, header: _Header) -> None:
         if (header.nbytes, header.purpose, header.unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group came to {self._describe(header.purpose, header.unit)} ({header.nbytes} "
-                f"bytes) where rank {self._rank} came to {self._describe(expected.purpose, expected.unit)} "
+                f"Rank {source} of the group came to {self.describe(header.purpose, header.unit)} ({header.nbytes} "
+                f"bytes) where rank {self.rank} came to {self.describe(expected.purpose, expected.unit)} "
                 f"({expected.nbytes} bytes): they do not run the same units in the same order. Check that every rank "
                 "builds the same model and takes the same branches, and that an exception on one rank alone was not "
                 "caught."
@@ -319,7 +319,7 @@ class SharedMemoryTransport:
         else:
             message.arrive(header)
 
-    def _describe(self, purpose: int, unit: int) -> str:
+    def describe(self, purpose: int, unit: int) -> str:
         """Describe a collective for error texts."""
         operation = _OPERATIONS[_PURPOSES[purpose]]
         if not unit:
@@ -350,7 +350,7 @@ class SharedMemoryTransport:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(
                     errno.EMFILE,
-                    f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
+                    f"Rank {self.rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
             header = _Header._make(_HEADER.unpack(content))
@@ -371,7 +371,7 @@ class SharedMemoryTransport:
         for rank in self._peers:
             self.receive_ready(rank)
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
-        return next(((rank, self._describe(header.purpose, header.unit)) for rank, header in early), None)
+        return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
     def view(self, source: int, header: _Header) -> torch.Tensor:
         """Return a view of a message in the memory of the rank that has sent it."""
@@ -393,29 +393,9 @@ class SharedMemoryTransport:
 
     def _ended_error(self, rank: int) -> PeerFailureError:
         return PeerFailureError(
-            f"Rank {rank} of the group has ended or closed its connections while rank {self._rank} exchanges tensors "
+            f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} exchanges tensors "
             f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
-            f"ended well, it made fewer steps than rank {self._rank}."
-        )
-
-    def await_header(self, poll: select.poll, ranks: Sequence[int], purpose: str, unit: int, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for the sockets of ``poll``, and log a long wait for ``ranks``.
-
-        Raises:
-            PeerFailureError: if none of the sockets becomes ready.
-        """
-        patience_s = min(failures.WARN_AFTER_S, timeout_s)
-        if poll.poll(patience_s * 1000):
-            return
-        collective = self._describe(_PURPOSE_IDS[purpose], unit)
-        if patience_s < timeout_s:
-            failures.log_wait(self._rank, ranks, collective)
-            if poll.poll((timeout_s - patience_s) * 1000):
-                return
-        raise PeerFailureError(
-            f"Rank {self._rank} of the group has heard nothing from rank(s) {ranks}, which it waits for in "
-            f"{collective}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come "
-            "to this collective: every rank must run the same units in the same order."
+            f"ended well, it made fewer steps than rank {self.rank}."
         )
 
 
@@ -439,7 +419,18 @@ def wait_for(
         poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     first, _ = next(iter(sources))
     ranks = sorted(rank for transport, rank in sources if transport is first)
-    first.await_header(poll, ranks, purpose, unit, min(transport.timeout_s for transport, _ in sources))
+    timeout_s = min(transport.timeout_s for transport, _ in sources)
+    patience_s = min(failures.WARN_AFTER_S, timeout_s)
+    if not poll.poll(patience_s * 1000):
+        collective = first.describe(_PURPOSE_IDS[purpose], unit)
+        if patience_s < timeout_s:
+            failures.log_wait(first.rank, ranks, collective)
+        if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
+            raise PeerFailureError(
+                f"Rank {first.rank} of the group has heard nothing from rank(s) {ranks}, which it waits for in "
+                f"{collective}, for the {first.timeout_s:.0f} seconds of the group's timeout. They hang, or have not "
+                "come to this collective: every rank must run the same units in the same order."
+            )
     for transport, rank in sources:
         transport.receive_ready(rank)
 
