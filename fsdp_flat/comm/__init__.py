@@ -4,18 +4,23 @@ from fsdp_flat.comm.agreement import (
     CollectiveLog,
     ErrorTexts,
     agree,
+    barrier,
     digest_of,
-    dtype_from_name,
-    exchange_bytes,
     exchange_if_different,
-    exchange_ints,
     find_disagreement,
     fingerprint,
     fingerprints,
-    true_on_any_rank,
 )
 from fsdp_flat.comm.custom import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter, memory_of_group
-from fsdp_flat.comm.failures import begin_all_reduce, report_failure, unit_names
+from fsdp_flat.comm.exchanges import (
+    begin_all_reduce,
+    dtype_from_name,
+    exchange_bytes,
+    exchange_ints,
+    report_failure,
+    true_on_any_rank,
+    unit_names,
+)
 from fsdp_flat.comm.flat_collectives import CollectiveChoice, Collectives, collectives_for
 from fsdp_flat.comm.rank_groups import (
     ALONE,
@@ -32,7 +37,6 @@ from fsdp_flat.comm.rank_groups import (
     strategy_from,
     subgroup_of,
 )
-from fsdp_flat.comm.store_barrier import barrier
 from fsdp_flat.comm.streams import Pending, Streams, profiled, streams_for, unrecorded
 from fsdp_flat.comm.transfers import P2PChannels
 

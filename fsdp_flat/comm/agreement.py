@@ -1,34 +1,34 @@
-"""Exchanges small values between ranks, so that they agree before they move large tensors, or fail together.
+"""Makes ranks agree, or fail together with the text of the first rank that failed or differs.
 
 Ranks compare a digest of their payload; only if some differ they exchange the payloads themselves. A result found over
-one group is part of the payload for the next one, so that ranks that are only in that group get it too.
-
-Each exchange is a collective: every rank of the group must call it at the same point.
+one group is part of the payload for the next one, so that ranks that are only in that group get it too. A barrier
+detects a collective that was called on one rank only, before any data is sent.
 """
 
 from __future__ import annotations
 
 import hashlib
+import time
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import zip_longest
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from fsdp_flat.comm.failures import WatchedWork, begin_all_reduce
-from fsdp_flat.comm.rank_groups import (
-    RankGroup,
-    ShardingGroups,
-    connected,
-    control_device,
-    is_fake,
-    moves_by_gloo,
-)
-from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
+from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
+from fsdp_flat.comm.shm import known_transport
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
+from fsdp_flat.user_warnings import warn_user
 
+WARN_AFTER_S = 20.0
+POLL_INTERVAL_S = 1.0
 # Words of 8 bytes in a row of which a fingerprint sums the columns.
 _COLUMNS = 512
 # Bytes up to which tensors are copied to the host together and hashed there.
@@ -136,57 +136,7 @@ class CollectiveLog:
             issued.clear()
 
 
-# -- exchanges -------------------------------------------------------------------------------------------------------
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """Return the dtype whose ``str(dtype)`` is ``name``, the form in which ranks exchange dtypes."""
-    dtype = getattr(torch, name.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
-    """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
-    size = dist.get_world_size(group)
-    if size == 1 or is_fake(group):
-        return [values] * size
-    own = torch.tensor(values, dtype=torch.int64, device=control_device(group, device))
-    return [row.tolist() for row in _gathered(own, group)]
-
-
-def exchange_bytes(
-    payload: bytes, group: dist.ProcessGroup, device: torch.device, *, only_on_rank0: bool = False
-) -> list[bytes]:
-    """All-gather byte strings of any length, in rank order; with ``only_on_rank0`` the result is empty elsewhere."""
-    lengths = [length for (length,) in exchange_ints([len(payload)], group, device)]
-    if len(lengths) == 1 or is_fake(group):
-        return [payload] * len(lengths)
-    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-    if payload:
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    rows = _gathered(own.to(control_device(group, device)), group, only_on_rank0=only_on_rank0)
-    return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
-
-
-def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: bool = False) -> list[torch.Tensor]:
-    """Exchange tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
-
-    A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
-    """
-    rank_group = RankGroup.of(group)
-    has_result = rank_group.rank == 0 or not only_on_rank0
-    rows = [torch.empty_like(own) for _ in range(rank_group.size)] if has_result else []
-    work: Any
-    if only_on_rank0:
-        work = dist.gather(own, rows or None, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
-    else:
-        work = dist.all_gather(rows, own, group=group, async_op=True)
-    if moves_by_gloo(group, own.device):
-        name = "an exchange between ranks"
-        work = WatchedWork(work, rank_group, lambda: name, rank_group.others, raises_early=False)
-    work.wait()
-    return rows
+# -- consensus -------------------------------------------------------------------------------------------------------
 
 
 def exchange_if_different(payload: bytes, rank_group: RankGroup, device: torch.device) -> list[bytes] | None:
@@ -199,29 +149,6 @@ def exchange_if_different(payload: bytes, rank_group: RankGroup, device: torch.d
     assert rank_group.group is not None
     rows = exchange_ints([digest_of(payload)], rank_group.group, device)
     return exchange_bytes(payload, rank_group.group, device) if len({digest for (digest,) in rows}) > 1 else None
-
-
-def true_on_any_rank(
-    flags: Sequence[bool],
-    rank_groups: Sequence[RankGroup],
-    device: torch.device,
-    *,
-    collective: str = "an exchange of flags",
-) -> list[bool]:
-    """Return for each flag whether it is true on any rank of the groups.
-
-    Every rank of the groups must call this, with as many flags. Errors name ``collective``.
-    """
-    found = list(flags)
-    for rank_group in connected(rank_groups) if found else ():
-        assert rank_group.group is not None
-        tensor = torch.tensor(found, dtype=torch.uint8, device=control_device(rank_group.group, device))
-        begin_all_reduce(tensor, rank_group, largest=True, collective=collective).wait()
-        found = [bool(flag) for flag in tensor.tolist()]
-    return found
-
-
-# -- consensus -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,3 +234,112 @@ def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
     return RankMismatchError(
         f"{words.differ} First difference: rank 0 of the group has {ours}, rank {rank} has {theirs}. {words.advice}"
     )
+
+
+# -- barriers ---------------------------------------------------------------------------------------------------------
+
+
+def barrier(what: str, rank_group: RankGroup) -> None:
+    """Wait for all ranks of a group through its store, without a collective.
+
+    Every rank of the group must call this. Each rank sends three requests to the store.
+
+    Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
+    minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
+    rank 0 only. If ranks share memory, a rank that sends a different collective is detected within a second.
+
+    Args:
+        what: the caller's operation, for error texts.
+        rank_group: the ranks.
+
+    Raises:
+        UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
+            if a rank has not arrived within the default process-group timeout.
+    """
+    group = rank_group.group
+    if group is None or rank_group.size == 1 or is_fake(group):
+        return
+    store_barrier = _StoreBarrier(group_store(group), rank_group)
+    if store_barrier.is_complete:
+        return
+    limit = default_pg_timeout.total_seconds()
+    patience = min(WARN_AFTER_S, limit)
+    transport = known_transport(rank_group)
+    begun = time.monotonic()
+    warned = False
+    has_arrived, seconds = store_barrier.wait, patience if transport is None else min(patience, POLL_INTERVAL_S)
+    while not has_arrived(seconds):
+        waited = time.monotonic() - begun
+        has_arrived, seconds = store_barrier.poll, min(waited / 20, POLL_INTERVAL_S)
+        if transport is not None and (found := transport.unexpected()) is not None and store_barrier.leave():
+            other, collective = found
+            raise UsageError(
+                f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
+                f"goes on with {collective}. It is a collective: every rank of the group must call it, at the same "
+                "point."
+            )
+        if waited < patience or (warned and rank_group.rank and waited < limit):
+            continue
+        missing = store_barrier.missing()
+        if (len(missing) == rank_group.size - 1 and rank_group.rank == 0) or waited >= limit:
+            if store_barrier.leave():
+                raise UsageError(
+                    f"{what} was called on rank {rank_group.rank} of the group {waited:.0f} seconds ago, and rank(s) "
+                    f"{missing} have not called it. It is a collective: every rank of the group must call it, also "
+                    "those that do not use the result (rank0_only=True leaves theirs empty). If they are only late, "
+                    "call torch.distributed.barrier() before it."
+                )
+            return
+        if not warned and missing:
+            warned = True
+            warn_user(
+                f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
+                "every rank must call it.",
+                stacklevel=4,
+            )
+
+
+class _StoreBarrier:
+    """Implements the n-th barrier of a group, where n counts this rank's arrivals.
+
+    Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
+    """
+
+    def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
+        self._store = store
+        self._rank_group = rank_group
+        self._index = index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
+        self.is_complete = store.add(f"fsdp_flat/meeting/{index}", 1) >= rank_group.size
+        if self.is_complete:
+            store.set(f"fsdp_flat/complete/{index}", "")
+            # All ranks have arrived here, so all have left the previous barrier.
+            store.delete_key(f"fsdp_flat/meeting/{index - 1}")
+            store.delete_key(f"fsdp_flat/complete/{index - 1}")
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds``, and return whether all ranks have arrived."""
+        try:
+            self._store.wait([f"fsdp_flat/complete/{self._index}"], timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise
+            return False
+        return True
+
+    def poll(self, seconds: float) -> bool:
+        """Sleep, and return whether all ranks have arrived; torch prints two warnings for each wait that times out."""
+        time.sleep(seconds)
+        return self._store.check([f"fsdp_flat/complete/{self._index}"])
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not arrived."""
+        ranks = range(self._rank_group.size)
+        return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
+
+    def leave(self) -> bool:
+        """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._rank_group.size - 1:
+            self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
+            return False
+        self._store.add(f"fsdp_flat/came/{self._rank_group.rank}", -1)
+        return True

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
 from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
-from fsdp_flat.comm.failures import WatchedWork, unit_names
+from fsdp_flat.comm.exchanges import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of
 from fsdp_flat.comm.streams import Pending

@@ -273,14 +273,17 @@ def named_classes(policy: Any) -> tuple[type, ...] | None:
         if name == "_or_policy":
             return _classes_of_all(policy.keywords.get("policies"))
         argument = _CLASS_ARGUMENT.get(name, "")
-        classes, where = policy.keywords.get(argument), f"{name}({argument})"
-        is_given = argument in policy.keywords
+        if argument not in policy.keywords:
+            return None
+        classes, where = policy.keywords[argument], f"{name}({argument})"
     else:
         # The attribute of ModuleWrapPolicy, FSDP1's included.
-        classes, where = getattr(policy, "_module_classes", None), f"{type(policy).__name__}(module_classes)"
-        is_given = isinstance(policy, PolicyObject) and classes is not None
+        classes = getattr(policy, "_module_classes", None) if isinstance(policy, PolicyObject) else None
+        if classes is None:
+            return None
+        where = f"{type(policy).__name__}(module_classes)"
     # Reading an iterator would exhaust it.
-    return _flatten_classes(classes, where) if is_given and not isinstance(classes, Iterator) else None
+    return None if isinstance(classes, Iterator) else _flatten_classes(classes, where)
 
 
 def _classes_of_all(policies: Any) -> tuple[type, ...] | None:

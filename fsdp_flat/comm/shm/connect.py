@@ -14,7 +14,7 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.agreement import exchange_bytes, exchange_ints
+from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
 

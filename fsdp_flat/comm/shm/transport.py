@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_flat.comm import failures
+from fsdp_flat.comm import exchanges
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
@@ -174,7 +174,7 @@ class SharedMemoryTransport:
         self.timeout_s = timeout_s
         assert rank_group.group is not None
         # For error texts.
-        self.names = failures.unit_names(rank_group.group)
+        self.names = exchanges.unit_names(rank_group.group)
         # Counted once per destination rank.
         self.sent_nbytes = 0
         self._num_sends = 0
@@ -420,11 +420,11 @@ def wait_for(
     first, _ = next(iter(sources))
     ranks = sorted(rank for transport, rank in sources if transport is first)
     timeout_s = min(transport.timeout_s for transport, _ in sources)
-    patience_s = min(failures.WARN_AFTER_S, timeout_s)
+    patience_s = min(exchanges.WARN_AFTER_S, timeout_s)
     if not poll.poll(patience_s * 1000):
         collective = first.describe(_PURPOSE_IDS[purpose], unit)
         if patience_s < timeout_s:
-            failures.log_wait(first.rank, ranks, collective)
+            exchanges.log_wait(first.rank, ranks, collective)
         if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
             raise PeerFailureError(
                 f"Rank {first.rank} of the group has heard nothing from rank(s) {ranks}, which it waits for in "

@@ -1,4 +1,6 @@
-"""Waits for asynchronous collectives of gloo, and finds the cause if one fails.
+"""Exchanges values between ranks, and finds the cause if a collective of gloo fails.
+
+Each exchange is a collective: every rank of the group must call it at the same point.
 
 On every rank but one, gloo itself reports only a closed connection or a timeout. A group's store keeps working when
 the group's connections fail, so ranks exchange reports of their failures through it.
@@ -18,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm._torch import group_store
-from fsdp_flat.comm.rank_groups import RankGroup, moves_by_gloo
+from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
 from fsdp_flat.comm.streams import Pending
 from fsdp_flat.errors import PeerFailureError
 
@@ -51,6 +53,79 @@ def begin_all_reduce(
     if tensor.device.type == "cpu":
         work = WatchedWork(work, rank_group, lambda: collective, rank_group.others)
     return Pending([work], tensor)
+
+
+def true_on_any_rank(
+    flags: Sequence[bool],
+    rank_groups: Sequence[RankGroup],
+    device: torch.device,
+    *,
+    collective: str = "an exchange of flags",
+) -> list[bool]:
+    """Return for each flag whether it is true on any rank of the groups.
+
+    Every rank of the groups must call this, with as many flags. Errors name ``collective``.
+    """
+    found = list(flags)
+    for rank_group in connected(rank_groups) if found else ():
+        assert rank_group.group is not None
+        tensor = torch.tensor(found, dtype=torch.uint8, device=control_device(rank_group.group, device))
+        begin_all_reduce(tensor, rank_group, largest=True, collective=collective).wait()
+        found = [bool(flag) for flag in tensor.tolist()]
+    return found
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype whose ``str(dtype)`` is ``name``, the form in which ranks exchange dtypes."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
+    size = dist.get_world_size(group)
+    if size == 1 or is_fake(group):
+        return [values] * size
+    own = torch.tensor(values, dtype=torch.int64, device=control_device(group, device))
+    return [row.tolist() for row in _gathered(own, group)]
+
+
+def exchange_bytes(
+    payload: bytes, group: dist.ProcessGroup, device: torch.device, *, only_on_rank0: bool = False
+) -> list[bytes]:
+    """All-gather byte strings of any length, in rank order; with ``only_on_rank0`` the result is empty elsewhere."""
+    lengths = [length for (length,) in exchange_ints([len(payload)], group, device)]
+    if len(lengths) == 1 or is_fake(group):
+        return [payload] * len(lengths)
+    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    if payload:
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = _gathered(own.to(control_device(group, device)), group, only_on_rank0=only_on_rank0)
+    return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
+
+
+def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: bool = False) -> list[torch.Tensor]:
+    """Exchange tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
+
+    A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
+    """
+    rank_group = RankGroup.of(group)
+    has_result = rank_group.rank == 0 or not only_on_rank0
+    rows = [torch.empty_like(own) for _ in range(rank_group.size)] if has_result else []
+    work: Any
+    if only_on_rank0:
+        work = dist.gather(own, rows or None, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
+    else:
+        work = dist.all_gather(rows, own, group=group, async_op=True)
+    if moves_by_gloo(group, own.device):
+        name = "an exchange between ranks"
+        work = WatchedWork(work, rank_group, lambda: name, rank_group.others, raises_early=False)
+    work.wait()
+    return rows
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
 
 
 def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
