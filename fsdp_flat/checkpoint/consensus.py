@@ -18,7 +18,6 @@ from fsdp_flat.comm import (
     digest_of,
     exchange_bytes,
     exchange_ints,
-    gather_bytes,
     global_ranks,
 )
 from fsdp_flat.errors import OptionError, UnsupportedError
@@ -142,7 +141,9 @@ class Consensus:
 
     def gather_texts(self, text: str) -> list[str]:
         """Gather every rank's text on rank 0; the others get an empty list. Every rank must call this."""
-        return [payload.decode() for payload in gather_bytes(text.encode(), self.group, self._device)]
+        return [
+            payload.decode() for payload in exchange_bytes(text.encode(), self.group, self._device, only_on_rank0=True)
+        ]
 
 
 def consensus_of(model: nn.Module, words: ErrorTexts) -> Consensus:

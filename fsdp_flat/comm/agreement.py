@@ -1,20 +1,154 @@
 """Makes ranks agree, or fail together with the text of the first rank that failed or differs.
 
 Ranks compare a digest of their payload; only if some differ they exchange the payloads themselves. A result found over
-one group is part of the payload for the next one, so that ranks that are only in that group get it too.
+one group is part of the payload for the next one, so that ranks that are only in that group get it too. A barrier
+detects a collective that was called on one rank only, before any data is sent.
 """
 
 from __future__ import annotations
 
+import hashlib
+import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from itertools import zip_longest
+from typing import Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
-from fsdp_flat.comm.flat_collectives import begin_all_reduce
-from fsdp_flat.comm.rank_groups import RankGroup, connected
-from fsdp_flat.comm.small_messages import control_device, digest_of, exchange_bytes, exchange_ints
-from fsdp_flat.errors import PeerFailureError, RankMismatchError
+from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
+from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
+from fsdp_flat.comm.shm import known_transport
+from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
+from fsdp_flat.user_warnings import warn_user
+
+WARN_AFTER_S = 20.0
+POLL_INTERVAL_S = 1.0
+# Words of 8 bytes in a row of which a fingerprint sums the columns.
+_COLUMNS = 512
+# Bytes up to which tensors are copied to the host together and hashed there.
+_SMALL_NBYTES = 16384
+# A program that only evaluates never compares its log of collectives, so a long log is folded into a digest.
+_MOST_ENTRIES = 1 << 16
+_CODES = {"all-gather": 1, "reduction": 2}
+
+# -- digests ---------------------------------------------------------------------------------------------------------
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=8).digest()
+
+
+def digest_of(data: bytes) -> int:
+    """Return a hash of ``data`` as a signed 64-bit integer, to be exchanged in its place."""
+    return int.from_bytes(_digest(data), "big", signed=True)
+
+
+def fingerprint(tensor: torch.Tensor) -> int:
+    """Return a 64-bit hash of every element's bits and place: column and row sums, hashed on the host.
+
+    Sums are of 64-bit words, 512 to a row, on the tensor's device. Column sums alone would not see the order of rows.
+    """
+    data = tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    data = data.clone() if data.storage_offset() % 8 else data
+    # Sum 64-bit words: torch widens shorter ones before it adds, which takes many times as long.
+    row = 8 * _COLUMNS
+    whole = data.numel() // row * row
+    rows = data[:whole].view(torch.int64).view(-1, _COLUMNS)
+    parts = (rows.sum(0), rows.sum(1), data[whole:])
+    bits = [part.cpu().contiguous().view(torch.uint8).numpy().tobytes() for part in parts]
+    return digest_of(b"".join(bits))
+
+
+@torch.no_grad()
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return a 64-bit hash of every element's bits for each tensor, with one copy to the host for all small ones."""
+    found = [0] * len(tensors)
+    small: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.nbytes <= _SMALL_NBYTES:
+            data = tensor.reshape(-1).contiguous().view(torch.uint8)
+            small.setdefault(tensor.device, []).append((index, data))
+        else:
+            found[index] = fingerprint(tensor)
+    for entries in small.values():
+        host = torch.cat([data for _, data in entries]).cpu().numpy().tobytes()
+        stop = 0
+        for index, part in entries:
+            start, stop = stop, stop + part.numel()
+            found[index] = digest_of(host[start:stop])
+    return found
+
+
+class LoggedUnit(Protocol):
+    """Describes the unit attributes that the log reads."""
+
+    unit_id: int
+    name: str
+
+
+class CollectiveLog:
+    """Records the collectives issued since the last comparison between ranks, by sharding groups.
+
+    An all-gather of one unit that is paired with another unit's all-gather of the same size succeeds and mixes their
+    weights. Only the shared-memory transport detects that itself, so ranks compare their logs before an optimizer
+    steps.
+    """
+
+    def __init__(self) -> None:
+        self._issued: dict[ShardingGroups, list[tuple[str, LoggedUnit]]] = {}
+        self._folded: dict[ShardingGroups, tuple[int, bytes]] = {}
+
+    def of(self, groups: ShardingGroups) -> list[tuple[str, LoggedUnit]]:
+        """Return the list to which callers append ``(operation, unit)`` for each collective over ``groups``."""
+        return self._issued.setdefault(groups, [])
+
+    def digest(self, groups: ShardingGroups) -> bytes:
+        """Return an 8-byte digest of the log of ``groups``, equal on ranks that issued the same collectives."""
+        issued = self.of(groups)
+        count, folded = self._folded.get(groups, (0, b""))
+        entries = array("q", [part for operation, unit in issued for part in (_CODES[operation], unit.unit_id)])
+        return _digest(folded + (count + len(issued)).to_bytes(8, "big") + entries.tobytes())
+
+    def lines(self, groups: ShardingGroups) -> list[str]:
+        """Return one readable line for each collective issued over ``groups``."""
+        count, _ = self._folded.get(groups, (0, b""))
+        earlier = [f"{count} earlier collectives"] if count else []
+        return earlier + [f"the {operation} of unit {unit.name!r}" for operation, unit in self.of(groups)]
+
+    def trim(self) -> None:
+        """Fold long logs into digests."""
+        for groups, issued in self._issued.items():
+            if len(issued) > _MOST_ENTRIES:
+                count, _ = self._folded.get(groups, (0, b""))
+                self._folded[groups] = (count + len(issued), self.digest(groups))
+                issued.clear()
+
+    def clear(self) -> None:
+        """Clear all logs, after a comparison between ranks or an aborted step."""
+        self._folded.clear()
+        for issued in self._issued.values():
+            issued.clear()
+
+
+# -- consensus -------------------------------------------------------------------------------------------------------
+
+
+def exchange_if_different(payload: bytes, rank_group: RankGroup, device: torch.device) -> list[bytes] | None:
+    """Return the payloads of all ranks, in rank order, or None if they are equal.
+
+    Every rank of the group must call this. If payloads are equal, one integer is exchanged.
+    """
+    if not connected([rank_group]):
+        return None
+    assert rank_group.group is not None
+    rows = exchange_ints([digest_of(payload)], rank_group.group, device)
+    return exchange_bytes(payload, rank_group.group, device) if len({digest for (digest,) in rows}) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,57 +165,6 @@ class ErrorTexts:
     differ: str = ""
     advice: str = ""
 
-    def describe(self, first: str, rank: int, other: str) -> str:
-        """Return the text of the error if rank 0 of a group has the line ``first`` and ``rank`` the line ``other``."""
-        return (
-            f"{self.differ} First difference: rank 0 of the group has {first}, rank {rank} has {other}. {self.advice}"
-        )
-
-
-def exchange_if_different(payload: bytes, rank_group: RankGroup, device: torch.device) -> list[bytes] | None:
-    """Return the payloads of all ranks, in rank order, or None if they are equal.
-
-    Every rank of the group must call this. If payloads are equal, one integer is exchanged.
-
-    Args:
-        payload: this rank's.
-        rank_group: the ranks.
-        device: the compute device.
-    """
-    if not connected([rank_group]):
-        return None
-    assert rank_group.group is not None
-    rows = exchange_ints([digest_of(payload)], rank_group.group, device)
-    return exchange_bytes(payload, rank_group.group, device) if len({digest for (digest,) in rows}) > 1 else None
-
-
-def true_on_any_rank(
-    flags: Sequence[bool],
-    rank_groups: Sequence[RankGroup],
-    device: torch.device,
-    *,
-    collective: str = "an exchange of flags",
-) -> list[bool]:
-    """Return for each flag whether it is true on any rank of the groups.
-
-    Every rank of the groups must call this, with as many flags.
-
-    Args:
-        flags: this rank's flags.
-        rank_groups: the groups.
-        device: the compute device.
-        collective: the name of the exchange in errors.
-    """
-    found = list(flags)
-    for rank_group in connected(rank_groups) if found else ():
-        assert rank_group.group is not None
-        tensor = torch.tensor(found, dtype=torch.uint8, device=control_device(rank_group.group, device))
-        found = [
-            bool(flag)
-            for flag in begin_all_reduce(tensor, rank_group, largest=True, collective=collective).wait().tolist()
-        ]
-    return found
-
 
 def agree(
     lines: Sequence[str],
@@ -92,14 +175,8 @@ def agree(
 ) -> None:
     """Raise on every rank if any rank failed or is about to do something different.
 
-    Every rank of the groups must call this; a rank that failed passes its exception.
-
-    Args:
-        lines: description of the next operation, one fact a line, the same on every rank.
-        error: the exception that stopped this rank, or None.
-        rank_groups: groups over which to compare.
-        device: the compute device.
-        words: phrases for the errors.
+    Every rank of the groups must call this, with a description of the next operation, one fact a line, that is the same
+    on every rank. A rank that failed passes its exception, which it raises itself.
 
     Raises:
         PeerFailureError: another rank failed.
@@ -151,8 +228,118 @@ def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
                 f"Rank {rank} of the group failed while {words.doing}, so this rank stops too: {text}"
             )
     first = everyone[0]
-    rank = next(rank for rank, said in enumerate(everyone) if said != first)
-    pair = [first.split("\n"), everyone[rank].split("\n")]
-    longest = max(map(len, pair))
-    ours, theirs = ([*lines, *["nothing more"] * (longest - len(lines))] for lines in pair)
-    return RankMismatchError(next(words.describe(a, rank, b) for a, b in zip(ours, theirs, strict=True) if a != b))
+    rank, other = next((rank, said) for rank, said in enumerate(everyone) if said != first)
+    pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing more")
+    ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
+    return RankMismatchError(
+        f"{words.differ} First difference: rank 0 of the group has {ours}, rank {rank} has {theirs}. {words.advice}"
+    )
+
+
+# -- barriers ---------------------------------------------------------------------------------------------------------
+
+
+def barrier(what: str, rank_group: RankGroup) -> None:
+    """Wait for all ranks of a group through its store, without a collective.
+
+    Every rank of the group must call this. Each rank sends three requests to the store.
+
+    Work of a single rank (evaluating, writing files) is mostly done on rank 0, so other ranks may wait for it for
+    minutes; they only warn. If rank 0 waits for 20 seconds and no other rank arrives, the call is assumed to be on
+    rank 0 only. If ranks share memory, a rank that sends a different collective is detected within a second.
+
+    Args:
+        what: the caller's operation, for error texts.
+        rank_group: the ranks.
+
+    Raises:
+        UsageError: if this is rank 0 and no other rank has arrived, if another rank sends a different collective, or
+            if a rank has not arrived within the default process-group timeout.
+    """
+    group = rank_group.group
+    if group is None or rank_group.size == 1 or is_fake(group):
+        return
+    store_barrier = _StoreBarrier(group_store(group), rank_group)
+    if store_barrier.is_complete:
+        return
+    limit = default_pg_timeout.total_seconds()
+    patience = min(WARN_AFTER_S, limit)
+    transport = known_transport(rank_group)
+    begun = time.monotonic()
+    warned = False
+    has_arrived, seconds = store_barrier.wait, patience if transport is None else min(patience, POLL_INTERVAL_S)
+    while not has_arrived(seconds):
+        waited = time.monotonic() - begun
+        has_arrived, seconds = store_barrier.poll, min(waited / 20, POLL_INTERVAL_S)
+        if transport is not None and (found := transport.unexpected()) is not None and store_barrier.leave():
+            other, collective = found
+            raise UsageError(
+                f"{what} was called on rank {rank_group.rank} of the group, and rank {other} has not called it but "
+                f"goes on with {collective}. It is a collective: every rank of the group must call it, at the same "
+                "point."
+            )
+        if waited < patience or (warned and rank_group.rank and waited < limit):
+            continue
+        missing = store_barrier.missing()
+        if (len(missing) == rank_group.size - 1 and rank_group.rank == 0) or waited >= limit:
+            if store_barrier.leave():
+                raise UsageError(
+                    f"{what} was called on rank {rank_group.rank} of the group {waited:.0f} seconds ago, and rank(s) "
+                    f"{missing} have not called it. It is a collective: every rank of the group must call it, also "
+                    "those that do not use the result (rank0_only=True leaves theirs empty). If they are only late, "
+                    "call torch.distributed.barrier() before it."
+                )
+            return
+        if not warned and missing:
+            warned = True
+            warn_user(
+                f"{what} on rank {rank_group.rank} of the group has waited {waited:.0f} seconds for rank(s) {missing}; "
+                "every rank must call it.",
+                stacklevel=4,
+            )
+
+
+class _StoreBarrier:
+    """Implements the n-th barrier of a group, where n counts this rank's arrivals.
+
+    Each rank increments its counter and the barrier's in the store, and the last to arrive sets a key.
+    """
+
+    def __init__(self, store: dist.Store, rank_group: RankGroup) -> None:
+        self._store = store
+        self._rank_group = rank_group
+        self._index = index = store.add(f"fsdp_flat/came/{rank_group.rank}", 1)
+        self.is_complete = store.add(f"fsdp_flat/meeting/{index}", 1) >= rank_group.size
+        if self.is_complete:
+            store.set(f"fsdp_flat/complete/{index}", "")
+            # All ranks have arrived here, so all have left the previous barrier.
+            store.delete_key(f"fsdp_flat/meeting/{index - 1}")
+            store.delete_key(f"fsdp_flat/complete/{index - 1}")
+
+    def wait(self, seconds: float) -> bool:
+        """Wait up to ``seconds``, and return whether all ranks have arrived."""
+        try:
+            self._store.wait([f"fsdp_flat/complete/{self._index}"], timedelta(seconds=seconds))
+        except RuntimeError as error:
+            if "imeout" not in str(error):
+                raise
+            return False
+        return True
+
+    def poll(self, seconds: float) -> bool:
+        """Sleep, and return whether all ranks have arrived; torch prints two warnings for each wait that times out."""
+        time.sleep(seconds)
+        return self._store.check([f"fsdp_flat/complete/{self._index}"])
+
+    def missing(self) -> list[int]:
+        """Return the ranks that have not arrived."""
+        ranks = range(self._rank_group.size)
+        return [rank for rank in ranks if self._store.add(f"fsdp_flat/came/{rank}", 0) < self._index]
+
+    def leave(self) -> bool:
+        """Withdraw this rank's arrival, and return True; return False if all ranks have arrived in the meantime."""
+        if self._store.add(f"fsdp_flat/meeting/{self._index}", -1) == self._rank_group.size - 1:
+            self._store.add(f"fsdp_flat/meeting/{self._index}", 1)
+            return False
+        self._store.add(f"fsdp_flat/came/{self._rank_group.rank}", -1)
+        return True

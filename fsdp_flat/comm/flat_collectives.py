@@ -13,168 +13,88 @@ backend and device of the tensors:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import _torch
-from fsdp_flat.comm.failures import WatchedWork, unit_names
+from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
+from fsdp_flat.comm.exchanges import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
-from fsdp_flat.comm.shm import ExpectedMessage, HostTransport, transport_of
-
-
-class Pending:
-    """Represents asynchronous work. ``wait`` may be called more than once; only the first call has an effect.
-
-    Args:
-        works: the work; None for work that is complete.
-        result: the work's output.
-        finish: computes the result from the output, once the work is complete.
-        scratch: temporary tensors of the work.
-        alive: tensors to keep alive until the work is complete.
-
-    Attributes:
-        result: the result, valid after ``wait``.
-        scratch: temporary tensors of the work, whose memory may be reused after ``wait``.
-    """
-
-    __slots__ = ("_alive", "_finish", "_works", "result", "scratch")
-
-    def __init__(
-        self,
-        works: Iterable[Any],
-        result: torch.Tensor,
-        finish: Callable[[], torch.Tensor] | None = None,
-        scratch: tuple[torch.Tensor, ...] = (),
-        alive: tuple[torch.Tensor, ...] = (),
-    ) -> None:
-        self._works: tuple[Any, ...] | None = tuple(works)
-        self._finish = finish
-        self._alive = alive
-        self.result = result
-        self.scratch = scratch
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would return at once."""
-        return self._works is None or all(work is None or work.is_completed() for work in self._works)
-
-    def wait(self) -> torch.Tensor:
-        """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
-        if self._works is not None:
-            works, self._works = self._works, None
-            for work in works:
-                if work is not None:
-                    work.wait()
-            if self._finish is not None:
-                self.result = self._finish()
-                self._finish = None
-            self._alive = ()
-        return self.result
-
+from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of
+from fsdp_flat.comm.streams import Pending
 
 EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 
-PlaceRows = Callable[[int, torch.Tensor], None]
+PlaceRows = Callable[[int, torch.Tensor], object]
 """Copies ``(first rank, rows)`` to where they belong; ``rows`` is 2-D, each row the input of one more rank."""
 
 
-class Collectives(Protocol):
-    """Describes the collectives of one shard group on flat tensors."""
+class Collectives(ABC):
+    """Defines the collectives of one shard group of more than one rank, on flat tensors."""
 
-    def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
-        ...
-
-    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        """Begin to all-gather ``own`` (1-D), whose elements from every rank ``place`` copies to where they belong."""
-        ...
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        """Begin to sum ``full`` over the group; the result is this rank's slice, in separate memory.
-
-        Args:
-            full: 1-D, its numel a multiple of the group size; it may be overwritten.
-            empty_like: allocates the temporary tensors in ``scratch`` of the returned :class:`Pending`.
-        """
-        ...
-
-
-def own_slice(full: torch.Tensor, rank_group: RankGroup) -> torch.Tensor:
-    """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
-    numel = full.numel() // rank_group.size
-    return full[rank_group.rank * numel : (rank_group.rank + 1) * numel]
-
-
-def begin_staged_all_gather(
-    begin: Callable[[torch.Tensor], Pending],
-    rank_group: RankGroup,
-    own: torch.Tensor,
-    place: PlaceRows,
-    staging: torch.Tensor | None = None,
-) -> Pending:
-    """Implement ``begin_all_gather_rows`` by an all-gather into a temporary tensor in rank order.
-
-    Args:
-        begin: begins to all-gather the temporary tensor in place.
-        rank_group: the ranks.
-        own: as for ``begin_all_gather_rows``.
-        place: likewise.
-        staging: the temporary tensor (1-D); None allocates it.
-    """
-    if staging is None:
-        staging = own.new_empty(rank_group.size * own.numel())
-    own_slice(staging, rank_group).copy_(own)
-    pending = begin(staging)
-
-    def finish() -> torch.Tensor:
-        with torch.no_grad():
-            place(0, pending.wait().view(rank_group.size, -1))
-        return own
-
-    return Pending([pending], own, finish, alive=(staging,))
-
-
-def begin_all_reduce(
-    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, collective: str = "an all-reduce"
-) -> Pending:
-    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``."""
-    if rank_group.size == 1:
-        return Pending((), tensor)
-    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
-    work = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
-    if tensor.device.type == "cpu":
-        others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
-        return Pending([WatchedWork(work, rank_group, lambda: collective, others)], tensor)
-    return Pending([work], tensor)
-
-
-class _RankGroupCollectives:
     def __init__(self, rank_group: RankGroup) -> None:
         assert rank_group.group is not None
         self.rank_group = rank_group
         self.group = rank_group.group
         self.rank = rank_group.rank
         self.size = rank_group.size
-        self._others = [rank for rank in range(rank_group.size) if rank != rank_group.rank]
 
+    @abstractmethod
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        raise NotImplementedError
-
-    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        raise NotImplementedError
+        """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        return begin_staged_all_gather(self.begin_all_gather, self.rank_group, own, place)
+        """Begin to all-gather ``own`` (1-D), whose elements from every rank ``place`` copies to where they belong."""
+        return self.begin_staged(own, place, own.new_empty(self.size * own.numel()), self.begin_all_gather)
+
+    @abstractmethod
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        """Begin to sum ``full`` (1-D, numel a multiple of the group size), which may be overwritten, over the group.
+
+        The result is this rank's slice, in separate memory. ``empty_like`` allocates :attr:`Pending.scratch`.
+        """
+
+    def own_slice(self, full: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of ``full``, without views of the slices of thousands of other ranks."""
+        numel = full.numel() // self.size
+        return full[self.rank * numel : (self.rank + 1) * numel]
+
+    def begin_staged(
+        self, own: torch.Tensor, place: PlaceRows, staging: torch.Tensor, begin: Callable[[torch.Tensor], Pending]
+    ) -> Pending:
+        """Implement :meth:`begin_all_gather_rows` by ``begin``, an all-gather in ``staging`` (1-D), in rank order."""
+        self.own_slice(staging).copy_(own)
+        pending = begin(staging)
+
+        def finish() -> torch.Tensor:
+            with torch.no_grad():
+                place(0, pending.wait().view(self.size, -1))
+            return own
+
+        return Pending([pending], own, finish, alive=(staging,))
+
+    def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
+        try:
+            ranks = dist.get_process_group_ranks(self.group)
+        except (KeyError, ValueError) as error:
+            raise destroyed_error(self.group) from error
+        return [
+            dist.broadcast(chunk, src=source, group=self.group, async_op=True)
+            for chunk, source in zip(full.chunk(self.size), ranks, strict=True)
+        ]
 
 
-class BackendCollectives(_RankGroupCollectives):
+class BackendCollectives(Collectives):
     """Calls the backend's all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        work = _torch.all_gather_single(full, own_slice(full, self.rank_group), group=self.group, async_op=True)
+        work = _torch.all_gather_single(full, self.own_slice(full), group=self.group, async_op=True)
         return Pending([work], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
@@ -183,42 +103,43 @@ class BackendCollectives(_RankGroupCollectives):
         return Pending([work], out, alive=(full,))
 
 
-class GlooAcceleratorCollectives(_RankGroupCollectives):
+class GlooAcceleratorCollectives(Collectives):
     """Uses gloo on accelerator tensors, for tests of several ranks on one device."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return Pending(_begin_broadcasts(self, full), full)
+        return Pending(self._begin_broadcasts(full), full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         work = dist.all_reduce(full, group=self.group, async_op=True)
-        return Pending([work], full, lambda: own_slice(full, self.rank_group).clone())
+        return Pending([work], full, lambda: self.own_slice(full).clone())
 
 
-class GlooCollectives(_RankGroupCollectives):
+class GlooCollectives(Collectives):
     """Uses gloo on CPU tensors, with the fewest bytes and copies. ``unit`` is the unit id."""
 
     def __init__(self, rank_group: RankGroup, unit: int = 0) -> None:
         super().__init__(rank_group)
+        self._others = rank_group.others
         self._unit = unit
 
     def _describe(self, operation: str) -> str:
         return f"the {operation} of unit {unit_names(self.group).get(self._unit, '')!r}"
 
-    def _watched(self, work: Any, operation: str, sources: list[int]) -> WatchedWork:
+    def _watched(self, work: Any, operation: str, source: int) -> WatchedWork:
+        """Watch a work that waits for the rank ``source``, or for all others if that is this rank."""
+        sources = self._others if source == self.rank else [source]
         return WatchedWork(work, self.rank_group, partial(self._describe, operation), sources)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        # This rank's broadcast waits for all other ranks.
-        sources = [[rank] if rank != self.rank else self._others for rank in range(self.size)]
-        works = zip(_begin_broadcasts(self, full), sources, strict=True)
-        return Pending([self._watched(work, "all-gather", waited_for) for work, waited_for in works], full)
+        broadcasts = enumerate(self._begin_broadcasts(full))
+        return Pending([self._watched(work, "all-gather", source) for source, work in broadcasts], full)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         if self.size == 2:
             return self._begin_swap(full)
         received = empty_like(full)
         begun = dist.all_to_all_single(received, full, group=self.group, async_op=True)
-        work = self._watched(begun, "reduce-scatter", self._others)
+        work = self._watched(begun, "reduce-scatter", self.rank)
         return Pending([work], full, lambda: _sum(received.chunk(self.size)), scratch=(received,), alive=(full,))
 
     def _begin_swap(self, full: torch.Tensor) -> Pending:
@@ -228,63 +149,68 @@ class GlooCollectives(_RankGroupCollectives):
         received = torch.empty_like(own)
         splits = [0, own.numel()] if self.rank == 0 else [own.numel(), 0]
         begun = dist.all_to_all_single(received, sent, splits, splits, group=self.group, async_op=True)
-        work = self._watched(begun, "reduce-scatter", self._others)
+        work = self._watched(begun, "reduce-scatter", self.rank)
         return Pending([work], full, lambda: received.add_(own))
 
 
-class HostCollectives(_RankGroupCollectives):
+class HostCollectives(Collectives):
     """Uses shared memory for CPU tensors; results equal gloo's bit for bit. ``unit`` is the unit id."""
 
-    def __init__(self, rank_group: RankGroup, transport: HostTransport, unit: int) -> None:
+    def __init__(self, rank_group: RankGroup, transport: SharedMemoryTransport, unit: int) -> None:
         super().__init__(rank_group)
+        self._others = rank_group.others
         self._transport = transport
         self._unit = unit
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         chunks = full.chunk(self.size)
-        self._transport.send("gather", [(chunks[self.rank], self._others)], unit=self._unit)
-        messages = self._expect("gather", chunks[self.rank].nbytes)
-        return Pending(messages.values(), full, lambda: _filled(full, chunks, messages))
+        messages = self._send_own(chunks[self.rank])
+
+        def finish() -> torch.Tensor:
+            for rank, message in messages.items():
+                chunks[rank].copy_(message.content(full.dtype))
+                message.close()
+            return full
+
+        return Pending(messages.values(), full, finish)
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        self._transport.send("gather", [(own, self._others)], unit=self._unit)
-        messages = self._expect("gather", own.nbytes)
+        messages = self._send_own(own)
         place(self.rank, own.view(1, -1))
-        return Pending(messages.values(), own, lambda: _placed(own, place, messages))
+
+        def finish() -> torch.Tensor:
+            with torch.no_grad():
+                for rank, message in messages.items():
+                    place(rank, message.content(own.dtype).view(1, -1))
+                    message.close()
+            return own
+
+        return Pending(messages.values(), own, finish)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         chunks = full.chunk(self.size)
+        own = chunks[self.rank]
         self._transport.send("reduction", [(chunks[rank], (rank,)) for rank in self._others], unit=self._unit)
-        messages = self._expect("reduction", chunks[self.rank].nbytes)
-        return Pending(messages.values(), full, lambda: self._summed(chunks[self.rank], messages), alive=(full,))
+        messages = self._expect("reduction", own.nbytes)
 
-    def _expect(self, purpose: str, nbytes: int) -> dict[int, ExpectedMessage]:
+        def finish() -> torch.Tensor:
+            parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
+            total = _sum([parts.get(rank, own) for rank in range(self.size)])
+            for message in messages.values():
+                message.close()
+            return total
+
+        return Pending(messages.values(), full, finish, alive=(full,))
+
+    def _send_own(self, own: torch.Tensor) -> dict[int, Message]:
+        self._transport.send("gather", [(own, self._others)], unit=self._unit)
+        return self._expect("gather", own.nbytes)
+
+    def _expect(self, purpose: str, nbytes: int) -> dict[int, Message]:
         return {rank: self._transport.expect(purpose, rank, nbytes, unit=self._unit) for rank in self._others}
 
-    def _summed(self, own: torch.Tensor, messages: dict[int, ExpectedMessage]) -> torch.Tensor:
-        parts = {rank: message.content(own.dtype) for rank, message in messages.items()}
-        total = _sum([parts.get(rank, own) for rank in range(self.size)])
-        for message in messages.values():
-            message.close()
-        return total
 
-
-def _filled(full: torch.Tensor, chunks: tuple[torch.Tensor, ...], messages: dict[int, ExpectedMessage]) -> torch.Tensor:
-    for rank, message in messages.items():
-        chunks[rank].copy_(message.content(full.dtype))
-        message.close()
-    return full
-
-
-def _placed(own: torch.Tensor, place: PlaceRows, messages: dict[int, ExpectedMessage]) -> torch.Tensor:
-    with torch.no_grad():
-        for rank, message in messages.items():
-            place(rank, message.content(own.dtype).view(1, -1))
-            message.close()
-    return own
-
-
-class CpuCollectives(_RankGroupCollectives):
+class CpuCollectives(Collectives):
     """Uses shared memory for the CPU tensors of a gloo group if its ranks have it, else gloo.
 
     The first call determines which.
@@ -294,27 +220,133 @@ class CpuCollectives(_RankGroupCollectives):
         super().__init__(rank_group)
         self._unit = unit
         self._name = name
-        self._chosen: Collectives | None = None
 
-    def _choose(self) -> Collectives:
-        if self._chosen is None:
-            unit_names(self.group).setdefault(self._unit, self._name)
-            transport = transport_of(self.rank_group)
-            self._chosen = (
-                GlooCollectives(self.rank_group, self._unit)
-                if transport is None
-                else HostCollectives(self.rank_group, transport, self._unit)
-            )
-        return self._chosen
+    @cached_property
+    def _chosen(self) -> Collectives:
+        unit_names(self.group).setdefault(self._unit, self._name)
+        transport = transport_of(self.rank_group)
+        if transport is None:
+            return GlooCollectives(self.rank_group, self._unit)
+        return HostCollectives(self.rank_group, transport, self._unit)
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        return self._choose().begin_all_gather(full)
+        return self._chosen.begin_all_gather(full)
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        return self._choose().begin_all_gather_rows(own, place)
+        return self._chosen.begin_all_gather_rows(own, place)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
-        return self._choose().begin_reduce_scatter(full, empty_like)
+        return self._chosen.begin_reduce_scatter(full, empty_like)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveChoice:
+    """Holds the parts of a unit's collectives that a caller has replaced.
+
+    Attributes:
+        all_gather: the caller's all-gather; None keeps the library's.
+        reduce_scatter: the caller's reduce-scatter; None keeps the library's.
+        gather_memory: allocates the outputs of all-gathers, which are copied from there; None uses the unit's buffers.
+        reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
+        reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
+        backend: the library's are the backend's all_gather and reduce_scatter, also where others are cheaper.
+    """
+
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    gather_memory: Allocate | None = None
+    reduce_memory: Allocate | None = None
+    reduce_group: RankGroup | None = None
+    backend: bool = False
+
+
+class CustomCollectives(Collectives):
+    """Replaces parts of the library's collectives, of which reduce-scatters may have another group, by a caller's.
+
+    With memory of the caller's and no collective, the backend's is called in that memory.
+    """
+
+    def __init__(self, own: Collectives, own_reductions: Collectives, choice: CollectiveChoice) -> None:
+        super().__init__(own.rank_group)
+        self._own = own
+        self._own_reductions = own_reductions
+        self._choice = choice
+
+    def begin_all_gather(self, full: torch.Tensor) -> Pending:
+        if not self._replaces_gather_of(full):
+            return self._own.begin_all_gather(full)
+        if self._choice.gather_memory is None:
+            return self._begin_gather(full)
+        return self._begin_in_memory(self.own_slice(full), lambda _, rows: full.copy_(rows.view(-1)))
+
+    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        if not self._replaces_gather_of(own):
+            return self._own.begin_all_gather_rows(own, place)
+        return self._begin_in_memory(own, place)
+
+    def _replaces_gather_of(self, tensor: torch.Tensor) -> bool:
+        # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
+        is_replaced = self._choice.all_gather is not None or self._choice.gather_memory is not None
+        return is_replaced and tensor.is_floating_point()
+
+    def _begin_in_memory(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+        allocate = self._choice.gather_memory or torch.empty
+        staging = allocate((self.size * own.numel(),), dtype=own.dtype, device=own.device)
+        return self.begin_staged(own, place, staging, self._begin_gather)
+
+    def _begin_gather(self, full: torch.Tensor) -> Pending:
+        all_gather = self._choice.all_gather or _torch.all_gather_single
+        return Pending([all_gather(full, self.own_slice(full), self.group, async_op=True)], full)
+
+    def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
+        reduce_scatter, memory = self._choice.reduce_scatter, self._choice.reduce_memory
+        if reduce_scatter is None and memory is None:
+            return self._own_reductions.begin_reduce_scatter(full, empty_like)
+        numel, group = full.numel() // self.size, self._own_reductions.group
+        if memory is None:
+            out = full.new_empty(numel)
+        else:
+            full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
+            out = memory((numel,), dtype=full.dtype, device=full.device)
+        if reduce_scatter is None:
+            work = _torch.reduce_scatter_single(out, full, group=group, async_op=True)
+        else:
+            work = reduce_scatter(out, full, group, dist.ReduceOp.SUM, async_op=True)
+        # The result becomes a gradient, which outlives memory of the caller.
+        return Pending([work], out, None if memory is None else out.clone, alive=(full,))
+
+
+def collectives_for(
+    rank_group: RankGroup,
+    device: torch.device,
+    choice: CollectiveChoice | None = None,
+    *,
+    unit: int = 0,
+    name: str = "",
+) -> Collectives | None:
+    """Return the cheapest collectives for a group on ``device``; None for a single rank, which needs none.
+
+    ``unit`` is the id of the tensors' unit, equal on every rank, or 0. Transports that send it raise an error, with the
+    ``name``, if ranks issue collectives of different units.
+    """
+    if rank_group.group is None or rank_group.size == 1:
+        return None
+    choice = choice or CollectiveChoice()
+    own = _library_collectives(rank_group, device, unit, name, backend=choice.backend)
+    if choice == CollectiveChoice(backend=choice.backend):
+        return own
+    group = choice.reduce_group
+    reductions = own if group is None else _library_collectives(group, device, unit, name, backend=choice.backend)
+    return CustomCollectives(own, reductions, choice)
+
+
+def _library_collectives(
+    rank_group: RankGroup, device: torch.device, unit: int, name: str, *, backend: bool
+) -> Collectives:
+    assert rank_group.group is not None
+    if backend or not moves_by_gloo(rank_group.group, device):
+        return BackendCollectives(rank_group)
+    return CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(rank_group)
 
 
 def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -328,36 +360,3 @@ def _sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     for part in parts[2:]:
         total.add_(part)
     return total.to(dtype)
-
-
-def _begin_broadcasts(group_collectives: _RankGroupCollectives, full: torch.Tensor) -> list[Any]:
-    try:
-        ranks = dist.get_process_group_ranks(group_collectives.group)
-    except (KeyError, ValueError) as error:
-        raise destroyed_error(group_collectives.group) from error
-    return [
-        dist.broadcast(chunk, src=source, group=group_collectives.group, async_op=True)
-        for chunk, source in zip(full.chunk(group_collectives.size), ranks, strict=True)
-    ]
-
-
-def collectives_for(
-    rank_group: RankGroup, device: torch.device, *, unit: int = 0, name: str = "", backend: bool = False
-) -> Collectives | None:
-    """Return the cheapest collectives for a group on ``device``; None for a single rank, which needs none.
-
-    Args:
-        rank_group: the ranks.
-        device: the compute device.
-        unit: id of the tensors' unit, equal on every rank; 0 for none. Transports that send the id raise an error if
-            ranks issue collectives of different units.
-        name: name of the unit in that error.
-        backend: use the backend's all_gather and reduce_scatter, also where others are cheaper.
-    """
-    if rank_group.group is None or rank_group.size == 1:
-        return None
-    if not backend and moves_by_gloo(rank_group.group, device):
-        return (
-            CpuCollectives(rank_group, unit, name) if device.type == "cpu" else GlooAcceleratorCollectives(rank_group)
-        )
-    return BackendCollectives(rank_group)

@@ -1,18 +1,26 @@
-"""Resolves the process groups of a unit: the shard group and the replicate group."""
+"""Defines groups of ranks, the table of sharding strategies, and the groups of a unit by strategy.
+
+A new strategy is a member of ``api.ShardingStrategy`` and a row of ``STRATEGIES``.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from fsdp_flat.comm.strategies import Strategy
+from fsdp_flat.api import ShardingStrategy, member_of
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
+
+_CPU = torch.device("cpu")
+# Every unit of a model asks for the same groups, and each group costs connections.
+_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,43 +36,13 @@ class RankGroup:
         """Create the description of a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
+    @property
+    def others(self) -> list[int]:
+        """Other ranks of the group."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
 
 ALONE = RankGroup(None, 0, 1)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardingGroups:
-    """Holds the shard group and the replicate group of one unit.
-
-    Attributes:
-        shard: the group over which parameters are sharded (size 1: not sharded).
-        replicate: the group over which gradients are all-reduced too (size 1: not replicated).
-        mesh: the caller's device mesh, if any.
-    """
-
-    shard: RankGroup
-    replicate: RankGroup
-    mesh: Any = None
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks over which gradients are averaged."""
-        return self.shard.size * self.replicate.size
-
-    @property
-    def rank_groups(self) -> tuple[RankGroup, RankGroup]:
-        """Both groups, the shard group first."""
-        return (self.shard, self.replicate)
-
-    @property
-    def primary(self) -> RankGroup:
-        """Group of FSDP1's ``process_group``: the shard group, or the replicate group if nothing is sharded."""
-        return self.shard if self.shard.group is not None else self.replicate
-
-    @property
-    def process_group(self) -> dist.ProcessGroup | None:
-        """Process group of :attr:`primary`."""
-        return self.primary.group
 
 
 def is_fake(group: dist.ProcessGroup) -> bool:
@@ -106,14 +84,22 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
         raise destroyed_error(group) from error
 
 
+def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
+    """Return the name of the backend of ``group`` for tensors of ``device``; None if it has none."""
+    try:
+        return group._get_backend(device).name()
+    except RuntimeError:
+        return None
+
+
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
-    if is_fake(group):
-        return False
-    try:
-        return group._get_backend(device).name() == "gloo"
-    except RuntimeError:
-        return False
+    return not is_fake(group) and _backend_name(group, device) == "gloo"
+
+
+def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
+    """Return the device for small tensors of a group: the CPU if it has a CPU backend, else the compute device."""
+    return device if _backend_name(group, _CPU) is None else _CPU
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -121,12 +107,9 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Every rank of the group must call this.
     """
-    try:
-        group._get_backend(torch.device("cpu"))
-    except RuntimeError:
-        ranks = global_ranks(group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    return group
+    if _backend_name(group, _CPU) is not None:
+        return group
+    return dist.new_group(global_ranks(group), backend="gloo", use_local_synchronization=True)
 
 
 def second_group(rank_group: RankGroup) -> RankGroup:
@@ -142,18 +125,10 @@ def second_group(rank_group: RankGroup) -> RankGroup:
     return RankGroup.of(group)
 
 
-# Every unit of a model asks for the same groups, and each group costs connections.
-_subgroups: WeakKeyDictionary[dist.ProcessGroup, dict[int, RankGroup]] = WeakKeyDictionary()
-
-
 def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
     """Return the group of ``num_ranks`` consecutive ranks of ``rank_group`` that this rank is in.
 
     Every rank of ``rank_group`` must call this. The group is created at the first call.
-
-    Args:
-        rank_group: the ranks.
-        num_ranks: a factor of their number.
     """
     assert rank_group.group is not None
     known = _subgroups.setdefault(rank_group.group, {})
@@ -172,20 +147,95 @@ def _is_destroyed(group: dist.ProcessGroup | None) -> bool:
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """Describes one row of the strategy table.
+
+    Attributes:
+        member: the public enum member.
+        shards: parameters, gradients and optimizer state are sharded over the shard group.
+        replicates: gradients are also all-reduced over a replicate group.
+        reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's)
+            and, under ``no_sync``, after backward.
+    """
+
+    member: ShardingStrategy
+    shards: bool
+    replicates: bool
+    reshard_after_forward: bool
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Return whether the strategy needs two groups."""
+        return self.shards and self.replicates
+
+
+STRATEGIES = MappingProxyType(
+    {
+        row.member: row
+        for row in (
+            Strategy(ShardingStrategy.FULL_SHARD, shards=True, replicates=False, reshard_after_forward=True),
+            Strategy(ShardingStrategy.SHARD_GRAD_OP, shards=True, replicates=False, reshard_after_forward=False),
+            Strategy(ShardingStrategy.NO_SHARD, shards=False, replicates=True, reshard_after_forward=False),
+            Strategy(ShardingStrategy.HYBRID_SHARD, shards=True, replicates=True, reshard_after_forward=True),
+            Strategy(ShardingStrategy._HYBRID_SHARD_ZERO2, shards=True, replicates=True, reshard_after_forward=False),
+        )
+    }
+)
+
+
+def strategy_from(value: object) -> Strategy:
+    """Return the table row of a public enum member (or of torch's), or of ``FULL_SHARD`` for ``None``.
+
+    Raises:
+        OptionError: if ``value`` is not a sharding strategy; the text lists the choices.
+    """
+    given = ShardingStrategy.FULL_SHARD if value is None else value
+    return STRATEGIES[member_of(ShardingStrategy, given, "sharding_strategy")]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingGroups:
+    """Holds the shard group and the replicate group of one unit.
+
+    Attributes:
+        shard: the group over which parameters are sharded (size 1: not sharded).
+        replicate: the group over which gradients are all-reduced too (size 1: not replicated).
+        mesh: the caller's device mesh, if any.
+    """
+
+    shard: RankGroup
+    replicate: RankGroup
+    mesh: Any = None
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks over which gradients are averaged."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def rank_groups(self) -> tuple[RankGroup, RankGroup]:
+        """Both groups, the shard group first."""
+        return (self.shard, self.replicate)
+
+    @property
+    def primary(self) -> RankGroup:
+        """Group of FSDP1's ``process_group``: the shard group, or the replicate group if nothing is sharded."""
+        return self.shard if self.shard.group is not None else self.replicate
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Process group of :attr:`primary`."""
+        return self.primary.group
+
+
 def resolve_groups(
     strategy: Strategy, process_group: Any, device_mesh: Any, *, has_policy: bool, device: torch.device
 ) -> ShardingGroups:
     """Resolve the constructor's ``process_group`` and ``device_mesh`` into the two groups.
 
-    Every rank of the default group must call this if it creates groups: for a hybrid strategy with only an auto-wrap
-    policy.
-
-    Args:
-        strategy: row of the strategy table.
-        process_group: a group, ``(shard_group, replicate_group)``, or None for the default group.
-        device_mesh: a 1-D mesh, or a 2-D one (dim 0 replicates, dim 1 shards) for hybrid strategies.
-        has_policy: an auto-wrap policy was given, so one call creates all units and may create groups.
-        device: the compute device; determines the number of ranks per node.
+    With an auto-wrap policy one call creates all units. It may then create the groups of a hybrid strategy, within
+    nodes and across them, if it got none: every rank of the default group must call this.
 
     Raises:
         OptionError: if the two do not fit each other or the strategy.
@@ -232,10 +282,8 @@ def resolve_groups(
 
 
 def _single_group(strategy: Strategy, group: dist.ProcessGroup, mesh: Any = None) -> ShardingGroups:
-    rank_group = RankGroup.of(group)
-    if strategy.shards:
-        return ShardingGroups(rank_group, ALONE, mesh)
-    return ShardingGroups(ALONE, rank_group, mesh)
+    pair = (RankGroup.of(group), ALONE) if strategy.shards else (ALONE, RankGroup.of(group))
+    return ShardingGroups(*pair, mesh)
 
 
 def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
@@ -262,21 +310,14 @@ def _node_groups(device: torch.device) -> ShardingGroups:
             f"A hybrid strategy without groups shards within a node, but {world} ranks do not divide into nodes of "
             f"{local}. Pass a 2-D device_mesh or process_group=(shard_group, replicate_group)."
         )
-    rank = dist.get_rank()
-    shard = replicate = None
-    for start in range(0, world, local):
-        ranks = list(range(start, start + local))
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            shard = group
-    for start in range(local):
-        ranks = list(range(start, world, local))
-        group = dist.new_group(ranks)
-        if rank in ranks:
-            replicate = group
-    assert shard is not None
-    assert replicate is not None
-    return ShardingGroups(RankGroup.of(shard), RankGroup.of(replicate))
+    shard = _new_groups([range(start, start + local) for start in range(0, world, local)])
+    return ShardingGroups(shard, _new_groups([range(start, world, local) for start in range(local)]))
+
+
+def _new_groups(members: Sequence[Sequence[int]]) -> RankGroup:
+    """Create a process group of each sequence of global ranks, and return the one that this rank is in."""
+    groups = [dist.new_group(list(ranks)) for ranks in members]
+    return RankGroup.of(next(group for group, ranks in zip(groups, members) if dist.get_rank() in ranks))
 
 
 def _ranks_per_node(device: torch.device, world: int) -> int:

@@ -1,4 +1,4 @@
-"""Orders the work of a step on accelerator streams, and defines its profiler and autograd contexts.
+"""Represents asynchronous work, orders it on accelerator streams, and defines its profiler and autograd contexts.
 
 No other file uses streams. On the CPU no ordering is needed.
 
@@ -17,7 +17,7 @@ All units of a tree share one object. It ensures this order, without ``record_st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any
@@ -27,6 +27,51 @@ from torch.autograd.profiler import record_function
 
 _profiler_is_on: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Pending:
+    """Represents asynchronous work. ``wait`` may be called more than once; only the first call has an effect.
+
+    Args:
+        works: the work; None for work that is complete.
+        result: the work's output; valid after ``wait``.
+        finish: computes the result from the output, once the work is complete.
+        scratch: temporary tensors of the work, whose memory may be reused after ``wait``.
+        alive: tensors to keep alive until the work is complete.
+    """
+
+    __slots__ = ("_alive", "_finish", "_works", "result", "scratch")
+
+    def __init__(
+        self,
+        works: Iterable[Any],
+        result: torch.Tensor,
+        finish: Callable[[], torch.Tensor] | None = None,
+        scratch: tuple[torch.Tensor, ...] = (),
+        alive: tuple[torch.Tensor, ...] = (),
+    ) -> None:
+        self._works: tuple[Any, ...] | None = tuple(works)
+        self._finish = finish
+        self._alive = alive
+        self.result = result
+        self.scratch = scratch
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would return at once."""
+        return self._works is None or all(work is None or work.is_completed() for work in self._works)
+
+    def wait(self) -> torch.Tensor:
+        """Block until the result is ready (on an accelerator: until the current stream may use it), and return it."""
+        if self._works is not None:
+            works, self._works = self._works, None
+            for work in works:
+                if work is not None:
+                    work.wait()
+            if self._finish is not None:
+                self.result = self._finish()
+                self._finish = None
+            self._alive = ()
+        return self.result
 
 
 class Streams:
@@ -68,8 +113,7 @@ class Streams:
     def also_on(self, stream: Any) -> AbstractContextManager[Any]:
         """Make ``stream`` current inside the block, between earlier and later work of the stream current outside.
 
-        Args:
-            stream: an accelerator's stream; None leaves the current one.
+        None leaves the current one.
         """
         return _NOTHING
 
@@ -88,26 +132,13 @@ class Streams:
 
 
 class AcceleratorStreams(Streams):
-    """Manages the all-gather stream and the reduce-scatter stream of one accelerator.
-
-    Args:
-        device: the accelerator.
-        new_stream: creates a stream.
-        current_stream: returns the compute stream.
-    """
+    """Manages the all-gather stream and the reduce-scatter stream, made by ``new_stream``, of one accelerator."""
 
     is_accelerator = True
 
-    def __init__(
-        self,
-        device: torch.device,
-        *,
-        new_stream: Callable[[torch.device], Any] = torch.Stream,
-        current_stream: Callable[[torch.device], Any] | None = None,
-    ) -> None:
+    def __init__(self, device: torch.device, *, new_stream: Callable[[torch.device], Any] = torch.Stream) -> None:
         self._device = device
         self._new_stream = new_stream
-        self._current_stream = current_stream
         # Created on first use: most units use the streams of their tree, not the ones that they were built with.
         self._all_gather: Any = None
         self._reduce_scatter: Any = None
@@ -120,8 +151,7 @@ class AcceleratorStreams(Streams):
         self.reduce_scatters = _StreamContext(self._enter_reduce_scatters)
 
     def _current(self) -> Any:
-        current = self._current_stream or torch.accelerator.current_stream
-        return current(self._device)
+        return torch.accelerator.current_stream(self._device)
 
     def _enter_all_gathers(self) -> Any:
         if self._all_gather is None:
@@ -193,11 +223,7 @@ class AcceleratorStreams(Streams):
 
 
 class _StreamContext:
-    """Makes a stream current inside a reusable and reentrant context.
-
-    Args:
-        enter: orders the stream after earlier work and returns it.
-    """
+    """Makes the stream that ``enter`` orders after earlier work current inside a reusable and reentrant context."""
 
     def __init__(self, enter: Callable[[], Any]) -> None:
         self._enter = enter

@@ -7,14 +7,7 @@ from typing import Any, Literal, NoReturn
 
 from torch import nn
 
-from fsdp_flat.comm import (
-    AllGather,
-    ReduceScatter,
-    backend_all_gather,
-    backend_reduce_scatter,
-    memory_of_group,
-    second_group,
-)
+from fsdp_flat.comm import AllGather, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionTypeError, PhaseError, UnsupportedError
 from fsdp_flat.runtime.unit import own_unit, units_of
 
@@ -71,27 +64,19 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
     """
     unit = own_unit(self)
     choice, groups = unit.collective_choice, unit.options.groups
-    if choice.all_gather not in (None, backend_all_gather) or choice.reduce_scatter not in (
-        None,
-        backend_reduce_scatter,
-    ):
+    if choice.all_gather is not None or choice.reduce_scatter is not None:
         raise PhaseError(
             f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. Use "
             "either those or set_allocate_memory_from_process_group_for_comm."
         )
     if not enable:
-        _replace(self, all_gather=None, reduce_scatter=None, gather_memory=None, reduce_memory=None)
+        _replace(self, gather_memory=None, reduce_memory=None)
     elif groups.shard.group is not None:
         gather_memory = memory_of_group(groups.shard.group, unit.options.device)
         reduce_group = choice.reduce_group or groups.shard
         assert reduce_group.group is not None
-        _replace(
-            self,
-            all_gather=backend_all_gather,
-            reduce_scatter=backend_reduce_scatter,
-            gather_memory=gather_memory,
-            reduce_memory=memory_of_group(reduce_group.group, unit.options.device),
-        )
+        reduce_memory = memory_of_group(reduce_group.group, unit.options.device)
+        _replace(self, gather_memory=gather_memory, reduce_memory=reduce_memory)
 
 
 def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fsdp_flat.comm import CollectiveChoice, RankGroup, chosen_collectives, subgroup_of, unrecorded
+from fsdp_flat.comm import CollectiveChoice, RankGroup, collectives_for, subgroup_of, unrecorded
 from fsdp_flat.flat import FlatParamHandle
 
 
@@ -42,7 +42,7 @@ class SmallerGroup:
     def use_collectives(self, choice: CollectiveChoice) -> None:
         """Use other collectives in later steps, as the unit does."""
         group, unit, name = self._rank_group, self._unit, self._name
-        collectives = chosen_collectives(choice, group, self._device, unit=unit, name=name)
+        collectives = collectives_for(group, self._device, choice, unit=unit, name=name)
         assert collectives is not None
         self.collectives = collectives
 

@@ -18,7 +18,6 @@ from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDi
 from fsdp_flat.comm import (
     CollectiveChoice,
     Pending,
-    chosen_collectives,
     collectives_for,
     profiled,
     unit_names,
@@ -159,7 +158,7 @@ class Unit:
             )
         self.collective_choice = choice
         shard, device = self.options.groups.shard, self.options.device
-        self._step_collectives = chosen_collectives(choice, shard, device, unit=self.unit_id, name=self.name)
+        self._step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)
         if self.control.smaller_group is not None:
             self.control.smaller_group.use_collectives(choice)
 

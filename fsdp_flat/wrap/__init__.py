@@ -6,9 +6,7 @@ names equal those of ``torch.distributed.fsdp.wrap``; a wrapper's constructor ca
 
 from __future__ import annotations
 
-from fsdp_flat.wrap.annotation import _ConfigAutoWrap, enable_wrap, wrap
-from fsdp_flat.wrap.checks import warn_no_forward
-from fsdp_flat.wrap.plan import WrapPlan, _recursive_wrap, apply_plan, plan_units
+from fsdp_flat.wrap.plan import WrapPlan, _recursive_wrap, apply_plan, plan_units, warn_no_forward
 from fsdp_flat.wrap.policies import (
     CustomPolicy,
     ModuleWrapPolicy,
@@ -21,7 +19,7 @@ from fsdp_flat.wrap.policies import (
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from fsdp_flat.wrap.tree import _construct_wrap_fn, _post_order_apply, _wrap
+from fsdp_flat.wrap.tree import _ConfigAutoWrap, _construct_wrap_fn, _post_order_apply, _wrap, enable_wrap, wrap
 
 __all__ = [
     "CustomPolicy",

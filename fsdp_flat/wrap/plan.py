@@ -6,48 +6,46 @@ registered at several places becomes one unit at all of them (FSDP1 wraps the fi
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch._dynamo import OptimizedModule
 
-from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.layout import clean_fqn
-from fsdp_flat.wrap.checks import (
+from fsdp_flat.errors import OptionError, PhaseError, UsageError, some_of
+from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.user_warnings import warn_user
+from fsdp_flat.wrap.policies import (
+    PolicyObject,
+    _or_policy,
+    _wrap_module_cls_individually,
     check_policy,
-    check_uniform_requires_grad,
     explain_unbound,
     named_classes,
-    raise_wrapped,
-    warn_full_precision,
-    warn_no_match,
-    warn_unmatched,
 )
-from fsdp_flat.wrap.policies import PolicyObject, _or_policy, _wrap_module_cls_individually
 from fsdp_flat.wrap.tree import (
-    Places,
     _post_order_apply,
     _wrap,
-    compiled_forms,
     describe_module,
+    find_places,
     named_children,
     post_order,
+    replace_module,
     require_module,
     wrap_overrides,
 )
 
+_MAX_LISTED = 8
+_Targets = dict[nn.Module, dict[str, Any]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitPlan:
-    """Describes a submodule that becomes a unit.
-
-    Attributes:
-        fqn: its first path below the root, without wrapper components.
-        module: the submodule.
-        kwargs: keyword arguments of its wrapper, in a separate dict.
-    """
+    """Describes a submodule that becomes a unit, with its first path and the keyword arguments of its wrapper."""
 
     fqn: str
     module: nn.Module
@@ -82,11 +80,10 @@ def plan_units(
 
     Args:
         root: the module being wrapped.
-        policy: a function policy or a policy object, ours or made from FSDP1's.
+        policy: a function policy or a policy object, ours or FSDP1's.
         ignored_modules: modules that never become units.
         ignored_params: parameters that no unit manages.
-        root_kwargs: the wrapper's keyword arguments that units inherit; ``mixed_precision`` and ``use_orig_params`` are
-            read too.
+        root_kwargs: the wrapper's keyword arguments that units inherit.
         is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
         stacklevel: of warnings, see ``warn_user``; by default that of the code that calls the wrapper's constructor.
 
@@ -104,20 +101,25 @@ def plan_units(
     classes = named_classes(policy)
     ordered = post_order(root)
     if is_wrapped is not None and any(is_wrapped(module) for _, module in ordered):
-        raise_wrapped(root, is_wrapped)
+        path, module = next((path, module) for path, module in root.named_modules() if is_wrapped(module))
+        raise OptionError(
+            f"auto_wrap_policy cannot be used on {type(root).__name__}: {describe_module(module, path)} is wrapped "
+            "already. Wrap either by hand (and pass no policy for the root) or by policy."
+        )
     mixed_precision = root_kwargs.get("mixed_precision")
     exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
 
     if isinstance(policy, PolicyObject):
         targets = _ask_object(policy, root, ignored_modules, root_kwargs, exempt)
     else:
-        # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
-        asked = policy if mixed_precision is None else _and_also(policy, exempt)
-        targets = _ask_function(asked, policy, root, ignored_modules, ignored_params, root_kwargs)
+        targets = _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
     for module, kwargs in targets.items():
         if isinstance(module, exempt):
             kwargs["mixed_precision"] = None
-    compiled = compiled_forms(module for _, module in ordered)
+    # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
+    compiled = {
+        module._modules.get("_orig_mod"): module for _, module in ordered if isinstance(module, OptimizedModule)
+    }
     targets = {compiled.get(module, module): kwargs for module, kwargs in targets.items()}
 
     units = tuple(
@@ -125,83 +127,78 @@ def plan_units(
         for path, module in ordered
         if module in targets and module is not root
     )
-    managed = [(unit.fqn, unit.module, unit.kwargs) for unit in units]
-    check_uniform_requires_grad([*managed, ("", root, root_kwargs)], ignored_params)
+    _check_uniform_requires_grad([*units, UnitPlan("", root, root_kwargs)], ignored_params)
 
     full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
-    warn_full_precision(root, full_precision, stacklevel=stacklevel + 1)
-    if classes is not None and all(isinstance(unit.module, exempt) for unit in units):
-        warn_no_match(root, classes, ignored_params, stacklevel=stacklevel + 1)
-    elif classes is not None:
-        warn_unmatched(root, classes, stacklevel=stacklevel + 1)
+    if full_precision:
+        counts = Counter(type(module).__name__ for module in full_precision)
+        warn_user(
+            f"mixed_precision and auto_wrap_policy are both given for {type(root).__name__}, which has modules that "
+            f"stay in full precision: {_counted(counts)}. Each becomes a unit of its own with mixed_precision=None. "
+            "To run them in low precision too, pass MixedPrecision(..., _module_classes_to_ignore=()).",
+            stacklevel=stacklevel,
+        )
+    if classes is not None:
+        text = _unmatched_text(
+            root, classes, ignored_params, has_units=not all(isinstance(unit.module, exempt) for unit in units)
+        )
+        if text is not None:
+            warn_user(text, stacklevel=stacklevel)
     return WrapPlan(units, full_precision)
 
 
 def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
-    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered below ``root``.
-
-    Args:
-        root: the module that the plan was made for.
-        plan: from :func:`plan_units`.
-        wrapper: called once for each unit, children first.
+    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered; children first.
 
     Raises:
         UsageError: if a planned module is no longer in the tree; nothing has been wrapped then.
         PhaseError: if ``wrapper`` does not return a module.
     """
-    places = Places.find(root)
+    places = find_places(root)
     for unit in plan.units:
-        if unit.module not in places.of:
+        if unit.module not in places:
             raise UsageError(
                 f"{describe_module(unit.module, unit.fqn)} is no longer in {type(root).__name__}: the tree was changed "
                 "after plan_units. Apply a plan right after making it, and once."
             )
     for unit in plan.units:
         wrapped = wrapper(unit.module, dict(unit.kwargs))
-        places.replace(unit.module, require_module(wrapped, describe_module(unit.module, unit.fqn)))
+        replace_module(places, unit.module, wrapped, describe_module(unit.module, unit.fqn))
 
 
-def _and_also(policy: Callable[..., bool], exempt: tuple[type[nn.Module], ...]) -> Callable[..., bool]:
-    """Combine the policy with one that makes each module of the exempt classes a separate unit."""
-    return partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
+def _chosen_modules(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    *,
+    only_children: bool,
+) -> tuple[set[nn.Module], int]:
+    """Return the modules that a function policy chooses, and the number of elements in them, and change nothing.
 
-
-@dataclass(slots=True)
-class _Walk:
-    """Calls a function policy on a tree, in FSDP1's order and with FSDP1's numbers, and changes nothing.
-
-    ``nonwrapped_numel`` counts a module's parameters once each, without the ignored ones; with ``recurse=False`` the
-    elements in units below are subtracted, once for each unit (twice for a weight shared by two units, as in FSDP1). A
-    module found at a second place counts as the first time, and the policy is not called again.
-
-    Attributes:
-        policy: the function.
-        ignored_modules: children that are skipped, with everything below them.
-        ignored_params: parameters that are not counted.
-        chosen: the modules to wrap.
+    The policy is called in FSDP1's order and with FSDP1's numbers: ``nonwrapped_numel`` counts a module's parameters
+    once each, without the ignored ones; with ``recurse=False`` the elements in units below are subtracted, once for
+    each unit (twice for a weight shared by two units, as in FSDP1). A module found at a second place counts as the
+    first time, and the policy is not called again. With ``only_children`` the root is not chosen.
     """
+    chosen: set[nn.Module] = set()
+    covered: dict[nn.Module, int] = {}
 
-    policy: Callable[..., bool]
-    ignored_modules: set[nn.Module]
-    ignored_params: set[nn.Parameter]
-    chosen: set[nn.Module] = field(default_factory=set)
-    _covered: dict[nn.Module, int] = field(default_factory=dict)
+    def visit(module: nn.Module) -> int:
+        if module in covered:
+            return covered[module]
+        numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
+        below = 0
+        if policy(module=module, recurse=True, nonwrapped_numel=numel):
+            below = sum(visit(child) for _, child in named_children(module) if child not in ignored_modules)
+            may_choose = module is not root or not only_children
+            if may_choose and policy(module=module, recurse=False, nonwrapped_numel=numel - below):
+                chosen.add(module)
+                below = numel
+        covered[module] = below
+        return below
 
-    def visit(self, module: nn.Module, *, only_children: bool = False) -> int:
-        """Walk ``module`` and return the number of its elements that are now in units."""
-        if module in self._covered:
-            return self._covered[module]
-        numel = sum(param.numel() for param in module.parameters() if param not in self.ignored_params)
-        covered = 0
-        if self.policy(module=module, recurse=True, nonwrapped_numel=numel):
-            for _, child in named_children(module):
-                if child not in self.ignored_modules:
-                    covered += self.visit(child)
-            if not only_children and self.policy(module=module, recurse=False, nonwrapped_numel=numel - covered):
-                self.chosen.add(module)
-                covered = numel
-        self._covered[module] = covered
-        return covered
+    return chosen, visit(root)
 
 
 def _ask_object(
@@ -210,7 +207,7 @@ def _ask_object(
     ignored_modules: set[nn.Module],
     root_kwargs: dict[str, Any],
     exempt: tuple[type[nn.Module], ...],
-) -> dict[nn.Module, dict[str, Any]]:
+) -> _Targets:
     """Return the modules that a policy object chose, each with a separate dict of keyword arguments."""
     inherited = {**root_kwargs, "auto_wrap_policy": None}
     chosen = policy._run_policy(root, ignored_modules, dict(inherited))
@@ -222,21 +219,113 @@ def _ask_object(
 
 
 def _ask_function(
-    asked: Callable[..., bool],
     policy: Callable[..., bool],
     root: nn.Module,
     ignored_modules: set[nn.Module],
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
-) -> dict[nn.Module, dict[str, Any]]:
+    exempt: tuple[type[nn.Module], ...],
+) -> _Targets:
     """Return the modules that a function policy chose, each with a separate dict of keyword arguments."""
-    walk = _Walk(asked, ignored_modules, ignored_params)
+    asked = policy
+    if root_kwargs.get("mixed_precision") is not None:
+        # FSDP1 combines the policies even if no class is exempt; the policy then cannot stop the walk any more.
+        asked = partial(_or_policy, policies=[policy, partial(_wrap_module_cls_individually, module_classes=exempt)])
     try:
-        walk.visit(root, only_children=True)
+        chosen, _ = _chosen_modules(root, asked, ignored_modules, ignored_params, only_children=True)
     except TypeError as error:
         explain_unbound(policy, error)
         raise
-    return {module: {**root_kwargs, **wrap_overrides(module)} for module in walk.chosen}
+    return {module: {**root_kwargs, **wrap_overrides(module)} for module in chosen}
+
+
+def _check_uniform_requires_grad(units: Sequence[UnitPlan], ignored_params: set[nn.Parameter]) -> None:
+    """Check that each unit without original parameters is entirely frozen or entirely trainable.
+
+    Raises:
+        OptionError: naming the first mixed unit, and its parameters of both kinds.
+    """
+    visited: set[nn.Module] = set()
+    for unit in units:
+        by_kind: dict[bool, list[str]] = {True: [], False: []}
+        visited.add(unit.module)
+        queue = [(unit.fqn, unit.module)]
+        for prefix, module in queue:
+            for name, param in module._parameters.items():
+                if param is not None and param not in ignored_params:
+                    by_kind[param.requires_grad].append(join_fqn(prefix, name))
+            for name, child in named_children(module):
+                if child not in visited:
+                    visited.add(child)
+                    queue.append((join_fqn(prefix, name), child))
+        if by_kind[True] and by_kind[False] and not unit.kwargs.get("use_orig_params", False):
+            raise OptionError(
+                f"{describe_module(unit.module, unit.fqn)} would be one unit with trainable and frozen parameters, "
+                f"which needs use_orig_params=True.\n  requires_grad=True: {some_of(by_kind[True], _MAX_LISTED)}\n"
+                f"  requires_grad=False: {some_of(by_kind[False], _MAX_LISTED)}\n"
+                "Pass use_orig_params=True, or choose a policy that puts them into separate units."
+            )
+
+
+def _unmatched_text(
+    root: nn.Module, classes: Sequence[type], ignored_params: set[nn.Parameter], *, has_units: bool
+) -> str | None:
+    """Return the text of a warning if a policy by class was likely meant to match more modules, else None.
+
+    This is likely if some of the classes match nothing, or if all matched modules of a model that could be split are
+    ignored, so that the policy selected no units.
+    """
+    kind = type(root).__name__
+    unmatched = [cls for cls in classes if not any(isinstance(module, cls) for module in root.modules())]
+    if unmatched and (has_units or len(unmatched) == len(classes)):
+        found = (
+            f"names classes of which {kind} has no module, so they give no units:"
+            if has_units
+            else f"matches no module of {kind}, so the whole model becomes one unit. The policy names"
+        )
+        nearest = "\n".join(f"  {_full_name(cls)}: {_nearest(cls, root)}" for cls in sorted(unmatched, key=_full_name))
+        return f"auto_wrap_policy {found}\n{nearest}\nPass the very classes that the model is made of."
+    # A policy that asks for the root gets it, since that is a unit.
+    if has_units or isinstance(root, tuple(classes)):
+        return None
+    num_with_params = sum(
+        any(param not in ignored_params for param in module.parameters(recurse=False)) for module in root.modules()
+    )
+    found = "matches only ignored modules" if classes else "names no class"
+    text = f"auto_wrap_policy {found} of {kind}, so all the rest of the model becomes one unit."
+    return text if num_with_params > 1 else None
+
+
+def _nearest(cls: type, root: nn.Module) -> str:
+    """Describe the classes in the tree that ``cls`` may have been meant to be, with counts."""
+    counts = Counter(type(module) for module in root.modules())
+    by_name: dict[str, list[type]] = {}
+    for candidate in counts:
+        by_name.setdefault(candidate.__name__.lower(), []).append(candidate)
+    names = get_close_matches(cls.__name__.lower(), by_name, n=3, cutoff=0.5)
+    near = {_full_name(found): counts[found] for name in names for found in by_name[name]}
+    if near:
+        return f"nearest in the model: {_counted(near)}"
+    common = {_full_name(found): count for found, count in counts.most_common(3)}
+    return f"nothing like it in the model, which has mostly {_counted(common)}"
+
+
+def _full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _counted(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} ({count} module{'' if count == 1 else 's'})" for name, count in counts.items())
+
+
+def warn_no_forward(module: nn.Module, name: str) -> None:
+    """Warn if ``module`` is a container that is never called, so that its own parameters are never unsharded."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and type(module).forward is nn.Module.forward:
+        warn_user(
+            f"Unit {name!r} wraps a {type(module).__name__}, which has no forward, so its own parameters are never "
+            "gathered. Wrap its entries, or the module that calls them.",
+            stacklevel=5,
+        )
 
 
 def _recursive_wrap(
@@ -268,10 +357,11 @@ def _recursive_wrap(
                 f"{describe_module(submodule, path)} is already wrapped by {type(submodule).__name__}. "
                 "Wrap by hand or by policy, not both, or put it in ignored_modules."
             )
-    walk = _Walk(auto_wrap_policy, ignored_modules, ignored_params)
-    numel = walk.visit(module, only_children=only_wrap_children)
-    below = walk.chosen - {module}
+    chosen, numel = _chosen_modules(
+        module, auto_wrap_policy, ignored_modules, ignored_params, only_children=only_wrap_children
+    )
+    below = chosen - {module}
     _post_order_apply(module, lambda child: _wrap(child, wrapper_cls, **kwargs) if child in below else None)
-    if module not in walk.chosen:
+    if module not in chosen:
         return module, numel
     return require_module(_wrap(module, wrapper_cls, **kwargs), describe_module(module, "")), numel

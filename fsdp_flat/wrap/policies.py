@@ -1,4 +1,4 @@
-"""Defines policies: functions and objects that select the submodules that become units.
+"""Defines policies, functions and objects that select the submodules that become units, and checks given ones.
 
 A function policy is called with keywords ``module``, ``recurse`` and ``nonwrapped_numel`` while a tree is walked
 bottom up. With ``recurse=True`` it returns whether to descend below ``module``; with ``recurse=False`` it returns
@@ -7,15 +7,24 @@ whether to wrap it, given that ``nonwrapped_numel`` elements are in no unit yet.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import types
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, Union, get_args, get_origin, runtime_checkable
 
 from torch import nn
 
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
 from fsdp_flat.wrap.tree import describe_module
+
+# Function policies that decide by class, and the argument that holds the classes. Policies are matched by name, so that
+# FSDP1's own functions count too.
+_CLASS_ARGUMENT = {
+    "transformer_auto_wrap_policy": "transformer_layer_cls",
+    "_module_wrap_policy": "module_classes",
+}
 
 
 @runtime_checkable
@@ -56,10 +65,8 @@ class ModuleWrapPolicy(_Policy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        if isinstance(module_classes, (str, type)) or not isinstance(module_classes, Iterable):
-            raise OptionTypeError(not_a_collection(module_classes, "ModuleWrapPolicy(module_classes)"))
-        entries = list(module_classes)
-        flatten_classes(entries, "ModuleWrapPolicy(module_classes)")
+        entries = list(module_classes) if isinstance(module_classes, Iterator) else module_classes
+        _flatten_classes(entries, "ModuleWrapPolicy(module_classes)")
         self._module_classes: set[type[nn.Module]] = set(entries)
         self._module_classes_str = str(self._module_classes)
 
@@ -214,13 +221,85 @@ size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type
 size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = {nn.ModuleList, nn.ModuleDict}  # type: ignore[attr-defined]
 
 
-def not_a_collection(value: object, where: str) -> str:
-    """Return the error text for ``value`` where a collection of classes is expected."""
-    got = f"the class {value.__name__}" if isinstance(value, type) else f"{value!r} ({type(value).__name__})"
-    return f"{where} expects a set of nn.Module subclasses, got {got}. Put the classes themselves in a set."
+def check_policy(policy: Any) -> None:
+    """Check that ``policy`` is a function policy or a policy object.
+
+    Raises:
+        PhaseError: if it is None.
+        OptionTypeError: if it is a class, or neither callable nor a policy object.
+    """
+    if policy is None:
+        raise PhaseError("auto_wrap_policy is None. Pass a policy, or do not plan units.")
+    if isinstance(policy, type):
+        raise OptionTypeError(
+            f"auto_wrap_policy is the class {policy.__name__}. Pass a policy, for example ModuleWrapPolicy({{Block}})."
+        )
+    if not callable(policy) and not isinstance(policy, PolicyObject):
+        raise OptionTypeError(
+            f"auto_wrap_policy is {policy!r} ({type(policy).__name__}); expected a function of module, recurse and "
+            "nonwrapped_numel, or a policy object. To wrap by class, use ModuleWrapPolicy(classes)."
+        )
 
 
-def flatten_classes(entries: Iterable[Any], where: str) -> tuple[type, ...]:
+def explain_unbound(policy: Callable[..., bool], error: TypeError) -> None:
+    """Raise a better error if ``error`` arose because ``policy`` does not accept the arguments of a policy.
+
+    Raises:
+        OptionTypeError: in that case; otherwise nothing is raised.
+    """
+    try:
+        signature = inspect.signature(policy)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(module=None, recurse=True, nonwrapped_numel=0)
+    except TypeError as mismatch:
+        function = policy.func if isinstance(policy, functools.partial) else policy
+        name = getattr(function, "__name__", repr(function))
+        raise OptionTypeError(
+            f"auto_wrap_policy {name}{signature} cannot be called with keywords module, recurse and nonwrapped_numel: "
+            f"{mismatch}. Bind every other argument with functools.partial({name}, ...)."
+        ) from error
+
+
+def named_classes(policy: Any) -> tuple[type, ...] | None:
+    """Return the classes by which ``policy`` decides; None if it has other criteria as well.
+
+    Raises:
+        OptionTypeError: if they are not classes that a module can be an instance of.
+    """
+    if isinstance(policy, functools.partial):
+        name = getattr(policy.func, "__name__", "")
+        if name == "_or_policy":
+            return _classes_of_all(policy.keywords.get("policies"))
+        argument = _CLASS_ARGUMENT.get(name, "")
+        if argument not in policy.keywords:
+            return None
+        classes, where = policy.keywords[argument], f"{name}({argument})"
+    else:
+        # The attribute of ModuleWrapPolicy, FSDP1's included.
+        classes = getattr(policy, "_module_classes", None) if isinstance(policy, PolicyObject) else None
+        if classes is None:
+            return None
+        where = f"{type(policy).__name__}(module_classes)"
+    # Reading an iterator would exhaust it.
+    return None if isinstance(classes, Iterator) else _flatten_classes(classes, where)
+
+
+def _classes_of_all(policies: Any) -> tuple[type, ...] | None:
+    """Return the classes of all policies; None if one of them has other criteria."""
+    if not isinstance(policies, (list, tuple, set, frozenset)):
+        return None
+    found: list[type] = []
+    for policy in policies:
+        classes = named_classes(policy)
+        if classes is None:
+            return None
+        found += classes
+    return tuple(dict.fromkeys(found))
+
+
+def _flatten_classes(entries: Any, where: str) -> tuple[type, ...]:
     """Return the classes among ``entries``, with tuples and unions of classes (as isinstance takes) expanded.
 
     Args:
@@ -228,14 +307,21 @@ def flatten_classes(entries: Iterable[Any], where: str) -> tuple[type, ...]:
         where: the argument's name, for the message.
 
     Raises:
-        OptionTypeError: if an entry is not a class, or a class that no module can be an instance of.
+        OptionTypeError: if it is no collection, or an entry is not a class that a module can be an instance of.
     """
+    if isinstance(entries, (str, type)) or not isinstance(entries, Iterable):
+        got = (
+            f"the class {entries.__name__}" if isinstance(entries, type) else f"{entries!r} ({type(entries).__name__})"
+        )
+        raise OptionTypeError(
+            f"{where} expects a set of nn.Module subclasses, got {got}. Put the classes themselves in a set."
+        )
     classes: list[type] = []
     for entry in entries:
         if isinstance(entry, tuple):
-            classes += flatten_classes(entry, where)
+            classes += _flatten_classes(entry, where)
         elif get_origin(entry) in (Union, types.UnionType):
-            classes += flatten_classes(get_args(entry), where)
+            classes += _flatten_classes(get_args(entry), where)
         elif not isinstance(entry, type):
             kind = "a module, not its class" if isinstance(entry, nn.Module) else f"of type {type(entry).__name__}"
             raise OptionTypeError(

@@ -16,7 +16,7 @@ from fsdp_flat.comm import (
     RankGroup,
     agree,
     exchange_if_different,
-    failures,
+    exchanges,
     find_disagreement,
     report_failure,
     true_on_any_rank,
@@ -42,7 +42,7 @@ def mesh_groups(rank: int) -> list[RankGroup]:
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(failures, "WARN_AFTER_S", seconds)
+        patch.setattr(exchanges, "WARN_AFTER_S", seconds)
         yield
 
 

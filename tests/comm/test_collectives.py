@@ -16,7 +16,6 @@ from fsdp_flat.comm import (
     collectives_for,
     exchange_bytes,
     exchange_ints,
-    gather_bytes,
 )
 from fsdp_flat.comm.flat_collectives import (
     BackendCollectives,
@@ -199,5 +198,5 @@ def test_bytes_go_to_rank_zero(size: int) -> None:
         return
     assert rank_group.group is not None
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
-        got = gather_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"))
+        got = exchange_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"), only_on_rank0=True)
         assert got == (payloads[:size] if rank_group.rank == 0 else [])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import RankGroup
-from fsdp_flat.comm.transfers import Transfers
+from fsdp_flat.comm.transfers import Transfers, TransportQueue
 from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
 from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
@@ -22,7 +22,7 @@ def even(numel: int, size: int) -> list[Interval]:
 def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, rank: int, num_ranks: int) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
     with shared_memory(shared):
-        transfers = Transfers(rank_group, torch.device("cpu"))
+        transfers = Transfers(rank_group, torch.device("cpu"), TransportQueue())
     found = []
     for numel, dtype in (
         (5, torch.float32),
@@ -51,7 +51,7 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
 def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
     with shared_memory(shared):
-        transfers = Transfers(rank_group, torch.device("cpu"))
+        transfers = Transfers(rank_group, torch.device("cpu"), TransportQueue())
     with recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):

@@ -113,16 +113,18 @@ def test_an_event_after_the_optimizer_is_accepted_on_the_cpu(rank: int) -> None:
     models.check_grads()
 
 
-def fake_streams() -> tuple[Machine, AcceleratorStreams]:
+@pytest.fixture
+def fake_streams(monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, AcceleratorStreams]:
     machine = Machine(torch.device("meta"))
-    return machine, AcceleratorStreams(
-        torch.device("meta"), new_stream=machine.new_stream, current_stream=machine.current_stream
-    )
+    monkeypatch.setattr(torch.accelerator, "current_stream", machine.current_stream)
+    return machine, AcceleratorStreams(torch.device("meta"), new_stream=machine.new_stream)
 
 
 @pytest.mark.parametrize("given", [False, True])
-def test_the_next_all_gather_waits_for_the_event_instead_of_all_compute(given: bool) -> None:
-    machine, streams = fake_streams()
+def test_the_next_all_gather_waits_for_the_event_instead_of_all_compute(
+    given: bool, fake_streams: tuple[Machine, AcceleratorStreams]
+) -> None:
+    machine, streams = fake_streams
     optimizer = machine.launch(machine.compute)
     event = RecordingEvent(machine)
     event.record()
@@ -139,8 +141,10 @@ def test_the_next_all_gather_waits_for_the_event_instead_of_all_compute(given: b
         assert is_ordered(other_work, machine.current.clock)
 
 
-def test_a_hooks_stream_comes_between_the_reduction_and_what_follows() -> None:
-    machine, streams = fake_streams()
+def test_a_hooks_stream_comes_between_the_reduction_and_what_follows(
+    fake_streams: tuple[Machine, AcceleratorStreams],
+) -> None:
+    machine, streams = fake_streams
     hook_stream = machine.new_stream(name="hook")
     with streams.reduce_scatters:
         reduction = machine.launch(machine.current)

@@ -26,7 +26,7 @@ from fsdp_flat import (
     save_checkpoint,
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat.comm import store_barrier
+from fsdp_flat.comm import agreement
 from fsdp_flat.comm.shm import shared_nbytes
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import units_of
@@ -251,7 +251,7 @@ def test_a_nested_unit_with_a_form_of_its_own_saves_itself_in_it() -> None:
 @contextmanager
 def patience(seconds: float) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_barrier, "WARN_AFTER_S", seconds)
+        patch.setattr(agreement, "WARN_AFTER_S", seconds)
         yield
 
 
@@ -306,7 +306,7 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
         with (
             patience(0.2),
             pytest.warns(UserWarning, match=r"state_dict on rank 1 of the group has waited .* for rank\(s\) \[0\]"),
-            calls_of(store_barrier._StoreBarrier, "wait") as waits,
+            calls_of(agreement._StoreBarrier, "wait") as waits,
         ):
             state = model.state_dict()
         assert len(waits) == 1, "torch prints warnings for each wait that times out"
@@ -316,7 +316,7 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
 @on_ranks(2)
 def test_a_save_meets_once_however_many_units_there_are() -> None:
     model = shard(seeded())
-    with calls_of(store_barrier._StoreBarrier, "__init__") as met:
+    with calls_of(agreement._StoreBarrier, "__init__") as met:
         model.state_dict()
         model.blocks[0].state_dict()
     assert len(met) == 2

@@ -14,9 +14,9 @@ from contextlib import suppress
 import torch
 import torch.distributed as dist
 
+from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport, close_all
-from fsdp_flat.comm.small_messages import exchange_bytes, exchange_ints
 
 _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")

@@ -6,8 +6,7 @@ need it. A header is one datagram over the socket between two ranks. The socket 
 sides, reports at once that a rank has ended, and passes the file descriptors of new segments. No segment or socket has
 a name in the file system, so no files remain however a rank ends. No thread is used: each call does its work at once.
 
-Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers: it reuses
-memory only after all readers have read it, and otherwise allocates more.
+A sender does not wait for readers: it reuses memory only after all readers have read it, and otherwise allocates more.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from fsdp_flat.comm import failures
+from fsdp_flat.comm import exchanges
 from fsdp_flat.comm.rank_groups import RankGroup
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 
@@ -46,34 +45,18 @@ _HEADER = struct.Struct("<qqqqqq")
 
 
 class _Header(NamedTuple):
-    """Announces a message (``_POST``) or confirms that it was read (``_READ``).
-
-    Attributes:
-        kind: one of the two.
-        segment: index of the sender's segment that holds the message.
-        start: first byte in it.
-        nbytes: length.
-        purpose: index of the purpose.
-        unit: id of the unit, 0 for none.
-    """
+    """Announces a message (``_POST``) or confirms that it was read (``_READ``)."""
 
     kind: int
-    segment: int
-    start: int
+    segment: int  # index of the sender's segment that holds the message
+    start: int  # first byte in it
     nbytes: int
-    purpose: int
-    unit: int
+    purpose: int  # index of the purpose
+    unit: int  # id of the unit, 0 for none
 
 
 class Message:
-    """Implements :class:`ExpectedMessage`.
-
-    Args:
-        transport: the transport that receives it.
-        source: rank of the group that sends it.
-        purpose: its purpose.
-        unit: id of its unit, 0 for none.
-    """
+    """Represents a message that a rank expects, as a ``Work`` that is complete when the message has arrived."""
 
     __slots__ = ("__weakref__", "_header", "_purpose", "_source", "_transport", "_unit")
 
@@ -85,13 +68,18 @@ class Message:
         self._header: _Header | None = None
 
     def is_completed(self) -> bool:
-        """Implement :class:`ExpectedMessage`."""
+        """Return whether the message has arrived."""
         if self._header is None:
             self._transport.receive_ready(self._source)
         return self._header is not None
 
     def wait(self) -> None:
-        """Implement :class:`ExpectedMessage`."""
+        """Block until the message has arrived.
+
+        Raises:
+            PeerFailureError: if the sender has ended, or sent nothing within the group's timeout.
+            RankMismatchError: if the sender sent a different message.
+        """
         while self._header is None:
             wait_for([(self._transport, self._source)], self._purpose, unit=self._unit)
 
@@ -100,12 +88,15 @@ class Message:
         self._header = header
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
-        """Implement :class:`ExpectedMessage`."""
+        """Return a view of the message (1-D, of ``dtype``) in the sender's memory.
+
+        Do not write to it, nor use it after :meth:`close`.
+        """
         assert self._header is not None
         return self._transport.view(self._source, self._header).view(dtype)
 
     def close(self) -> None:
-        """Implement :class:`ExpectedMessage`."""
+        """Release the message, read or not, so that the sender may reuse its memory."""
         if self._header is not None:
             header, self._header = self._header, None
             self._transport.confirm(self._source, header)
@@ -123,27 +114,21 @@ class _Expected(NamedTuple):
 
 
 class _Segment:
-    """Holds memory of this rank that other ranks map and read.
-
-    Attributes:
-        fd: file descriptor, by which others map it.
-        memory: the memory (1-D, uint8).
-        known_to: ranks that have its file descriptor.
-        num_unread: unread messages in it, counted once per reader.
-        last_send: count of the send that last used it.
-        is_empty: its pages were released after long disuse.
-    """
+    """Holds memory of this rank (1-D, uint8) that other ranks map by its file descriptor, and read."""
 
     __slots__ = ("_map", "_used", "fd", "index", "is_empty", "known_to", "last_send", "memory", "num_unread")
 
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
         self.fd = os.memfd_create("fsdp_flat")
+        # Ranks that have the file descriptor.
         self.known_to: set[int] = set()
+        # Unread messages, counted once per reader.
         self.num_unread = 0
+        # Count of the send that last used it, and whether its pages were released after long disuse.
         self.last_send = 0
-        self._used = 0
         self.is_empty = False
+        self._used = 0
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
@@ -171,26 +156,26 @@ class _Segment:
 
 
 class SharedMemoryTransport:
-    """Implements :class:`HostTransport`; created by ``transport_of``.
+    """Sends and receives the messages of this rank in one group, for one thread; created by ``transport_of``.
+
+    Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers. The
+    purpose of a message is "gather", "reduction" or "transfer".
 
     Args:
         rank_group: the ranks.
         peers: a connected, non-blocking socket to every other rank.
         timeout_s: seconds after which waiting for a silent rank fails.
-
-    Attributes:
-        sent_nbytes: bytes sent so far, counted once per destination rank.
-        timeout_s: the argument.
-        names: unit names for error texts, by unit id.
     """
 
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
         # Not the group itself, which keeps its transport alive.
-        self._rank = rank_group.rank
+        self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
         assert rank_group.group is not None
-        self.names = failures.unit_names(rank_group.group)
+        # For error texts.
+        self.names = exchanges.unit_names(rank_group.group)
+        # Counted once per destination rank.
         self.sent_nbytes = 0
         self._num_sends = 0
         self._segments: list[_Segment] = []
@@ -224,7 +209,13 @@ class SharedMemoryTransport:
     # -- sending -------------------------------------------------------------------------------------------------
 
     def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
-        """Implement :class:`HostTransport`."""
+        """Send tensors (1-D, contiguous, on the CPU) to their ranks; they are copied before this returns.
+
+        ``unit`` is the id of the tensors' unit, 0 for none; a rank that expects another unit raises.
+
+        Raises:
+            PeerFailureError: if one of the ranks has ended.
+        """
         self._check()
         for rank in self._peers:
             self.receive_ready(rank)
@@ -301,7 +292,7 @@ class SharedMemoryTransport:
     # -- receiving -----------------------------------------------------------------------------------------------
 
     def expect(self, purpose: str, source: int, nbytes: int, *, unit: int = 0) -> Message:
-        """Implement :class:`HostTransport`."""
+        """Expect a message from ``source``, the next after those expected before."""
         self._check()
         message = Message(self, source, purpose, unit)
         expected = _Expected(weakref.ref(message), nbytes, _PURPOSE_IDS[purpose], unit)
@@ -315,8 +306,8 @@ class SharedMemoryTransport:
     def _deliver(self, expected: _Expected, source: int, header: _Header) -> None:
         if (header.nbytes, header.purpose, header.unit) != (expected.nbytes, expected.purpose, expected.unit):
             self._mismatch = RankMismatchError(
-                f"Rank {source} of the group came to {self._describe(header.purpose, header.unit)} ({header.nbytes} "
-                f"bytes) where rank {self._rank} came to {self._describe(expected.purpose, expected.unit)} "
+                f"Rank {source} of the group came to {self.describe(header.purpose, header.unit)} ({header.nbytes} "
+                f"bytes) where rank {self.rank} came to {self.describe(expected.purpose, expected.unit)} "
                 f"({expected.nbytes} bytes): they do not run the same units in the same order. Check that every rank "
                 "builds the same model and takes the same branches, and that an exception on one rank alone was not "
                 "caught."
@@ -328,7 +319,7 @@ class SharedMemoryTransport:
         else:
             message.arrive(header)
 
-    def _describe(self, purpose: int, unit: int) -> str:
+    def describe(self, purpose: int, unit: int) -> str:
         """Describe a collective for error texts."""
         operation = _OPERATIONS[_PURPOSES[purpose]]
         if not unit:
@@ -359,15 +350,14 @@ class SharedMemoryTransport:
             if flags & socket.MSG_CTRUNC:
                 raise OSError(
                     errno.EMFILE,
-                    f"Rank {self._rank} of the group has too many open files to map memory of rank {source}. Raise the "
+                    f"Rank {self.rank} of the group has too many open files to map memory of rank {source}. Raise the "
                     "limit (ulimit -n), or set FSDP_FLAT_SHARED_MEMORY=0 in the environment.",
                 )
-            kind, segment, start, nbytes, purpose, unit = _HEADER.unpack(content)
-            if kind == _READ:
-                self._segments[segment].num_unread -= 1
-                self._unread[purpose][source] -= nbytes
+            header = _Header._make(_HEADER.unpack(content))
+            if header.kind == _READ:
+                self._segments[header.segment].num_unread -= 1
+                self._unread[header.purpose][source] -= header.nbytes
                 continue
-            header = _Header(kind, segment, start, nbytes, purpose, unit)
             if fds:
                 _, self._theirs[source, header.segment] = _mapped(fds[0], os.fstat(fds[0]).st_size)
                 os.close(fds[0])
@@ -377,11 +367,11 @@ class SharedMemoryTransport:
                 self._unexpected[source].append(header)
 
     def unexpected(self) -> tuple[int, str] | None:
-        """Implement :class:`HostTransport`."""
+        """Return a rank that has sent an unexpected message, and its collective; None if there is none."""
         for rank in self._peers:
             self.receive_ready(rank)
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
-        return next(((rank, self._describe(header.purpose, header.unit)) for rank, header in early), None)
+        return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
     def view(self, source: int, header: _Header) -> torch.Tensor:
         """Return a view of a message in the memory of the rank that has sent it."""
@@ -403,29 +393,9 @@ class SharedMemoryTransport:
 
     def _ended_error(self, rank: int) -> PeerFailureError:
         return PeerFailureError(
-            f"Rank {rank} of the group has ended or closed its connections while rank {self._rank} exchanges tensors "
+            f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} exchanges tensors "
             f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
-            f"ended well, it made fewer steps than rank {self._rank}."
-        )
-
-    def await_header(self, poll: select.poll, ranks: Sequence[int], purpose: str, unit: int, timeout_s: float) -> None:
-        """Wait up to ``timeout_s`` for the sockets of ``poll``, and log a long wait for ``ranks``.
-
-        Raises:
-            PeerFailureError: if none of the sockets becomes ready.
-        """
-        patience_s = min(failures.WARN_AFTER_S, timeout_s)
-        if poll.poll(patience_s * 1000):
-            return
-        collective = self._describe(_PURPOSE_IDS[purpose], unit)
-        if patience_s < timeout_s:
-            failures.log_wait(self._rank, sorted(ranks), collective)
-            if poll.poll((timeout_s - patience_s) * 1000):
-                return
-        raise PeerFailureError(
-            f"Rank {self._rank} of the group has heard nothing from rank(s) {sorted(ranks)}, which it waits for in "
-            f"{collective}, for the {self.timeout_s:.0f} seconds of the group's timeout. They hang, or have not come "
-            "to this collective: every rank must run the same units in the same order."
+            f"ended well, it made fewer steps than rank {self.rank}."
         )
 
 
@@ -438,11 +408,7 @@ def wait_for(
 ) -> None:
     """Wait until a header arrives from one of several ranks, and process all that have arrived.
 
-    Args:
-        sources: pairs of a transport and a rank that sends to it.
-        purpose: purpose of the message.
-        unit: id of its unit, 0 for none.
-        writable_rank: one of the ranks; the wait also ends once a header can be sent to it.
+    With a ``writable_rank``, one of them, the wait also ends once a header can be sent to it.
 
     Raises:
         PeerFailureError: if a rank has ended, or all are silent for the group's timeout.
@@ -452,8 +418,19 @@ def wait_for(
     for transport, rank in sources:
         poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     first, _ = next(iter(sources))
-    ranks = [rank for transport, rank in sources if transport is first]
-    first.await_header(poll, ranks, purpose, unit, min(transport.timeout_s for transport, _ in sources))
+    ranks = sorted(rank for transport, rank in sources if transport is first)
+    timeout_s = min(transport.timeout_s for transport, _ in sources)
+    patience_s = min(exchanges.WARN_AFTER_S, timeout_s)
+    if not poll.poll(patience_s * 1000):
+        collective = first.describe(_PURPOSE_IDS[purpose], unit)
+        if patience_s < timeout_s:
+            exchanges.log_wait(first.rank, ranks, collective)
+        if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
+            raise PeerFailureError(
+                f"Rank {first.rank} of the group has heard nothing from rank(s) {ranks}, which it waits for in "
+                f"{collective}, for the {first.timeout_s:.0f} seconds of the group's timeout. They hang, or have not "
+                "come to this collective: every rank must run the same units in the same order."
+            )
     for transport, rank in sources:
         transport.receive_ready(rank)
 

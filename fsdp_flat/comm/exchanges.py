@@ -1,0 +1,260 @@
+"""Exchanges values between ranks, and finds the cause if a collective of gloo fails.
+
+Each exchange is a collective: every rank of the group must call it at the same point.
+
+On every rank but one, gloo itself reports only a closed connection or a timeout. A group's store keeps working when
+the group's connections fail, so ranks exchange reports of their failures through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm.rank_groups import RankGroup, connected, control_device, is_fake, moves_by_gloo
+from fsdp_flat.comm.streams import Pending
+from fsdp_flat.errors import PeerFailureError
+
+_logger = logging.getLogger("fsdp_flat")
+# Time after which a rank logs which other ranks it waits for.
+WARN_AFTER_S = 10.0
+# Ranks notice broken connections one after the other, so reports arrive over some time.
+REPORT_TIMEOUT_S = 3.0
+_POLL_INTERVAL_S = 0.1
+_TEXT_LENGTH = 2000
+_ADVICE = (
+    "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
+    "first."
+)
+# By group name: the number of this process's failures in the group, and whether its report is still in the store.
+# Process-wide, because a group outlives models.
+_num_failures: dict[str, int] = {}
+_reported: set[str] = set()
+_unit_names: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def begin_all_reduce(
+    tensor: torch.Tensor, rank_group: RankGroup, *, largest: bool = False, collective: str = "an all-reduce"
+) -> Pending:
+    """Begin to all-reduce ``tensor`` in place, by sum or (``largest``) by maximum; errors name ``collective``."""
+    if rank_group.size == 1:
+        return Pending((), tensor)
+    op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    work: Any = dist.all_reduce(tensor, op=op, group=rank_group.group, async_op=True)
+    if tensor.device.type == "cpu":
+        work = WatchedWork(work, rank_group, lambda: collective, rank_group.others)
+    return Pending([work], tensor)
+
+
+def true_on_any_rank(
+    flags: Sequence[bool],
+    rank_groups: Sequence[RankGroup],
+    device: torch.device,
+    *,
+    collective: str = "an exchange of flags",
+) -> list[bool]:
+    """Return for each flag whether it is true on any rank of the groups.
+
+    Every rank of the groups must call this, with as many flags. Errors name ``collective``.
+    """
+    found = list(flags)
+    for rank_group in connected(rank_groups) if found else ():
+        assert rank_group.group is not None
+        tensor = torch.tensor(found, dtype=torch.uint8, device=control_device(rank_group.group, device))
+        begin_all_reduce(tensor, rank_group, largest=True, collective=collective).wait()
+        found = [bool(flag) for flag in tensor.tolist()]
+    return found
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Return the dtype whose ``str(dtype)`` is ``name``, the form in which ranks exchange dtypes."""
+    dtype = getattr(torch, name.removeprefix("torch."))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def exchange_ints(values: list[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """All-gather a list of 64-bit integers, of equal length on every rank, in rank order."""
+    size = dist.get_world_size(group)
+    if size == 1 or is_fake(group):
+        return [values] * size
+    own = torch.tensor(values, dtype=torch.int64, device=control_device(group, device))
+    return [row.tolist() for row in _gathered(own, group)]
+
+
+def exchange_bytes(
+    payload: bytes, group: dist.ProcessGroup, device: torch.device, *, only_on_rank0: bool = False
+) -> list[bytes]:
+    """All-gather byte strings of any length, in rank order; with ``only_on_rank0`` the result is empty elsewhere."""
+    lengths = [length for (length,) in exchange_ints([len(payload)], group, device)]
+    if len(lengths) == 1 or is_fake(group):
+        return [payload] * len(lengths)
+    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
+    if payload:
+        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    rows = _gathered(own.to(control_device(group, device)), group, only_on_rank0=only_on_rank0)
+    return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
+
+
+def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: bool = False) -> list[torch.Tensor]:
+    """Exchange tensors of one shape; over gloo, log a long wait, and raise the cause if it fails.
+
+    A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
+    """
+    rank_group = RankGroup.of(group)
+    has_result = rank_group.rank == 0 or not only_on_rank0
+    rows = [torch.empty_like(own) for _ in range(rank_group.size)] if has_result else []
+    work: Any
+    if only_on_rank0:
+        work = dist.gather(own, rows or None, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
+    else:
+        work = dist.all_gather(rows, own, group=group, async_op=True)
+    if moves_by_gloo(group, own.device):
+        name = "an exchange between ranks"
+        work = WatchedWork(work, rank_group, lambda: name, rank_group.others, raises_early=False)
+    work.wait()
+    return rows
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def unit_names(group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the names of units by id, for error texts of collectives over ``group``; callers add theirs."""
+    return _unit_names.setdefault(group, {})
+
+
+def log_wait(rank: int, sources: Sequence[int], collective: str) -> None:
+    """Log that ``rank`` of a group has waited :data:`WARN_AFTER_S` seconds for other ranks."""
+    text = "rank %d of the group has waited %.0f s for rank(s) %s in %s"
+    _logger.warning(text, rank, WARN_AFTER_S, sources, collective)
+
+
+def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -> None:
+    """Publish the reason why this rank has failed in the group's store, for other ranks whose collective fails.
+
+    Does nothing unless the group moves CPU tensors by gloo. The reason is worded to follow "rank 1". If it ``follows``
+    from another rank's failure, an earlier report of this rank stays.
+    """
+    # The caller raises its own error, also if the store is gone because its host process has ended.
+    with suppress(Exception):
+        if rank_group.group is not None and moves_by_gloo(rank_group.group, torch.device("cpu")):
+            name = rank_group.group.group_name
+            if follows and name in _reported:
+                return
+            text = text.removesuffix(_ADVICE).rstrip(". ")
+            number = _num_failures[name] = _num_failures.get(name, 0) + 1
+            _reported.add(name)
+            group_store(rank_group.group).set(_key(rank_group.rank), f"{number} {text[:_TEXT_LENGTH]}")
+
+
+def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
+    """Return the reports published so far as (failure count, text) by rank."""
+    reports: dict[int, tuple[int, str]] = {}
+    with suppress(Exception):
+        assert rank_group.group is not None
+        store = group_store(rank_group.group)
+        for rank in ranks:
+            if store.check([_key(rank)]):
+                number, _, text = store.get(_key(rank)).decode(errors="replace").partition(" ")
+                reports[rank] = int(number), text
+    return reports
+
+
+def _key(rank: int) -> str:
+    return f"fsdp_flat/failure/{rank}"
+
+
+class WatchedWork:
+    """Wraps a gloo ``Work``: logs once which ranks (``sources``) it waits for, and raises the cause if it fails.
+
+    A failure that one of them has reported ends the wait if it ``raises_early``. This rank continues, so a report of
+    its failure is deleted.
+    """
+
+    __slots__ = ("_collective", "_raises_early", "_rank_group", "_sources", "_work")
+
+    def __init__(
+        self,
+        work: dist.Work,
+        rank_group: RankGroup,
+        collective: Callable[[], str],
+        sources: Sequence[int],
+        *,
+        raises_early: bool = True,
+    ) -> None:
+        self._work = work
+        self._rank_group = rank_group
+        self._collective = collective
+        self._sources = sources
+        self._raises_early = raises_early
+        if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
+            _reported.discard(rank_group.group.group_name)
+            with suppress(Exception):
+                group_store(rank_group.group).delete_key(_key(rank_group.rank))
+
+    def is_completed(self) -> bool:
+        """Return whether the work has completed."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> Any:
+        """Block until the work has completed.
+
+        Raises:
+            PeerFailureError: if it failed: another rank has ended, or sent nothing within the group's timeout.
+        """
+        try:
+            has_logged = False
+            while not self._is_over_soon():
+                if self._raises_early and self._has_failed_peer():
+                    raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
+                if not has_logged:
+                    has_logged = True
+                    log_wait(self._rank_group.rank, self._sources, self._collective())
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def _is_over_soon(self) -> bool:
+        try:
+            self._work.wait(timedelta(seconds=WARN_AFTER_S))
+        except RuntimeError as error:
+            # The error of a Work that is still running; the group's timeout has a different text.
+            if "Operation timed out" in str(error):
+                return False
+            raise
+        return True
+
+    def _has_failed_peer(self) -> bool:
+        """Return whether a source rank has reported more failures than this rank, so that it will send nothing."""
+        assert self._rank_group.group is not None
+        own = _num_failures.get(self._rank_group.group.group_name, 0)
+        return any(number > own for number, _ in _read_reports(self._rank_group, self._sources).values())
+
+    def _failure(self, error: RuntimeError) -> PeerFailureError:
+        """Report the failure of this rank, and return the error, with the reports of the others."""
+        own, others = f"was in {self._collective()}", self._rank_group.others
+        report_failure(self._rank_group, own)
+        until = time.monotonic() + REPORT_TIMEOUT_S
+        reports = _read_reports(self._rank_group, others)
+        while len(reports) < len(others) and time.monotonic() < until:
+            time.sleep(_POLL_INTERVAL_S)
+            reports = _read_reports(self._rank_group, others)
+        missing = [rank for rank in others if rank not in reports]
+        lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
+        if missing:
+            lines.append(f"rank(s) {missing} said nothing: they have ended, hang, or have not come to this collective")
+        # The rest of gloo's text is advice, which does not fit if the other rank says why it failed.
+        first = str(error).partition("\n")[0].partition(". ")[0]
+        return PeerFailureError(
+            f"Rank {self._rank_group.rank} of the group {own}, which failed ({first}). Of the others: "
+            f"{'; '.join(lines)}. {_ADVICE}"
+        )
