@@ -1,6 +1,6 @@
 """Finds a layout's parameters inside flat tensors: views of parameters, parts of ranks, inputs of an all-gather.
 
-A flat layout has one order of elements; a row layout has two (see ``layout/row_layout.py``).
+A flat layout has one order of elements; a row layout has two (see :class:`RowLayout`).
 """
 
 from __future__ import annotations
