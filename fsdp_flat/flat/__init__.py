@@ -10,6 +10,7 @@ from fsdp_flat.flat._torch import (
     is_released,
     node_will_run,
     pytree_children,
+    unguarded,
 )
 from fsdp_flat.flat.arrangement import Place, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
@@ -18,11 +19,11 @@ from fsdp_flat.flat.guards import (
     ShardedPlaceholder,
     copy_flat_parameter,
     enable_torch_function,
-    unguarded,
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.shown_grads import (
+    add_reduced,
     grads_by_adapter,
     have_grads,
     restore_sharded_grad,
@@ -72,6 +73,7 @@ __all__ = [
     "active_compiler",
     "adapter_if_dtensor",
     "adapter_of",
+    "add_reduced",
     "check_adapter",
     "clear_padding",
     "collect_params",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import register_as_plain_tensor
+from fsdp_flat.flat._torch import register_as_plain_tensor, unguarded
 from fsdp_flat.flat.sharded_grad import ShardedGrad, first_of
 
 _HINTS = (
@@ -62,7 +62,7 @@ class ShardedPlaceholder(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with unguarded():
                 result = func(*args, **(kwargs or {}))
                 if isinstance(result, torch.Tensor):
                     # The results of ``.T`` and ``.data`` have a shape but no data either.
@@ -309,9 +309,6 @@ def _explain(param: nn.Parameter | None, used_by: str) -> str:
         held = f"this rank holds {param.numel()} of its elements"
     return f"Parameter {owner.describe()} was used by {used_by} while it is sharded: {held}. {_HINTS}"
 
-
-unguarded = torch._C.DisableTorchFunctionSubclass
-"""Context that disables the checks of sharded parameters, for the library's own operations on them."""
 
 _SPLITS = frozenset({"chunk", "tensor_split", "split", "split_with_sizes", "unbind"})
 _TRANSPOSED = frozenset({"T", "mT", "H", "mH"})

@@ -25,9 +25,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat._torch import without_torch_function
+from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import views_of
-from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class, unguarded
+from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.walk import ManagedParam
@@ -248,13 +248,10 @@ class Views:
 
     def shown(self, index: int) -> torch.Tensor:
         """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
-        return self.params[index].adapter.to_local(self._at(index))
+        return self.params[index].adapter.to_local(self.full_param(index))
 
-    def set_shown_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Set the gradient of that parameter, given its local tensor ``grad``."""
-        self._at(index).grad = self.params[index].adapter.from_local(grad)
-
-    def _at(self, index: int) -> nn.Parameter:
+    def full_param(self, index: int) -> nn.Parameter:
+        """Return parameter ``index`` as its modules hold it while full parameters are shown."""
         site = self.params[index].sites[0]
         current = site.module._parameters.get(site.name)
         assert current is not None
