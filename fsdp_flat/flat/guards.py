@@ -23,19 +23,13 @@ _HINTS = (
 )
 
 
-def module_guard(unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> Callable[..., NoReturn]:
-    """Create a forward pre-hook that raises, for a module whose parameters are sharded.
-
-    Args:
-        unit_name: returns the unit's name.
-        param_fqn: FQN of a sharded parameter of the module.
-        shape: its unsharded shape.
-    """
+def module_guard(describe: Callable[[], str]) -> Callable[..., NoReturn]:
+    """Create a forward pre-hook that raises, for a module with the sharded parameter that ``describe`` names."""
 
     def guard(module: nn.Module, _args: Any) -> NoReturn:
         raise UsageError(
-            f"{type(module).__name__} was called while its parameter {param_fqn!r} {shape} of unit {unit_name()!r} is "
-            f"sharded: this rank holds a local shard of it. {_HINTS}"
+            f"{type(module).__name__} was called while its parameter {describe()} is sharded: this rank holds a local "
+            f"shard of it. {_HINTS}"
         )
 
     return guard
@@ -50,12 +44,12 @@ class ShardedPlaceholder(torch.Tensor):
     _explain: Callable[[], str]
 
     @classmethod
-    def of(cls, unsharded_param: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedPlaceholder:
-        """Create the placeholder for ``unsharded_param``."""
+    def of(cls, unsharded_param: torch.Tensor, describe: Callable[[], str]) -> ShardedPlaceholder:
+        """Create the placeholder for ``unsharded_param``, which ``describe`` names."""
         placeholder = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
         placeholder._explain = lambda: (
-            f"Parameter {fqn!r} {tuple(unsharded_param.shape)} of unit {unit_name()!r} was used while it is sharded: "
-            f"this rank holds a local shard of the unit's flat parameter. {_HINTS}"
+            f"Parameter {describe()} was used while it is sharded: this rank holds a local shard of the unit's flat "
+            f"parameter. {_HINTS}"
         )
         return placeholder
 
