@@ -21,6 +21,24 @@ from fsdp_flat.flat.guards import (
     enable_torch_function,
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
+from fsdp_flat.flat.params import (
+    PLAIN,
+    DataParallelDims,
+    DTensorAdapter,
+    FlattenedBy,
+    ManagedParam,
+    Site,
+    TensorAdapter,
+    adapter_if_dtensor,
+    adapter_of,
+    check_adapter,
+    collect_params,
+    inside_wrappers,
+    modules_of,
+    named_sites,
+    to_local_param,
+    unsharded_shape,
+)
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.shown_grads import (
     add_reduced,
@@ -31,26 +49,6 @@ from fsdp_flat.flat.shown_grads import (
     show_full_grads,
 )
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
-from fsdp_flat.flat.tensor_adapter import (
-    PLAIN,
-    DataParallelDims,
-    DTensorAdapter,
-    TensorAdapter,
-    adapter_if_dtensor,
-    adapter_of,
-    check_adapter,
-)
-from fsdp_flat.flat.walk import (
-    FlattenedBy,
-    ManagedParam,
-    Site,
-    collect_params,
-    inside_wrappers,
-    modules_of,
-    named_sites,
-    to_local_param,
-    unsharded_shape,
-)
 
 __all__ = [
     "PLAIN",

@@ -20,10 +20,10 @@ from fsdp_flat.flat.arrangement import Place, clear_padding, local_part, place_r
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
+from fsdp_flat.flat.params import FlattenedBy, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
-from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
 

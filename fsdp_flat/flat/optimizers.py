@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import FlatParameter
+from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
 from fsdp_flat.flat.views import Views
-from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.

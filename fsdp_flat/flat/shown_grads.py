@@ -12,8 +12,8 @@ from torch import nn
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import unguarded
 from fsdp_flat.flat.arrangement import views_of
+from fsdp_flat.flat.params import PLAIN, TensorAdapter
 from fsdp_flat.flat.sharded_grad import UnreducedGrad, set_grad
-from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
 from fsdp_flat.flat.views import Views, VisibleParam
 
 # -- reduced gradients -------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from fsdp_flat.errors import UnsupportedError
 from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory, unguarded
 from fsdp_flat.flat.arrangement import grad_places, split_grad
+from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.shown_grads import (
     ReduceScatteredGrad,
     UnreducedLocalGrad,
@@ -17,9 +18,7 @@ from fsdp_flat.flat.shown_grads import (
     hide_unreduced,
     show_unreduced,
 )
-from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.views import Views
-from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 _MOST_IDLE = 2

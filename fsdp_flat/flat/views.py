@@ -28,9 +28,8 @@ from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import views_of
 from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
+from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
-from fsdp_flat.flat.tensor_adapter import PLAIN
-from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
 Bindings = list[tuple[dict[str, Any], str, Any, Any]]
