@@ -215,12 +215,9 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_sharded: bool) -> nn.Parameter:
-    """Create a flat parameter, the tensor that an optimizer holds with ``use_orig_params=False``.
+    """Create a flat parameter with the data ``shard`` (1-D).
 
-    Args:
-        shard: the data, 1-D, the rank's elements and their padding.
-        requires_grad: whether it gets a gradient.
-        is_sharded: whether optimizers hold it and other ranks hold other elements.
+    ``is_sharded`` is true if optimizers hold it (``use_orig_params=False``) and other ranks hold other elements.
     """
     return _marked((ShardedFlatParameter if is_sharded else nn.Parameter)(shard, requires_grad))
 

@@ -51,13 +51,9 @@ class HandleSpec:
     """Configures a handle.
 
     Attributes:
-        unit_name: name of the unit, for error texts.
         module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
-        rank: this rank in the shard group.
-        world_size: size of the shard group.
+        rank, world_size: this rank in the shard group, and its size.
         num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
-        use_orig_params: the constructor's argument.
-        device: compute device.
         shard_device: device of the shard and its gradient; in host memory it is pinned for another compute device.
         compute_dtype: dtype of the unsharded parameters; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
@@ -107,15 +103,9 @@ class UnshardedParams:
     between costs nothing where it is read.
 
     Args:
-        managed: the parameters, in layout order.
-        layout: the handle's layout.
-        rank: this rank in the shard group.
         shard: the handle's shard, which becomes the buffer if it holds the same values.
-        dtype: compute dtype.
-        device: compute device.
 
     Attributes:
-        buffer: the buffer.
         params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
         place: copies shards of ranks into the buffer, for a row layout over several ranks; else None.
     """
@@ -152,13 +142,8 @@ class UnshardedParams:
     def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, Place | None]:
         """Allocate the buffer, and return the input of its all-gather.
 
-        Args:
-            shard: the rank's shard.
-            pool: gives the memory.
-
-        Returns:
-            The buffer, with the shard in place, and None; or the shard in the compute dtype, and a function that
-            places the shards of ranks in the buffer.
+        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and a function
+        that places the shards of ranks in the buffer.
         """
         buffer = self.buffer
         buffer.alloc(pool)
@@ -194,10 +179,7 @@ class FlatParamHandle:
         spec: the handle's configuration.
 
     Attributes:
-        layout: the flat layout.
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
-        views: the tensors that the modules point at.
-        grads: the gradients.
         pool: memory pool of the buffers; the units of a tree share one.
         orig_dtype: dtype of the shard.
         compute_dtype: dtype of the unsharded parameters now.
@@ -256,13 +238,7 @@ class FlatParamHandle:
         self._prepare_grads()
 
     def copy_to(self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter) -> FlatParamHandle:
-        """Create an independent handle of the same layout for copied modules; gradients are not copied.
-
-        Args:
-            params: the managed parameters of the copy, in layout order, with their sites in the copied modules.
-            module: the copy of the spec's module.
-            flat_param: the copy of the shard, from :func:`new_flat_parameter`.
-        """
+        """Create an independent handle for the copies of its parameters, module and shard, without gradients."""
         twin = copy.copy(self)
         twin.spec = replace(self.spec, module=module)
         twin.flat_param = flat_param
@@ -406,8 +382,7 @@ class FlatParamHandle:
     ) -> None:
         """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
-        Args:
-            copy_to: copies a tensor to a device and dtype, unless it has them already.
+        ``copy_to`` copies a tensor to a device and dtype, unless it has them already.
         """
         device, dtype = self.spec.shard_device, self.orig_dtype
         self.grads.expose_unreduced(self.pool, lambda own: copy_to(own, device, dtype))

@@ -22,12 +22,7 @@ _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
 class _Watch:
-    """Checks an optimizer before its first step, and before its first step after it loads a state dict.
-
-    Attributes:
-        checked: the optimizers that were checked.
-        views: the views of every unit.
-    """
+    """Checks an optimizer before its first step, and before its first step after it loads a state dict."""
 
     def __init__(self) -> None:
         self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()

@@ -89,13 +89,7 @@ PLAIN = TensorAdapter()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DTensorAdapter(TensorAdapter):
-    """Converts between a DTensor and its local tensor.
-
-    Attributes:
-        shape: global shape of the DTensor.
-        mesh: its mesh, 1-D or more.
-        placements: one per mesh dim, ``Shard`` or ``Replicate``.
-    """
+    """Converts between a DTensor, all of whose placements are ``Shard`` or ``Replicate``, and its local tensor."""
 
     shape: torch.Size
     mesh: DeviceMesh
@@ -290,13 +284,8 @@ def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
 def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGroup]) -> None:
     """Check that a unit does not shard or replicate a DTensor over ranks of the DTensor's own mesh.
 
-    Args:
-        adapter: the adapter of a parameter.
-        name: the parameter's FQN, for the error text.
-        groups: the groups over which the unit shards and replicates.
-
     Raises:
-        OptionError: if the DTensor's mesh and a group share ranks besides this one.
+        OptionError: if the DTensor's mesh and one of the unit's ``groups`` share ranks besides this one.
     """
     if not isinstance(adapter, DTensorAdapter):
         return
@@ -331,7 +320,6 @@ class FlattenedBy:
 
     Attributes:
         fqn: FQN of the parameter relative to the unit's module.
-        unit_name: name of the unit.
         shape: unsharded shape.
         is_replaced: the model holds another tensor in its place, so updates of the marked one change nothing.
     """
@@ -457,7 +445,7 @@ def collect_params(
 
     Args:
         root: the unit's module.
-        unit_name: name of the unit, for error texts.
+        unit_name: for error texts.
         skip: true for parameters that this unit does not manage (ignored, or owned by an outer unit).
         is_managed_below: true for a registration that a nested unit manages.
 

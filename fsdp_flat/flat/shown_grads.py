@@ -48,10 +48,7 @@ class ReduceScatteredGrad:
 def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
     """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
 
-    Args:
-        views: the views of the handle.
-        shard_grad: the gradient.
-        used: for each parameter, whether any rank has used it; others get none.
+    ``used`` holds for each parameter whether any rank has used it; others get no gradient.
     """
     hooked = []
     for each in views.visible:
@@ -139,12 +136,7 @@ def grads_by_adapter(views: Views) -> Iterator[tuple[TensorAdapter, torch.Tensor
 
 
 class UnreducedLocalGrad:
-    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards.
-
-    Args:
-        visible: the parameter.
-        local_shard: this rank's shard of the waiting gradient, in the parameter's shape.
-    """
+    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards."""
 
     __slots__ = ("_before", "_grad", "_param", "_version", "indices")
 
@@ -182,14 +174,9 @@ class UnreducedLocalGrad:
 
 
 def show_unreduced(views: Views, shard: torch.Tensor, ready: Sequence[int]) -> list[UnreducedLocalGrad]:
-    """Show this rank's shard of an unreduced gradient.
+    """Show this rank's shard (1-D, ``shard_numel``) of an unreduced gradient, for the parameters that have one.
 
     A later missing ``.grad`` means that the caller has cleared the gradients.
-
-    Args:
-        views: the views of the handle.
-        shard: the shard (1-D, ``shard_numel``), in the dtype and on the device of the parameters.
-        ready: for each parameter, whether it has a gradient.
     """
     there = [each for each in views.visible if any(ready[each.indices.start : each.indices.stop])]
     # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.

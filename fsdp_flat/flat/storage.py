@@ -82,11 +82,6 @@ class FlatBuffer:
     Autograd saves views of unsharded parameters. The storage object therefore stays and is resized to zero; once the
     same values are all-gathered again, all saved views are valid. Views that are parameters have separate version
     counters, which a refill does not change.
-
-    Args:
-        numel: elements of the full buffer.
-        dtype: compute dtype.
-        device: compute device.
     """
 
     __slots__ = ("_nbytes", "tensor")
@@ -132,11 +127,6 @@ class FlatGradBuffer:
 
     It is closed after the parameters were freed, so that the buffer can reuse their memory. Later gradients are added
     to the buffer.
-
-    Args:
-        layout: the handle's layout.
-        dtype: dtype of the buffer.
-        device: device of the gradients.
 
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
@@ -214,7 +204,7 @@ class FlatGradBuffer:
 
 
 class HandleGradients:
-    """Collects the gradients of the unsharded parameters, and sets those of the optimizer's parameters.
+    """Collects the gradients of a handle's unsharded parameters until they are reduced.
 
     Args:
         params: the parameters as they were when they were flattened, with the user's gradient hooks.
@@ -364,11 +354,7 @@ class HandleGradients:
     def expose_unreduced(self, pool: MemoryPool, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
-        It costs no memory unless shards are offloaded.
-
-        Args:
-            pool: gives memory if the gradient is not in a flat buffer yet.
-            convert: converts a tensor to the shard's dtype and device.
+        It costs no memory unless shards are offloaded: ``convert`` converts a tensor to the shard's dtype and device.
         """
         if self._buffer is None or self._unreduced or not self._views.exposes_unreduced:
             return

@@ -48,7 +48,6 @@ class VisibleParam:
     """Describes a parameter that an optimizer holds: an original one, or the flat parameter.
 
     Attributes:
-        param: the parameter.
         indices: the layout's parameters of which it holds elements.
         describe: returns its name and unit, for error texts.
         in_shard: its elements in the rank's shard; None for all.
@@ -77,11 +76,7 @@ class Views:
     Args:
         params: the managed parameters, in layout order.
         unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
-        layout: the handle's layout.
-        rank: this rank in the shard group.
-        flat_param: the flat parameter.
         module: the unit's module, where a visible flat parameter is registered.
-        unit_name: name of the unit, for error texts.
 
     Attributes:
         local_shards: this rank's local shard of each parameter.
