@@ -104,6 +104,7 @@ class UnshardedParams:
 
     Args:
         shard: the handle's shard, which becomes the buffer if it holds the same values.
+        dtype: compute dtype.
 
     Attributes:
         params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
@@ -116,18 +117,17 @@ class UnshardedParams:
         self,
         managed: Sequence[ManagedParam],
         layout: FlatLayout,
-        rank: int,
+        spec: HandleSpec,
         shard: torch.Tensor,
         dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
-        is_shard = layout.world_size == 1 and dtype == shard.dtype and device == shard.device
-        self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, device)
+        is_shard = layout.world_size == 1 and dtype == shard.dtype and spec.device == shard.device
+        self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, spec.device)
         flat = self.buffer.tensor
         self.place: Place | None = None
         if isinstance(layout, RowLayout) and layout.world_size > 1:
             self.place = place_rows(flat, layout)
-        self._own_slice = flat[layout.shard(rank).to_slice()]
+        self._own_slice = flat[layout.shard(spec.rank).to_slice()]
         params = []
         for entry, view in zip(managed, views_of(flat, layout), strict=True):
             # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
@@ -284,9 +284,10 @@ class FlatParamHandle:
 
     def _use_compute_dtype(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
         """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
-        dtype, spec, shard = self.compute_dtype, self.spec, self.flat_param.data
+        dtype = self.compute_dtype
         if dtype not in self._by_dtype:
-            self._by_dtype[dtype] = UnshardedParams(params, self.layout, spec.rank, shard, dtype, spec.device)
+            shard = self.flat_param.data
+            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard, dtype)
             self._shard_pointer = shard.data_ptr()
         self._unsharded = self._by_dtype[dtype]
         return self._unsharded.params
