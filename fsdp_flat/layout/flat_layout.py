@@ -167,9 +167,13 @@ class FlatLayout:
         The ``in_param`` intervals of ranks 0, 1, ... are adjacent and cover the parameter; an empty one lies at the
         parameter's end that is nearest to the rank's shard.
         """
-        in_param, before = self.partition(index)[rank], rank * self.shard_numel
-        start = min(max(self.param_infos[index].offset + in_param.start - before, 0), self.shard_numel)
-        return LocalShard(index, in_param, Interval(start, start + in_param.numel))
+        # The intersections of the parameter and the shard, as integers: every unit asks for all its local shards.
+        param, size = self.param_infos[index].interval, self.shard_numel
+        before = rank * size
+        start = min(max(param.start, before), param.stop)
+        numel = max(0, min(param.stop, before + size) - start)
+        in_param, in_shard = start - param.start, min(max(before, param.start), before + size) - before
+        return LocalShard(index, Interval(in_param, in_param + numel), Interval(in_shard, in_shard + numel))
 
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
         """Return the non-empty local shards that ``rank`` holds, in shard order."""
