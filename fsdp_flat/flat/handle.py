@@ -34,17 +34,6 @@ class ShardState(Enum):
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
 
-    # By identity: Enum's own hash takes longer than the transition that uses it.
-    __hash__ = object.__hash__
-
-
-# Transitions that the handle makes; any other one is a defect of the library.
-_LEGAL_MOVES = {
-    (ShardState.SHARDED, ShardState.UNSHARDING),
-    (ShardState.UNSHARDING, ShardState.UNSHARDED),
-    (ShardState.UNSHARDED, ShardState.SHARDED),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class HandleSpec:
@@ -180,6 +169,7 @@ class FlatParamHandle:
 
     Attributes:
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
+        state: shard state of the parameters; only this class sets it.
         pool: memory pool of the buffers; the units of a tree share one.
         orig_dtype: dtype of the shard.
         compute_dtype: dtype of the unsharded parameters now.
@@ -224,7 +214,7 @@ class FlatParamHandle:
         """Create buffers, views and gradients around the shard."""
         spec = self.spec
         self.pool = MemoryPool()
-        self._state = ShardState.SHARDED
+        self.state = ShardState.SHARDED
         self.rows: torch.Tensor | None = None
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         unsharded_params = self._use_compute_dtype(params)
@@ -276,7 +266,7 @@ class FlatParamHandle:
         """Switch compute to the shard's dtype from the next unshard on, or back to the low-precision dtype."""
         wanted = self.orig_dtype if full else self._low_dtype
         if wanted != self.compute_dtype:
-            assert self._state is ShardState.SHARDED
+            assert self.state is ShardState.SHARDED
             # The views are rebuilt, which would lose tensors that the user has assigned.
             self.adopt_changes()
             self.compute_dtype = wanted
@@ -303,25 +293,20 @@ class FlatParamHandle:
 
     # -- shard state ---------------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> ShardState:
-        """Shard state of the parameters; only this class sets it."""
-        return self._state
-
-    def _move(self, target: ShardState) -> None:
-        if (self._state, target) not in _LEGAL_MOVES:
+    def _move(self, before: ShardState, after: ShardState) -> None:
+        if self.state is not before:
             raise PhaseError(
-                f"Unit {self.spec.unit_name!r} cannot go from {self._state.value} to {target.value} on rank "
+                f"Unit {self.spec.unit_name!r} cannot go from {self.state.value} to {after.value} on rank "
                 f"{self.spec.rank} of its shard group. This is a defect of fsdp_flat; please report the traceback."
             )
-        self._state = target
+        self.state = after
 
     def begin_unshard(self) -> tuple[torch.Tensor, Place | None]:
         """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
         if isinstance(self.views, DTensorViews):
             self.views.check_materialized()
         self.views.is_stepped = False
-        self._move(ShardState.UNSHARDING)
+        self._move(ShardState.SHARDED, ShardState.UNSHARDING)
         with unguarded():
             shard = self.flat_param.data
         return self._unsharded.load(shard, self.pool)
@@ -333,7 +318,7 @@ class FlatParamHandle:
 
     def begin_unshard_of_rows(self) -> tuple[torch.Tensor, Place]:
         """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
-        self._move(ShardState.UNSHARDING)
+        self._move(ShardState.SHARDED, ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         rows, self.rows = self.rows, None
         place, shard_numel = self._unsharded.place, self.layout.shard_numel
@@ -348,7 +333,7 @@ class FlatParamHandle:
 
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
-        self._move(ShardState.UNSHARDED)
+        self._move(ShardState.UNSHARDING, ShardState.UNSHARDED)
         self._unsharded.mark_filled()
 
     def use_unsharded_views(self) -> None:
@@ -358,21 +343,20 @@ class FlatParamHandle:
 
     def reshard(self) -> None:
         """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
-        self._move(ShardState.SHARDED)
+        self._move(ShardState.UNSHARDED, ShardState.SHARDED)
 
     def free(self) -> None:
         """Free the buffer after :meth:`reshard`."""
-        assert self._state is ShardState.SHARDED
+        assert self.state is ShardState.SHARDED
         self._unsharded.free(self.pool)
 
     def undo_reshard(self) -> None:
         """Mark the parameters as unsharded again; the buffer was not freed yet."""
-        self._move(ShardState.UNSHARDING)
-        self._move(ShardState.UNSHARDED)
+        self._move(ShardState.SHARDED, ShardState.UNSHARDED)
 
     def reset(self) -> None:
         """Reset to the sharded state from any state after an exception, and drop all gradients."""
-        self._state = ShardState.SHARDED
+        self.state = ShardState.SHARDED
         self.rows = None
         self.free()
         self.views.use_sharded_views()
