@@ -22,12 +22,16 @@ _WHOLE_PARAMETERS = ("adafactor", "muon", "shampoo", "soap")
 
 
 class _Watch:
-    """Checks an optimizer before its first step, and before its first step after it loads a state dict."""
+    """Checks an optimizer before its first step, and before its first step after it loads a state dict.
+
+    Attributes:
+        views: the views of every unit.
+        checked: by optimizer that was checked, the views of the parameters that it holds.
+    """
 
     def __init__(self) -> None:
-        self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.views: weakref.WeakSet[Views] = weakref.WeakSet()
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
+        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
             weakref.WeakKeyDictionary()
         )
         register_optimizer_step_pre_hook(self._before_step)
@@ -35,15 +39,17 @@ class _Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in self.checked:
             _check_optimizer(optimizer)
-            self.checked.add(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
-            self._stepped[optimizer] = weakref.WeakSet(
+            self.checked[optimizer] = weakref.WeakSet(
                 views for views in self.views if not held.isdisjoint(views.visible_params())
             )
-            if self.checked.discard not in optimizer._optimizer_load_state_dict_post_hooks.values():
-                optimizer.register_load_state_dict_post_hook(self.checked.discard)
-        for views in self._stepped[optimizer]:
+            if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
+                optimizer.register_load_state_dict_post_hook(self._forget)
+        for views in self.checked[optimizer]:
             views.note_step()
+
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        self.checked.pop(optimizer, None)
 
 
 @functools.cache
