@@ -324,10 +324,10 @@ class FlatParamHandle:
         place, shard_numel = self._unsharded.place, self.layout.shard_numel
         assert rows is not None
         assert place is not None
-        num_rows = rows.numel() // shard_numel
+        numel = rows.numel()
 
         def place_groups(first: int, groups: torch.Tensor) -> None:
-            place(first * num_rows, groups.reshape(-1, shard_numel))
+            place(first * (numel // shard_numel), groups.reshape(-1, shard_numel))
 
         return rows, place_groups
 
