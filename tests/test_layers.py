@@ -251,7 +251,7 @@ FILES = dict.fromkeys(
         "fsdp_flat/__init__.py",
         "fsdp_flat/errors.py",
         "fsdp_flat/api.py",
-        "fsdp_flat/layout/boxes.py",
+        "fsdp_flat/layout/intervals.py",
         "fsdp_flat/flat/handle.py",
         "fsdp_flat/comm/rank_groups.py",
         "fsdp_flat/wrap/policies.py",
@@ -271,10 +271,10 @@ FILES = dict.fromkeys(
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("fsdp_flat/layout/boxes.py", "from fsdp_flat.flat.handle import Handle"),
-        ("fsdp_flat/layout/boxes.py", "from fsdp_flat import api"),
-        ("fsdp_flat/layout/boxes.py", "import torch.distributed as dist"),
-        ("fsdp_flat/layout/boxes.py", "from torch import distributed"),
+        ("fsdp_flat/layout/intervals.py", "from fsdp_flat.flat.handle import Handle"),
+        ("fsdp_flat/layout/intervals.py", "from fsdp_flat import api"),
+        ("fsdp_flat/layout/intervals.py", "import torch.distributed as dist"),
+        ("fsdp_flat/layout/intervals.py", "from torch import distributed"),
         ("fsdp_flat/api.py", "import torch\nrank = torch.distributed.get_rank()"),
         ("fsdp_flat/errors.py", "import torch"),
         ("fsdp_flat/flat/handle.py", "from ..comm.groups import Groups"),
@@ -302,7 +302,10 @@ def test_an_import_that_is_not_allowed_is_reported_with_its_line(path: str, sour
     ("path", "source"),
     [
         ("fsdp_flat/errors.py", "from __future__ import annotations"),
-        ("fsdp_flat/layout/boxes.py", "import torch\nfrom ..errors import OptionError\nfrom .interval import Interval"),
+        (
+            "fsdp_flat/layout/intervals.py",
+            "import torch\nfrom ..errors import OptionError\nfrom .intervals import Interval",
+        ),
         ("fsdp_flat/flat/handle.py", "from .. import errors\nfrom ..layout import boxes\nfrom ..api import CPUOffload"),
         (
             "fsdp_flat/comm/rank_groups.py",

@@ -160,7 +160,7 @@ class FlatParamHandle:
     _use_orig_params = derived("_unit.options.use_orig_params")
     _offload_params = derived("_unit.options.offload_params")
     _fwd_bwd_param_dtype = derived("_real.compute_dtype")
-    _reduce_dtype = derived("_real.reduce_dtype")
+    _reduce_dtype = derived("_real.grads.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
     device = derived("_real.spec.device", "The compute device.")
     process_group = derived("_unit.options.groups.process_group", GROUP)

@@ -301,14 +301,14 @@ def _described(
         shard_nbytes=sum(handle.layout.shard_numel * handle.orig_dtype.itemsize for handle in handles),
         grad_nbytes=sum(handle.layout.shard_numel * _grad_dtype(handle).itemsize for handle in trainable),
         gathered_nbytes=sum(handle.layout.numel * handle.compute_dtype.itemsize for handle in gathered),
-        whole_grad_nbytes=sum(handle.layout.numel * handle.grad_buffer_dtype.itemsize for handle in trainable),
+        whole_grad_nbytes=sum(handle.layout.numel * handle.grads.buffer_dtype.itemsize for handle in trainable),
         is_gathered=any(handle.state is not ShardState.SHARDED for handle in handles),
         reshard_after_forward=reshard_after_forward,
     )
 
 
 def _grad_dtype(handle: FlatParamHandle) -> torch.dtype:
-    return handle.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
+    return handle.grads.reduce_dtype if handle.spec.keep_reduce_dtype else handle.orig_dtype
 
 
 def _summed(described: Sequence[UnitDescription], groups: ShardingGroups, *, has_root: bool) -> ModelDescription:

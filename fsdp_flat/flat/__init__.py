@@ -10,6 +10,7 @@ from fsdp_flat.flat._torch import (
     is_released,
     node_will_run,
     pytree_children,
+    unguarded,
 )
 from fsdp_flat.flat.arrangement import Place, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
@@ -18,31 +19,19 @@ from fsdp_flat.flat.guards import (
     ShardedPlaceholder,
     copy_flat_parameter,
     enable_torch_function,
-    unguarded,
 )
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
-from fsdp_flat.flat.sharded_grad import set_grad
-from fsdp_flat.flat.shown_grads import (
-    grads_by_adapter,
-    have_grads,
-    restore_sharded_grad,
-    sharded_grad_of,
-    show_full_grads,
-)
-from fsdp_flat.flat.storage import AliasBuffer, MemoryPool
-from fsdp_flat.flat.tensor_adapter import (
+from fsdp_flat.flat.params import (
     PLAIN,
     DataParallelDims,
     DTensorAdapter,
+    FlattenedBy,
+    ManagedParam,
+    Site,
     TensorAdapter,
     adapter_if_dtensor,
     adapter_of,
     check_adapter,
-)
-from fsdp_flat.flat.walk import (
-    FlattenedBy,
-    ManagedParam,
-    Site,
     collect_params,
     inside_wrappers,
     modules_of,
@@ -50,3 +39,13 @@ from fsdp_flat.flat.walk import (
     to_local_param,
     unsharded_shape,
 )
+from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.shown_grads import (
+    add_reduced,
+    grads_by_adapter,
+    have_grads,
+    restore_sharded_grad,
+    sharded_grad_of,
+    show_full_grads,
+)
+from fsdp_flat.flat.storage import AliasBuffer, MemoryPool

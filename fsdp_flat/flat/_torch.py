@@ -21,6 +21,8 @@ from torch.utils import _foreach_utils, _pytree
 # Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
+# Context that disables the checks of sharded parameters, for the library's own operations on them.
+unguarded = torch._C.DisableTorchFunctionSubclass
 
 # Sets the version counters of tensors, which autograd compares with those of the tensors that it has saved.
 # ``torch.autograd._unsafe_preserve_version_counter`` does so, inside a block.
@@ -124,7 +126,7 @@ def without_torch_function(method: _Function) -> _Function:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with unguarded():
             return method(*args, **kwargs)
 
     return cast(_Function, run)

@@ -1,6 +1,6 @@
 """Finds a layout's parameters inside flat tensors: views of parameters, parts of ranks, inputs of an all-gather.
 
-A flat layout has one order of elements; a row layout has two (see ``layout/row_layout.py``).
+A flat layout has one order of elements; a row layout has two (see :class:`RowLayout`).
 """
 
 from __future__ import annotations
@@ -124,3 +124,33 @@ def _by_rank(buffer: torch.Tensor, layout: RowLayout, index: int) -> torch.Tenso
     start = param_info.offset
     region = buffer[start : start + layout.world_size * layout.chunks[index].numel].view(padded)
     return region.unflatten(dim, (layout.world_size, shape[dim])).movedim(dim, 0)
+
+
+def grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tensor]]:
+    """Return the places of each parameter's gradient in a flat gradient; :func:`split_grad` splits alike."""
+    if not isinstance(layout, RowLayout):
+        return [[view] for view in views_of(flat, layout)]
+    ranks = flat.view(layout.world_size, layout.shard_numel)
+    places = []
+    for index, (chunk, shape) in enumerate(zip(layout.chunks, layout.chunk_shapes, strict=True)):
+        by_rank = ranks[:, chunk.to_slice()].view(layout.world_size, *shape)
+        full, rest = _full_ranks(layout, index)
+        places.append([by_rank[:full], by_rank[full, :rest]] if rest else [by_rank[:full]])
+    return places
+
+
+def split_grad(grad: torch.Tensor, layout: RowLayout, index: int) -> list[torch.Tensor]:
+    """Split the gradient of a parameter (the parameter's shape) by the places of :func:`grad_places`."""
+    dim, shape = layout.dims[index], layout.chunk_shapes[index]
+    step, (full, rest) = shape[dim], _full_ranks(layout, index)
+    if dim == 0 and not rest:
+        return [grad.view(full, *shape)]
+    whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
+    return [whole, grad.narrow(dim, full * step, rest)] if rest else [whole]
+
+
+def _full_ranks(layout: RowLayout, index: int) -> tuple[int, int]:
+    """Return the number of ranks with a chunk without padding, and the number of rows of the next rank."""
+    dim = layout.dims[index]
+    rows, step = layout.param_infos[index].shape[dim], layout.chunk_shapes[index][dim]
+    return (rows // step, rows % step) if step else (layout.world_size, 0)

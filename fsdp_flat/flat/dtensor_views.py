@@ -24,9 +24,8 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
 from fsdp_flat.flat.arrangement import clear_padding, local_part
-from fsdp_flat.flat.tensor_adapter import DataParallelDims, check_adapter
+from fsdp_flat.flat.params import DataParallelDims, ManagedParam, check_adapter
 from fsdp_flat.flat.views import Views, VisibleParam
-from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 

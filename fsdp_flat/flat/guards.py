@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
-from fsdp_flat.flat._torch import register_as_plain_tensor
+from fsdp_flat.flat._torch import register_as_plain_tensor, unguarded
 from fsdp_flat.flat.sharded_grad import ShardedGrad, first_of
 
 _HINTS = (
@@ -23,19 +23,13 @@ _HINTS = (
 )
 
 
-def module_guard(unit_name: Callable[[], str], param_fqn: str, shape: tuple[int, ...]) -> Callable[..., NoReturn]:
-    """Create a forward pre-hook that raises, for a module whose parameters are sharded.
-
-    Args:
-        unit_name: returns the unit's name.
-        param_fqn: FQN of a sharded parameter of the module.
-        shape: its unsharded shape.
-    """
+def module_guard(describe: Callable[[], str]) -> Callable[..., NoReturn]:
+    """Create a forward pre-hook that raises, for a module with the sharded parameter that ``describe`` names."""
 
     def guard(module: nn.Module, _args: Any) -> NoReturn:
         raise UsageError(
-            f"{type(module).__name__} was called while its parameter {param_fqn!r} {shape} of unit {unit_name()!r} is "
-            f"sharded: this rank holds a local shard of it. {_HINTS}"
+            f"{type(module).__name__} was called while its parameter {describe()} is sharded: this rank holds a local "
+            f"shard of it. {_HINTS}"
         )
 
     return guard
@@ -50,19 +44,19 @@ class ShardedPlaceholder(torch.Tensor):
     _explain: Callable[[], str]
 
     @classmethod
-    def of(cls, unsharded_param: torch.Tensor, fqn: str, unit_name: Callable[[], str]) -> ShardedPlaceholder:
-        """Create the placeholder for ``unsharded_param``."""
+    def of(cls, unsharded_param: torch.Tensor, describe: Callable[[], str]) -> ShardedPlaceholder:
+        """Create the placeholder for ``unsharded_param``, which ``describe`` names."""
         placeholder = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
         placeholder._explain = lambda: (
-            f"Parameter {fqn!r} {tuple(unsharded_param.shape)} of unit {unit_name()!r} was used while it is sharded: "
-            f"this rank holds a local shard of the unit's flat parameter. {_HINTS}"
+            f"Parameter {describe()} was used while it is sharded: this rank holds a local shard of the unit's flat "
+            f"parameter. {_HINTS}"
         )
         return placeholder
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with unguarded():
                 result = func(*args, **(kwargs or {}))
                 if isinstance(result, torch.Tensor):
                     # The results of ``.T`` and ``.data`` have a shape but no data either.
@@ -221,12 +215,9 @@ class FlatParameter(nn.Parameter, metaclass=_FlatParameterMeta):
 
 
 def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_sharded: bool) -> nn.Parameter:
-    """Create a flat parameter, the tensor that an optimizer holds with ``use_orig_params=False``.
+    """Create a flat parameter with the data ``shard`` (1-D).
 
-    Args:
-        shard: the data, 1-D, the rank's elements and their padding.
-        requires_grad: whether it gets a gradient.
-        is_sharded: whether optimizers hold it and other ranks hold other elements.
+    ``is_sharded`` is true if optimizers hold it (``use_orig_params=False``) and other ranks hold other elements.
     """
     return _marked((ShardedFlatParameter if is_sharded else nn.Parameter)(shard, requires_grad))
 
@@ -309,9 +300,6 @@ def _explain(param: nn.Parameter | None, used_by: str) -> str:
         held = f"this rank holds {param.numel()} of its elements"
     return f"Parameter {owner.describe()} was used by {used_by} while it is sharded: {held}. {_HINTS}"
 
-
-unguarded = torch._C.DisableTorchFunctionSubclass
-"""Context that disables the checks of sharded parameters, for the library's own operations on them."""
 
 _SPLITS = frozenset({"chunk", "tensor_split", "split", "split_with_sizes", "unbind"})
 _TRANSPOSED = frozenset({"T", "mT", "H", "mH"})

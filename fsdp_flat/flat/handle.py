@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.flat._torch import set_versions
+from fsdp_flat.flat._torch import set_versions, unguarded
 from fsdp_flat.flat.arrangement import Place, clear_padding, local_part, place_rows, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import new_flat_parameter, replace_shard, unguarded
+from fsdp_flat.flat.guards import new_flat_parameter, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
+from fsdp_flat.flat.params import FlattenedBy, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
-from fsdp_flat.flat.walk import FlattenedBy, ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
 
@@ -34,31 +34,16 @@ class ShardState(Enum):
     UNSHARDING = "unsharding"
     UNSHARDED = "unsharded"
 
-    # By identity: Enum's own hash takes longer than the transition that uses it.
-    __hash__ = object.__hash__
-
-
-# Transitions that the handle makes; any other one is a defect of the library.
-_LEGAL_MOVES = {
-    (ShardState.SHARDED, ShardState.UNSHARDING),
-    (ShardState.UNSHARDING, ShardState.UNSHARDED),
-    (ShardState.UNSHARDED, ShardState.SHARDED),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class HandleSpec:
     """Configures a handle.
 
     Attributes:
-        unit_name: name of the unit, for error texts.
         module: the unit's module, inside wrappers for checkpoints and compilation; it registers the flat parameter.
-        rank: this rank in the shard group.
-        world_size: size of the shard group.
+        rank, world_size: this rank in the shard group, and its size.
         num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
-        use_orig_params: the constructor's argument.
-        device: compute device.
-        shard_device: device of the shard and its gradient.
+        shard_device: device of the shard and its gradient; in host memory it is pinned for another compute device.
         compute_dtype: dtype of the unsharded parameters; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
         master_dtype: dtype of the shard; None keeps the original one.
@@ -80,10 +65,17 @@ class HandleSpec:
     keep_reduce_dtype: bool = False
     rows: RowSharding | None = None
 
-    @property
-    def offloads(self) -> bool:
-        """Return whether shards are in pinned host memory and compute is on an accelerator."""
-        return self.shard_device.type == "cpu" and self.device.type != "cpu"
+    def layout_of(self, params: Sequence[ManagedParam], compute_dtype: torch.dtype) -> FlatLayout:
+        """Lay out the parameters of a handle."""
+        named = [(entry.fqn, tuple(entry.shape)) for entry in params]
+        if self.rows is not None:
+            return RowLayout.of_rows(named, self.rows.dims_of(params), world_size=self.world_size)
+        return FlatLayout.build(
+            named,
+            world_size=self.world_size,
+            align_numel=alignment_numel(compute_dtype.itemsize, use_orig_params=self.use_orig_params),
+            tail_multiple=self.num_ranks if self.use_orig_params and self.world_size == 1 else None,
+        )
 
 
 _EXPIRED = 10**9
@@ -100,33 +92,64 @@ class UnshardedParams:
     between costs nothing where it is read.
 
     Args:
-        buffer: the buffer.
-        own_slice: this rank's slice of it; None if ``place`` fills it.
-        place: copies shards of ranks into it, for a row layout over several ranks.
-        params: the parameters that modules see; each has a version counter of its own.
+        shard: the handle's shard, which becomes the buffer if it holds the same values.
+        dtype: compute dtype.
+
+    Attributes:
+        params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
+        place: copies shards of ranks into the buffer, for a row layout over several ranks; else None.
     """
 
-    __slots__ = ("_versions", "buffer", "own_slice", "params", "place")
+    __slots__ = ("_own_slice", "_versions", "buffer", "params", "place")
 
     def __init__(
         self,
-        buffer: FlatBuffer,
-        own_slice: torch.Tensor | None,
-        place: Place | None,
-        params: Sequence[nn.Parameter],
+        managed: Sequence[ManagedParam],
+        layout: FlatLayout,
+        spec: HandleSpec,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
     ) -> None:
-        self.buffer = buffer
-        self.own_slice = own_slice
-        self.place = place
+        is_shard = layout.world_size == 1 and dtype == shard.dtype and spec.device == shard.device
+        self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, spec.device)
+        flat = self.buffer.tensor
+        self.place: Place | None = None
+        if isinstance(layout, RowLayout) and layout.world_size > 1:
+            self.place = place_rows(flat, layout)
+        self._own_slice = flat[layout.shard(spec.rank).to_slice()]
+        params = []
+        for entry, view in zip(managed, views_of(flat, layout), strict=True):
+            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
+            param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
+            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
+            param.__dict__.update(entry.param.__dict__)
+            params.append(param)
         self.params = tuple(params)
         self._versions: tuple[int, ...] | None = None
         self.free(MemoryPool())
+
+    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, Place | None]:
+        """Allocate the buffer, and return the input of its all-gather.
+
+        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and a function
+        that places the shards of ranks in the buffer.
+        """
+        buffer = self.buffer
+        buffer.alloc(pool)
+        if shard.device != buffer.tensor.device:
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
+            shard = shard.to(buffer.tensor.device, non_blocking=True)
+        if self.place is not None:
+            return shard.to(buffer.tensor.dtype), self.place
+        if not isinstance(buffer, AliasBuffer):
+            self._own_slice.copy_(shard)
+        return buffer.tensor, None
 
     def free(self, pool: MemoryPool) -> None:
         """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
         # Where nothing is freed, nothing can be used too late.
         if self._versions is None and not isinstance(self.buffer, AliasBuffer):
-            self._versions = tuple([unsharded_param._version for unsharded_param in self.params])
+            self._versions = tuple([param._version for param in self.params])
             set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
         self.buffer.free(pool)
 
@@ -145,10 +168,8 @@ class FlatParamHandle:
         spec: the handle's configuration.
 
     Attributes:
-        layout: the flat layout.
         flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
-        views: the tensors that the modules point at.
-        grads: the gradients.
+        state: shard state of the parameters; only this class sets it.
         pool: memory pool of the buffers; the units of a tree share one.
         orig_dtype: dtype of the shard.
         compute_dtype: dtype of the unsharded parameters now.
@@ -157,15 +178,13 @@ class FlatParamHandle:
     """
 
     views: Views
-    grads: HandleGradients
 
     def __init__(self, params: Sequence[ManagedParam], spec: HandleSpec) -> None:
         self.spec = spec
-        self._offloads = spec.offloads
         first = params[0].param
         trainable = first.dtype.is_floating_point and first.requires_grad
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
-        self.layout = self._layout_of(params)
+        self.layout = spec.layout_of(params, self.compute_dtype)
         is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
         self.flat_param = new_flat_parameter(
             self._shard_of(params), requires_grad=first.requires_grad, is_sharded=is_split and not spec.use_orig_params
@@ -174,24 +193,29 @@ class FlatParamHandle:
         self._attach(params)
         self._mark_params()
 
-    def _layout_of(self, params: Sequence[ManagedParam]) -> FlatLayout:
-        spec, named = self.spec, [(entry.fqn, tuple(entry.shape)) for entry in params]
-        if spec.rows is not None:
-            return RowLayout.of_rows(named, spec.rows.dims_of(params), world_size=spec.world_size)
-        return FlatLayout.build(
-            named,
-            world_size=spec.world_size,
-            align_numel=alignment_numel(self.compute_dtype.itemsize, use_orig_params=spec.use_orig_params),
-            tail_multiple=spec.num_ranks if spec.use_orig_params and spec.world_size == 1 else None,
-        )
+    def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
+        """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
+        spec, floating = self.spec, given.is_floating_point
+        self.orig_dtype = stored
+        self.compute_dtype = self._low_dtype = (spec.compute_dtype if floating else None) or given
+        self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
+
+    def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
+        rank, device = self.spec.rank, self.spec.shard_device
+        is_offloaded = device.type == "cpu" and self.spec.device.type != "cpu"
+        shard = torch.empty(self.layout.shard_numel, dtype=self.orig_dtype, device=device, pin_memory=is_offloaded)
+        clear_padding(shard, self.layout, rank)
+        for local_shard in self.layout.local_shards(rank):
+            param = params[local_shard.index].param.detach()
+            shard[local_shard.in_shard.to_slice()].copy_(local_part(self.layout, local_shard.index, rank, param))
+        return shard
 
     def _attach(self, params: Sequence[ManagedParam]) -> None:
         """Create buffers, views and gradients around the shard."""
         spec = self.spec
         self.pool = MemoryPool()
-        self._state = ShardState.SHARDED
+        self.state = ShardState.SHARDED
         self.rows: torch.Tensor | None = None
-        self._num_rows = 0
         self._by_dtype: dict[torch.dtype, UnshardedParams] = {}
         unsharded_params = self._use_compute_dtype(params)
         common = (self.layout, spec.rank, self.flat_param, spec.module, spec.unit_name)
@@ -204,13 +228,7 @@ class FlatParamHandle:
         self._prepare_grads()
 
     def copy_to(self, params: Sequence[ManagedParam], module: nn.Module, flat_param: nn.Parameter) -> FlatParamHandle:
-        """Create an independent handle of the same layout for copied modules; gradients are not copied.
-
-        Args:
-            params: the managed parameters of the copy, in layout order, with their sites in the copied modules.
-            module: the copy of the spec's module.
-            flat_param: the copy of the shard, from :func:`new_flat_parameter`.
-        """
+        """Create an independent handle for the copies of its parameters, module and shard, without gradients."""
         twin = copy.copy(self)
         twin.spec = replace(self.spec, module=module)
         twin.flat_param = flat_param
@@ -227,15 +245,7 @@ class FlatParamHandle:
         for entry, param_info in zip(self.views.params, self.layout.param_infos, strict=True):
             entry.mark(FlattenedBy(entry.fqn, self.spec.unit_name, param_info.shape))
 
-    # -- shard and buffer ----------------------------------------------------------------------------------------
-
-    def _use_dtypes(self, stored: torch.dtype, given: torch.dtype) -> None:
-        """Set the shard's dtype to ``stored``, and the compute dtype to the spec's (floats only) or else ``given``."""
-        spec, floating = self.spec, given.is_floating_point
-        self.orig_dtype = stored
-        self._low_dtype = (spec.compute_dtype if floating else None) or given
-        self._reduce_dtype = (spec.reduce_dtype if floating else None) or self._low_dtype
-        self.compute_dtype = self._low_dtype
+    # -- compute dtype -------------------------------------------------------------------------------------------
 
     @property
     def uses_low_precision(self) -> bool:
@@ -243,71 +253,34 @@ class FlatParamHandle:
         return self._low_dtype != self.orig_dtype
 
     @property
-    def reduce_dtype(self) -> torch.dtype:
-        """Dtype in which gradients are reduced."""
-        return self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
-
-    @property
-    def grad_buffer_dtype(self) -> torch.dtype:
-        """Dtype of waiting gradients, at least as wide as the compute dtype."""
-        return torch.promote_types(self.compute_dtype, self.reduce_dtype)
+    def buffer(self) -> FlatBuffer:
+        """The unsharded buffer of the compute dtype."""
+        return self._unsharded.buffer
 
     @property
     def is_trainable(self) -> bool:
         """Return whether any parameter of the handle requires a gradient."""
         return self.grads.num_trainable > 0
 
-    def _shard_of(self, params: Sequence[ManagedParam]) -> torch.Tensor:
-        spec = self.spec
-        shard = torch.empty(
-            self.layout.shard_numel, dtype=self.orig_dtype, device=spec.shard_device, pin_memory=spec.offloads
-        )
-        clear_padding(shard, self.layout, spec.rank)
-        for local_shard in self.layout.local_shards(spec.rank):
-            param = params[local_shard.index].param.detach()
-            shard[local_shard.in_shard.to_slice()].copy_(local_part(self.layout, local_shard.index, spec.rank, param))
-        return shard
-
-    def _use_compute_dtype(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
-        """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
-        unsharded = self._by_dtype.get(self.compute_dtype)
-        if unsharded is None:
-            buffer = self._new_buffer()
-            own = place = None
-            if isinstance(self.layout, RowLayout) and self.layout.world_size > 1:
-                place = place_rows(buffer.tensor, self.layout)
-            else:
-                own = buffer.tensor[self.layout.shard(self.spec.rank).to_slice()]
-            unsharded = UnshardedParams(buffer, own, place, self._new_unsharded_params(params, buffer))
-            self._by_dtype[self.compute_dtype] = unsharded
-        self.buffer, self._unsharded = unsharded.buffer, unsharded
-        return unsharded.params
-
-    def _new_buffer(self) -> FlatBuffer:
-        shard = self.flat_param.data
-        self._shard_pointer = shard.data_ptr()
-        same = self.layout.world_size == 1 and self.compute_dtype == shard.dtype and self.spec.device == shard.device
-        return AliasBuffer(shard) if same else FlatBuffer(self.layout.numel, self.compute_dtype, self.spec.device)
-
-    def _new_unsharded_params(self, params: Sequence[ManagedParam], buffer: FlatBuffer) -> list[nn.Parameter]:
-        unsharded_params = []
-        for entry, view in zip(params, views_of(buffer.tensor, self.layout), strict=True):
-            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
-            unsharded_param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
-            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
-            unsharded_param.__dict__.update(entry.param.__dict__)
-            unsharded_params.append(unsharded_param)
-        return unsharded_params
-
     def use_full_precision(self, full: bool) -> None:
         """Switch compute to the shard's dtype from the next unshard on, or back to the low-precision dtype."""
         wanted = self.orig_dtype if full else self._low_dtype
         if wanted != self.compute_dtype:
-            assert self._state is ShardState.SHARDED
+            assert self.state is ShardState.SHARDED
             # The views are rebuilt, which would lose tensors that the user has assigned.
             self.adopt_changes()
             self.compute_dtype = wanted
             self._switch_unsharded_params()
+
+    def _use_compute_dtype(self, params: Sequence[ManagedParam]) -> tuple[nn.Parameter, ...]:
+        """Select the buffer and the unsharded parameters of the compute dtype; they are created on first use."""
+        dtype = self.compute_dtype
+        if dtype not in self._by_dtype:
+            shard = self.flat_param.data
+            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard, dtype)
+            self._shard_pointer = shard.data_ptr()
+        self._unsharded = self._by_dtype[dtype]
+        return self._unsharded.params
 
     def _switch_unsharded_params(self) -> None:
         self.views.use_unsharded_params(self._use_compute_dtype(self.views.params))
@@ -315,73 +288,52 @@ class FlatParamHandle:
         self._prepare_grads()
 
     def _prepare_grads(self) -> None:
-        self.grads.use_dtypes(self.grad_buffer_dtype, self.reduce_dtype, self.spec.device)
+        reduce_dtype = self._reduce_dtype if self.compute_dtype == self._low_dtype else self.compute_dtype
+        self.grads.use_dtypes(self.compute_dtype, reduce_dtype, self.spec.device)
 
     # -- shard state ---------------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> ShardState:
-        """Shard state of the parameters; only this class sets it."""
-        return self._state
-
-    def _move(self, target: ShardState) -> None:
-        if (self._state, target) not in _LEGAL_MOVES:
+    def _move(self, before: ShardState, after: ShardState) -> None:
+        if self.state is not before:
             raise PhaseError(
-                f"Unit {self.spec.unit_name!r} cannot go from {self._state.value} to {target.value} on rank "
+                f"Unit {self.spec.unit_name!r} cannot go from {self.state.value} to {after.value} on rank "
                 f"{self.spec.rank} of its shard group. This is a defect of fsdp_flat; please report the traceback."
             )
-        self._state = target
+        self.state = after
 
     def begin_unshard(self) -> tuple[torch.Tensor, Place | None]:
-        """Allocate the buffer, and return the input of its all-gather.
-
-        Returns:
-            The buffer, with the local shard in place, and None; or the shard in the compute dtype, and a function that
-            places the shards of ranks in the buffer.
-        """
+        """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
         if isinstance(self.views, DTensorViews):
             self.views.check_materialized()
         self.views.is_stepped = False
-        self._move(ShardState.UNSHARDING)
-        self.buffer.alloc(self.pool)
+        self._move(ShardState.SHARDED, ShardState.UNSHARDING)
         with unguarded():
             shard = self.flat_param.data
-        if self._offloads:
-            # Copy in the shard's dtype first: a converting copy between devices would block the host.
-            shard = shard.to(self.spec.device, non_blocking=True)
-        unsharded = self._unsharded
-        if unsharded.own_slice is None:
-            return shard.to(self.compute_dtype), unsharded.place
-        if not isinstance(self.buffer, AliasBuffer):
-            unsharded.own_slice.copy_(shard)
-        return self.buffer.tensor, None
+        return self._unsharded.load(shard, self.pool)
 
     def keep_rows(self, ranks: range) -> None:
-        """Copy the shards of some ranks from the unsharded buffer, for :meth:`begin_unshard_of_rows`.
-
-        Args:
-            ranks: the ranks.
-        """
+        """Copy the shards of some ranks from the unsharded buffer, for :meth:`begin_unshard_of_rows`."""
         assert isinstance(self.layout, RowLayout)
-        self.rows, self._num_rows = rows_of(self.buffer.tensor, self.layout, ranks), len(ranks)
+        self.rows = rows_of(self.buffer.tensor, self.layout, ranks)
 
     def begin_unshard_of_rows(self) -> tuple[torch.Tensor, Place]:
         """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
-        self._move(ShardState.UNSHARDING)
+        self._move(ShardState.SHARDED, ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         rows, self.rows = self.rows, None
-        place, num_rows = self._unsharded.place, self._num_rows
+        place, shard_numel = self._unsharded.place, self.layout.shard_numel
         assert rows is not None
         assert place is not None
+        numel = rows.numel()
 
         def place_groups(first: int, groups: torch.Tensor) -> None:
-            place(first * num_rows, groups.reshape(-1, self.layout.shard_numel))
+            place(first * (numel // shard_numel), groups.reshape(-1, shard_numel))
 
         return rows, place_groups
 
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""
-        self._move(ShardState.UNSHARDED)
+        self._move(ShardState.UNSHARDING, ShardState.UNSHARDED)
         self._unsharded.mark_filled()
 
     def use_unsharded_views(self) -> None:
@@ -391,21 +343,20 @@ class FlatParamHandle:
 
     def reshard(self) -> None:
         """Mark the parameters as sharded; :meth:`free` or :meth:`undo_reshard` must follow."""
-        self._move(ShardState.SHARDED)
+        self._move(ShardState.UNSHARDED, ShardState.SHARDED)
 
     def free(self) -> None:
         """Free the buffer after :meth:`reshard`."""
-        assert self._state is ShardState.SHARDED
+        assert self.state is ShardState.SHARDED
         self._unsharded.free(self.pool)
 
     def undo_reshard(self) -> None:
         """Mark the parameters as unsharded again; the buffer was not freed yet."""
-        self._move(ShardState.UNSHARDING)
-        self._move(ShardState.UNSHARDED)
+        self._move(ShardState.SHARDED, ShardState.UNSHARDED)
 
     def reset(self) -> None:
         """Reset to the sharded state from any state after an exception, and drop all gradients."""
-        self._state = ShardState.SHARDED
+        self.state = ShardState.SHARDED
         self.rows = None
         self.free()
         self.views.use_sharded_views()
@@ -416,8 +367,7 @@ class FlatParamHandle:
     ) -> None:
         """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
-        Args:
-            copy_to: copies a tensor to a device and dtype, unless it has them already.
+        ``copy_to`` copies a tensor to a device and dtype, unless it has them already.
         """
         device, dtype = self.spec.shard_device, self.orig_dtype
         self.grads.expose_unreduced(self.pool, lambda own: copy_to(own, device, dtype))
@@ -442,33 +392,28 @@ class FlatParamHandle:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
         was_exposed = self.grads.hide_unreduced()
         with unguarded():
-            self._convert(fn)
+            if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
+                self.views.check_convertible()
+            converted = fn(self.flat_param.data)
+            spec = self.spec
+            # Offloaded shards may be on the meta device still.
+            if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
+                converted = converted.pin_memory()
+            grad, self.flat_param.grad = self.flat_param.grad, None
+            replace_shard(self.flat_param, converted)
+            if grad is not None:
+                set_grad(self.flat_param, fn(grad))
+            if not self._is_current(converted):
+                self._rebuild(converted)
         if was_exposed:
             self.expose_unreduced_grads(lambda own, device, dtype: own.to(device=device, dtype=dtype))
-
-    def _convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if isinstance(self.views, DTensorViews) and self.is_changed_by(fn):
-            self.views.check_convertible()
-        converted = fn(self.flat_param.data)
-        spec = self.spec
-        # Offloaded shards may be on the meta device still.
-        if spec.device.type != "cpu" and spec.device != spec.shard_device and converted.device.type == "cpu":
-            converted = converted.pin_memory()
-        grad, self.flat_param.grad = self.flat_param.grad, None
-        replace_shard(self.flat_param, converted)
-        if grad is not None:
-            set_grad(self.flat_param, fn(grad))
-        if not self._is_current(converted):
-            self._rebuild(converted)
 
     def _rebuild(self, converted: torch.Tensor) -> None:
         self.storage_epoch += 1
         self._use_dtypes(converted.dtype, converted.dtype)
         moved = converted.device != self.spec.shard_device and self.spec.device == self.spec.shard_device
-        self.spec = replace(
-            self.spec, shard_device=converted.device, device=converted.device if moved else self.spec.device
-        )
-        self._offloads = self.spec.offloads
+        device = converted.device if moved else self.spec.device
+        self.spec = replace(self.spec, shard_device=converted.device, device=device)
         self._by_dtype.clear()
         self._switch_unsharded_params()
         self.views.bind_shard(rebuilt=True)

@@ -13,8 +13,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat.guards import FlatParameter
+from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
 from fsdp_flat.flat.views import Views
-from fsdp_flat.flat.walk import FlattenedBy, unsharded_shape
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
 # Lower-case parts of class names of optimizers whose update of an element depends on the rest of the parameter.
@@ -25,14 +25,13 @@ class _Watch:
     """Checks an optimizer before its first step, and before its first step after it loads a state dict.
 
     Attributes:
-        checked: the optimizers that were checked.
         views: the views of every unit.
+        checked: by optimizer that was checked, the views of the parameters that it holds.
     """
 
     def __init__(self) -> None:
-        self.checked: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self.views: weakref.WeakSet[Views] = weakref.WeakSet()
-        self._stepped: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
+        self.checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.WeakSet[Views]] = (
             weakref.WeakKeyDictionary()
         )
         register_optimizer_step_pre_hook(self._before_step)
@@ -40,15 +39,17 @@ class _Watch:
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in self.checked:
             _check_optimizer(optimizer)
-            self.checked.add(optimizer)
             held = {param for group in optimizer.param_groups for param in group["params"]}
-            self._stepped[optimizer] = weakref.WeakSet(
+            self.checked[optimizer] = weakref.WeakSet(
                 views for views in self.views if not held.isdisjoint(views.visible_params())
             )
-            if self.checked.discard not in optimizer._optimizer_load_state_dict_post_hooks.values():
-                optimizer.register_load_state_dict_post_hook(self.checked.discard)
-        for views in self._stepped[optimizer]:
+            if self._forget not in optimizer._optimizer_load_state_dict_post_hooks.values():
+                optimizer.register_load_state_dict_post_hook(self._forget)
+        for views in self.checked[optimizer]:
             views.note_step()
+
+    def _forget(self, optimizer: torch.optim.Optimizer) -> None:
+        self.checked.pop(optimizer, None)
 
 
 @functools.cache

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -12,10 +11,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
+from fsdp_flat.flat._torch import unguarded
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
-_unguarded = torch._C.DisableTorchFunctionSubclass
 
 
 class ShardedGrad(torch.Tensor):
@@ -47,18 +46,18 @@ class ShardedGrad(torch.Tensor):
         others = tuple(kind for kind in types if kind is not ShardedGrad)
         if others:
             return others[0].__torch_function__(func, others, args, kwargs or {})
-        with _unguarded():
+        with unguarded():
             result = func(*args, **(kwargs or {}))
             if getattr(func, "__name__", "") == "__set__":
                 func(args[0].stored, *args[1:])  # ``.data =`` on the alias does not change the stored gradient
             return LocalNorm.mark(func, args, result)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with _unguarded():
+        with unguarded():
             return self.stored.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _unguarded():
+        with unguarded():
             return self.stored.__reduce_ex__(protocol)
 
 
@@ -91,7 +90,7 @@ class LocalNorm(torch.Tensor):
         if others:
             return others[0].__torch_function__(func, others, args, kwargs or {})
         name = getattr(func, "__name__", "")
-        with _unguarded():
+        with unguarded():
             if name in _NORMS and isinstance(args[0], LocalNorm) and args[0].dim() == 1:
                 args[0].refuse()
             result = func(*args, **(kwargs or {}))
@@ -111,7 +110,7 @@ class LocalNorm(torch.Tensor):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with _unguarded():
+        with unguarded():
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
@@ -159,7 +158,7 @@ class UnreducedGrad(torch.Tensor):
             target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
             if not isinstance(target, cls):
                 first_of(cls, args, kwargs).refuse(name)
-        with _unguarded():
+        with unguarded():
             result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
         if isinstance(result, torch.Tensor):
             return _marked_unreduced(result, describe)
@@ -168,7 +167,7 @@ class UnreducedGrad(torch.Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with _unguarded():
+        with unguarded():
             return self.clone().as_subclass(torch.Tensor)
 
 
@@ -182,7 +181,7 @@ def _forbid_steps() -> None:
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    with _unguarded():
+    with unguarded():
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if isinstance(param.grad, UnreducedGrad):
@@ -213,104 +212,5 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     shown = torch.empty_like(param).as_subclass(type(grad))
     shown.__dict__.update(grad.__dict__)
     param.grad = shown
-    with _unguarded():
+    with unguarded():
         shown.data = grad
-
-
-class UnreducedLocalGrad:
-    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards.
-
-    Args:
-        param: the parameter that the optimizer holds.
-        local_shard: this rank's shard of the waiting gradient, in the parameter's shape.
-        describe: returns the parameter's name for error texts.
-        indices: the layout's parameters that ``param`` holds elements of.
-    """
-
-    __slots__ = ("_before", "_grad", "_param", "_version", "indices")
-
-    def __init__(
-        self, param: nn.Parameter, local_shard: torch.Tensor, describe: Callable[[], str], indices: range
-    ) -> None:
-        self.indices = indices
-        self._param = param
-        self._before = param.grad
-        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
-        shown = local_shard.to(param.dtype) if self._before is None else self._before
-        set_grad(param, UnreducedGrad.of(shown, describe))
-        assert param.grad is not None
-        self._grad = param.grad
-        self._version = self._grad._version
-
-    @property
-    def is_cleared(self) -> bool:
-        """Return whether a caller has set the gradient to None or zero since it was shown."""
-        grad = self._param.grad
-        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
-
-    @property
-    def is_changed(self) -> bool:
-        """Return whether a caller has written into the gradient since it was shown."""
-        return self._before is None and self._changed_in_place
-
-    @property
-    def _changed_in_place(self) -> bool:
-        return self._param.grad is self._grad and self._grad._version != self._version
-
-    def take_back(self) -> None:
-        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
-        if self._param.grad is self._grad:
-            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
-            set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
-
-
-@dataclass(slots=True)
-class ReduceScatteredGrad:
-    """Holds this rank's shard of a gradient that is summed over the shard group, and not over the replicate group yet.
-
-    Attributes:
-        shard: the sum, 1-D, in the reduce dtype; None if there is none, or once another gradient contains it.
-        used: for each parameter, whether any rank has used it; empty if that is not known.
-    """
-
-    shard: torch.Tensor | None = None
-    used: Sequence[int] = ()
-
-    def add(self, shard: torch.Tensor) -> None:
-        """Add another sum."""
-        self.shard = shard if self.shard is None else self.shard.add_(shard)
-
-    def add_used(self, used: Sequence[int]) -> None:
-        """Add the parameters that another backward has used."""
-        self.used = bytes(map(max, used, self.used)) if self.used else used
-
-    def take(self) -> torch.Tensor | None:
-        """Return the sum and remove it."""
-        shard, self.shard = self.shard, None
-        return shard
-
-
-def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
-    """Pass a gradient through gradient hooks of a parameter that is not in the autograd graph."""
-    for hook in hooks.values():
-        result = hook(grad)
-        grad = grad if result is None else result
-    return grad
-
-
-def accumulate_grad(param: nn.Parameter, grad: torch.Tensor) -> bool:
-    """Add a reduced gradient to ``param.grad``; return whether :func:`run_grad_hooks` must follow."""
-    if param.grad is not None:
-        param.grad.add_(grad)
-    else:
-        set_grad(param, grad)
-    return bool(param._post_accumulate_grad_hooks) or hasattr(param, "_in_backward_optimizers")
-
-
-def run_grad_hooks(param: nn.Parameter) -> None:
-    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
-    for hook in (param._post_accumulate_grad_hooks or {}).values():
-        hook(param)
-    for optimizer in getattr(param, "_in_backward_optimizers", ()):
-        optimizer.step()
-        optimizer.zero_grad()

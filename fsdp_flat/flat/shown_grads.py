@@ -1,15 +1,91 @@
-"""Reads and writes the gradients that an optimizer sees: a handle's sharded ones, or full ones inside a summon."""
+"""Reads and sets the gradients of the parameters that an optimizer holds: reduced, unreduced, or full in a summon."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from torch import nn
 
+from fsdp_flat.errors import UsageError
+from fsdp_flat.flat._torch import unguarded
 from fsdp_flat.flat.arrangement import views_of
-from fsdp_flat.flat.guards import unguarded
-from fsdp_flat.flat.tensor_adapter import PLAIN, TensorAdapter
-from fsdp_flat.flat.views import Views
+from fsdp_flat.flat.params import PLAIN, TensorAdapter
+from fsdp_flat.flat.sharded_grad import UnreducedGrad, set_grad
+from fsdp_flat.flat.views import Views, VisibleParam
+
+# -- reduced gradients -------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class ReduceScatteredGrad:
+    """Holds this rank's shard of a gradient that is summed over the shard group, and not over the replicate group yet.
+
+    Attributes:
+        shard: the sum, 1-D, in the reduce dtype; None if there is none, or once another gradient contains it.
+        used: for each parameter, whether any rank has used it; empty if that is not known.
+    """
+
+    shard: torch.Tensor | None = None
+    used: Sequence[int] = ()
+
+    def add(self, shard: torch.Tensor) -> None:
+        """Add another sum."""
+        self.shard = shard if self.shard is None else self.shard.add_(shard)
+
+    def add_used(self, used: Sequence[int]) -> None:
+        """Add the parameters that another backward has used."""
+        self.used = bytes(map(max, used, self.used)) if self.used else used
+
+    def take(self) -> torch.Tensor | None:
+        """Return the sum and remove it."""
+        shard, self.shard = self.shard, None
+        return shard
+
+
+def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
+    """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
+
+    ``used`` holds for each parameter whether any rank has used it; others get no gradient.
+    """
+    hooked = []
+    for each in views.visible:
+        # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+        if each.is_elsewhere or not any(used[each.indices.start : each.indices.stop]):
+            continue
+        param, grad = each.param, each.as_grad(each.part_of(shard_grad))
+        if param is views.flat_param:
+            with unguarded():
+                hooks = param._backward_hooks
+            grad = apply_hooks(hooks or {}, grad)
+        with unguarded():
+            if param.grad is not None:
+                param.grad.add_(grad)
+            else:
+                set_grad(param, grad)
+            if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
+                hooked.append(param)
+    for param in hooked:
+        _run_grad_hooks(param)
+
+
+def apply_hooks(hooks: Mapping[int, Callable[..., Any]], grad: torch.Tensor) -> torch.Tensor:
+    """Pass a gradient through gradient hooks of a parameter that is not in the autograd graph."""
+    for hook in hooks.values():
+        result = hook(grad)
+        grad = grad if result is None else result
+    return grad
+
+
+def _run_grad_hooks(param: nn.Parameter) -> None:
+    """Run the user's gradient hooks and in-backward optimizers, which torch skips: ``param`` is not in the graph."""
+    for hook in (param._post_accumulate_grad_hooks or {}).values():
+        hook(param)
+    for optimizer in getattr(param, "_in_backward_optimizers", ()):
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def sharded_grad_of(views: Views) -> torch.Tensor:
@@ -33,7 +109,7 @@ def show_full_grads(views: Views, whole: torch.Tensor, there: Sequence[bool]) ->
     with unguarded():
         for index, (is_there, grad) in enumerate(zip(there, views_of(whole, views.layout), strict=True)):
             if is_there:
-                views.set_shown_grad(index, grad)
+                views.full_param(index).grad = views.params[index].adapter.from_local(grad)
 
 
 def restore_sharded_grad(views: Views, own: torch.Tensor) -> None:
@@ -54,3 +130,83 @@ def grads_by_adapter(views: Views) -> Iterator[tuple[TensorAdapter, torch.Tensor
         for index in each.indices:
             part = None if grad is None else grad[views.local_shards[index].in_shard.to_slice()]
             yield views.params[index].adapter, part
+
+
+# -- unreduced gradients inside no_sync --------------------------------------------------------------------------------
+
+
+class UnreducedLocalGrad:
+    """Sets the ``.grad`` of a parameter between two backwards inside ``no_sync``, and restores it afterwards."""
+
+    __slots__ = ("_before", "_grad", "_param", "_version", "indices")
+
+    def __init__(self, visible: VisibleParam, local_shard: torch.Tensor) -> None:
+        self.indices = visible.indices
+        self._param = param = visible.param
+        self._before = param.grad
+        # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
+        shown = local_shard.to(param.dtype) if self._before is None else self._before
+        set_grad(param, UnreducedGrad.of(shown, visible.describe))
+        assert param.grad is not None
+        self._grad = param.grad
+        self._version = self._grad._version
+
+    @property
+    def is_cleared(self) -> bool:
+        """Return whether a caller has set the gradient to None or zero since it was shown."""
+        grad = self._param.grad
+        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
+
+    @property
+    def is_changed(self) -> bool:
+        """Return whether a caller has written into the gradient since it was shown."""
+        return self._before is None and self._changed_in_place
+
+    @property
+    def _changed_in_place(self) -> bool:
+        return self._param.grad is self._grad and self._grad._version != self._version
+
+    def take_back(self) -> None:
+        """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
+        if self._param.grad is self._grad:
+            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
+            set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
+
+
+def show_unreduced(views: Views, shard: torch.Tensor, ready: Sequence[int]) -> list[UnreducedLocalGrad]:
+    """Show this rank's shard (1-D, ``shard_numel``) of an unreduced gradient, for the parameters that have one.
+
+    A later missing ``.grad`` means that the caller has cleared the gradients.
+    """
+    there = [each for each in views.visible if any(ready[each.indices.start : each.indices.stop])]
+    # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
+    shown = [each for each in there if not each.is_elsewhere] or there
+    with unguarded():
+        return [UnreducedLocalGrad(each, each.part_of(shard)) for each in shown]
+
+
+def hide_unreduced(views: Views, shown: Sequence[UnreducedLocalGrad], ready: Sequence[int]) -> set[int]:
+    """Undo :func:`show_unreduced`; return the parameters whose gradient the caller has not cleared.
+
+    Raises:
+        UsageError: gradients were changed, or some were cleared and this rank cannot know which.
+    """
+    kept = [each for each in shown if not each.is_cleared]
+    if any(each.is_changed for each in kept):
+        raise UsageError(
+            f"Gradients of unit {views.unit_name!r} were changed in place between backwards inside no_sync. There they "
+            "are this rank's own, not yet reduced, and it holds a local shard of them only: scale or clip after the "
+            "first backward outside of no_sync."
+        )
+    left = {index for index, is_ready in enumerate(ready) if is_ready}
+    hidden = left.difference(*(each.indices for each in shown))
+    if hidden and kept and len(kept) < len(shown):
+        raise UsageError(
+            f"Gradients of some parameters of unit {views.unit_name!r} were cleared between backwards inside no_sync, "
+            f"and others were kept. Rank {views.rank} of the shard group has no elements of "
+            f"{views.layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of "
+            "them. Clear all gradients of a unit at once, or clear some after the first backward outside of no_sync."
+        )
+    for each in shown:
+        each.take_back()
+    return left.difference(*(each.indices for each in shown if each not in kept)) if kept else set()

@@ -1,4 +1,4 @@
-"""Manages flat buffers: their memory, and the gradients that wait in one until they are reduced."""
+"""Manages the memory of flat buffers, and the gradients that wait in one until they are reduced."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory
-from fsdp_flat.flat.arrangement import views_of
-from fsdp_flat.flat.guards import unguarded
-from fsdp_flat.flat.sharded_grad import (
+from fsdp_flat.errors import UnsupportedError
+from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory, unguarded
+from fsdp_flat.flat.arrangement import grad_places, split_grad
+from fsdp_flat.flat.params import PLAIN, ManagedParam
+from fsdp_flat.flat.shown_grads import (
     ReduceScatteredGrad,
     UnreducedLocalGrad,
-    accumulate_grad,
     apply_hooks,
-    run_grad_hooks,
+    hide_unreduced,
+    show_unreduced,
 )
-from fsdp_flat.flat.tensor_adapter import PLAIN
 from fsdp_flat.flat.views import Views
-from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 _MOST_IDLE = 2
@@ -84,11 +82,6 @@ class FlatBuffer:
     Autograd saves views of unsharded parameters. The storage object therefore stays and is resized to zero; once the
     same values are all-gathered again, all saved views are valid. Views that are parameters have separate version
     counters, which a refill does not change.
-
-    Args:
-        numel: elements of the full buffer.
-        dtype: compute dtype.
-        device: compute device.
     """
 
     __slots__ = ("_nbytes", "tensor")
@@ -135,11 +128,6 @@ class FlatGradBuffer:
     It is closed after the parameters were freed, so that the buffer can reuse their memory. Later gradients are added
     to the buffer.
 
-    Args:
-        layout: the handle's layout.
-        dtype: dtype of the buffer.
-        device: device of the gradients.
-
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
@@ -151,7 +139,7 @@ class FlatGradBuffer:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
         flat = self._buffer.tensor
         self._layout = layout
-        self._places = _grad_places(flat, layout)
+        self._places = grad_places(flat, layout)
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
@@ -161,11 +149,6 @@ class FlatGradBuffer:
     def fits(self, dtype: torch.dtype, device: torch.device) -> bool:
         """Return whether the buffer has this dtype and device."""
         return self._buffer.tensor.dtype == dtype and self._buffer.tensor.device == device
-
-    @property
-    def num_grads_ready(self) -> int:
-        """Number of parameters with a gradient."""
-        return sum(self.grads_ready)
 
     @property
     def nbytes(self) -> int:
@@ -182,15 +165,16 @@ class FlatGradBuffer:
         elif index in self._waiting:
             self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
         else:
-            for place, piece in zip(self._places[index], _split_grad(grad, self._layout, index), strict=True):
+            for place, piece in zip(self._places[index], self._split(index, grad), strict=True):
                 place.add_(piece)
 
-    def forget(self, index: int) -> None:
-        """Drop the gradient of parameter ``index``."""
-        if self.grads_ready[index]:
-            self.grads_ready[index] = 0
-            if self._waiting.pop(index, None) is None and self._buffer.nbytes:
-                torch._foreach_zero_(self._places[index])
+    def keep(self, indices: set[int]) -> None:
+        """Drop the gradients of all other parameters."""
+        for index, is_ready in enumerate(self.grads_ready):
+            if is_ready and index not in indices:
+                self.grads_ready[index] = 0
+                if self._waiting.pop(index, None) is None and self._buffer.nbytes:
+                    torch._foreach_zero_(self._places[index])
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
@@ -204,10 +188,14 @@ class FlatGradBuffer:
         if self._waiting:
             torch._foreach_copy_(
                 [place for index in self._waiting for place in self._places[index]],
-                [piece for index, grad in self._waiting.items() for piece in _split_grad(grad, self._layout, index)],
+                [piece for index, grad in self._waiting.items() for piece in self._split(index, grad)],
             )
             self._waiting.clear()
         return self._buffer.tensor
+
+    def _split(self, index: int, grad: torch.Tensor) -> list[torch.Tensor]:
+        """Split the gradient of a parameter by its places."""
+        return split_grad(grad, self._layout, index) if isinstance(self._layout, RowLayout) else [grad]
 
     def release(self, pool: MemoryPool) -> None:
         """Drop all gradients and return the memory to ``pool``; no views of the buffer may be in use."""
@@ -215,40 +203,8 @@ class FlatGradBuffer:
         self.grads_ready = bytearray(len(self._places))
 
 
-def _grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tensor]]:
-    """Return the places of each parameter's gradient in a flat gradient; :func:`_split_grad` splits alike."""
-    if not isinstance(layout, RowLayout):
-        return [[view] for view in views_of(flat, layout)]
-    ranks = flat.view(layout.world_size, layout.shard_numel)
-    places = []
-    for index, (chunk, shape) in enumerate(zip(layout.chunks, layout.chunk_shapes, strict=True)):
-        by_rank = ranks[:, chunk.to_slice()].view(layout.world_size, *shape)
-        full, rest = _full_ranks(layout, index)
-        places.append([by_rank[:full], by_rank[full, :rest]] if rest else [by_rank[:full]])
-    return places
-
-
-def _split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:
-    """Split the gradient of a parameter (the parameter's shape) by the places of :func:`_grad_places`."""
-    if not isinstance(layout, RowLayout):
-        return [grad]
-    dim, shape = layout.dims[index], layout.chunk_shapes[index]
-    step, (full, rest) = shape[dim], _full_ranks(layout, index)
-    if dim == 0 and not rest:
-        return [grad.view(full, *shape)]
-    whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
-    return [whole, grad.narrow(dim, full * step, rest)] if rest else [whole]
-
-
-def _full_ranks(layout: RowLayout, index: int) -> tuple[int, int]:
-    """Return the number of ranks with a chunk without padding, and the number of rows of the next rank."""
-    dim = layout.dims[index]
-    rows, step = layout.param_infos[index].shape[dim], layout.chunk_shapes[index][dim]
-    return (rows // step, rows % step) if step else (layout.world_size, 0)
-
-
 class HandleGradients:
-    """Holds the gradients of one handle, from those of the unsharded parameters to those of the optimizer's.
+    """Collects the gradients of a handle's unsharded parameters until they are reduced.
 
     Args:
         params: the parameters as they were when they were flattened, with the user's gradient hooks.
@@ -271,7 +227,6 @@ class HandleGradients:
         self._views = views
         self._layout = views.layout
         self._hooks = [entry.param._backward_hooks for entry in params]
-        self._adapters = {index: entry.adapter for index, entry in enumerate(params) if entry.adapter is not PLAIN}
         self._synced = [False] * len(params)
         self._buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
@@ -280,9 +235,10 @@ class HandleGradients:
 
     # -- gradients of unsharded parameters -----------------------------------------------------------------------
 
-    def use_dtypes(self, buffer_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
-        """Follow the views to other unsharded parameters, on ``device``, whose gradients wait in ``buffer_dtype``."""
-        self.buffer_dtype, self.reduce_dtype, self._device = buffer_dtype, reduce_dtype, device
+    def use_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
+        """Follow the views to other unsharded parameters, of ``compute_dtype``, on ``device``."""
+        self.buffer_dtype = torch.promote_types(compute_dtype, reduce_dtype)
+        self.reduce_dtype, self._device = reduce_dtype, device
         # Unsharded parameters that were in use before still have their flags and hooks.
         self._synced = [unsharded_param.requires_grad for unsharded_param in self._views.unsharded_params]
         self.sync_requires_grad()
@@ -328,13 +284,13 @@ class HandleGradients:
             self.hide_unreduced()
         if self._buffer is None:
             self._buffer = self._new_buffer(grad.device)
-        grad = grad.detach()
+        grad, entry = grad.detach(), self._views.params[index]
         with unguarded():
-            hooks = self._views.params[index].param._backward_hooks or self._hooks[index]
+            hooks = entry.param._backward_hooks or self._hooks[index]
         if hooks:
             grad = apply_hooks(hooks, grad)
-        if self._adapters:
-            grad = self._adapters.get(index, PLAIN).to_local(grad)
+        if entry.adapter is not PLAIN:
+            grad = entry.adapter.to_local(grad)
         self._buffer.add_grad(index, grad)
         self.on_ready()
 
@@ -349,7 +305,7 @@ class HandleGradients:
     @property
     def num_ready(self) -> int:
         """Number of parameters whose gradient waits."""
-        return 0 if self._buffer is None else self._buffer.num_grads_ready
+        return sum(self.ready)
 
     @property
     def ready(self) -> bytes:
@@ -395,91 +351,27 @@ class HandleGradients:
         for unsharded_param in self._views.unsharded_params:
             unsharded_param.grad = None
 
-    # -- unreduced gradients inside no_sync ----------------------------------------------------------------------
-
     def expose_unreduced(self, pool: MemoryPool, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
-        It costs no memory unless shards are offloaded. A later missing ``.grad`` means that the caller has cleared
-        the gradients.
-
-        Args:
-            pool: gives memory if the gradient is not in a flat buffer yet.
-            convert: converts a tensor to the shard's dtype and device.
+        It costs no memory unless shards are offloaded: ``convert`` converts a tensor to the shard's dtype and device.
         """
         if self._buffer is None or self._unreduced or not self._views.exposes_unreduced:
             return
         self._buffer.is_exposed = True
-        rank = self._views.rank
-        own = convert(self._buffer.close(pool)[self._layout.shard(rank).to_slice()])
-        ready = self.ready
-        there = [each for each in self._views.visible if any(ready[each.indices.start : each.indices.stop])]
-        # If this rank has no elements of any of them, empty gradients show whether the caller has cleared them.
-        shown = [each for each in there if not each.is_elsewhere] or there
-        with unguarded():
-            self._unreduced = [
-                UnreducedLocalGrad(each.param, each.part_of(own), each.describe, each.indices) for each in shown
-            ]
+        own = self._buffer.close(pool)[self._layout.shard(self._views.rank).to_slice()]
+        self._unreduced = show_unreduced(self._views, convert(own), self.ready)
 
     def hide_unreduced(self) -> bool:
-        """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set.
-
-        Raises:
-            UsageError: gradients were changed, or some were cleared and this rank cannot know which.
-        """
-        exposed, self._unreduced = self._unreduced, []
-        if not exposed:
-            return False
-        kept = [shown for shown in exposed if not shown.is_cleared]
-        if any(shown.is_changed for shown in kept):
-            raise UsageError(
-                f"Gradients of unit {self._views.unit_name!r} were changed in place between backwards inside no_sync. "
-                "There they are this rank's own, not yet reduced, and it holds a local shard of them only: scale or "
-                "clip after the first backward outside of no_sync."
-            )
-        with_grad = {index for index, is_ready in enumerate(self.ready) if is_ready}
-        hidden = with_grad.difference(*(shown.indices for shown in exposed))
-        if hidden and kept and len(kept) < len(exposed):
-            raise UsageError(
-                f"Gradients of some parameters of unit {self._views.unit_name!r} were cleared between backwards inside "
-                f"no_sync, and others were kept. Rank {self._views.rank} of the shard group has no elements of "
-                f"{self._layout.param_infos[min(hidden)].fqn!r}, so no .grad that shows whether its gradient is one of "
-                "them. Clear all gradients of a unit at once, or clear some after the first backward outside of "
-                "no_sync."
-            )
-        for shown in exposed:
-            if self._buffer is not None and shown not in kept:
-                for index in shown.indices:
-                    self._buffer.forget(index)
-            shown.take_back()
-        if not kept:
-            self._buffer = None
-        return True
-
-    # -- reduced gradients ---------------------------------------------------------------------------------------
-
-    def add_reduced(self, shard_grad: torch.Tensor, used: Sequence[int]) -> None:
-        """Add a reduced gradient (1-D, ``shard_numel``) to the ``.grad`` of the optimizer's parameters.
-
-        Args:
-            shard_grad: the gradient.
-            used: for each parameter, whether any rank has used it; others get none.
-        """
-        hooked = []
-        for each in self._views.visible:
-            # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
-            if each.is_elsewhere or not any(used[each.indices.start : each.indices.stop]):
-                continue
-            grad = each.as_grad(each.part_of(shard_grad))
-            if each.param is self._views.flat_param:
-                with unguarded():
-                    hooks = each.param._backward_hooks
-                grad = apply_hooks(hooks or {}, grad)
-            with unguarded():
-                if accumulate_grad(each.param, grad):
-                    hooked.append(each.param)
-        for param in hooked:
-            run_grad_hooks(param)
+        """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set."""
+        shown, self._unreduced = self._unreduced, []
+        if shown:
+            left = hide_unreduced(self._views, shown, self.ready)
+            if left and self._buffer is not None:
+                self._buffer.keep(left)
+            else:
+                self._buffer = None
+        return bool(shown)
 
 
 def _grad_hook(gradients: HandleGradients, index: int) -> Callable[[torch.Tensor], None]:

@@ -25,13 +25,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat._torch import without_torch_function
+from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import views_of
-from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class, unguarded
+from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
+from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
-from fsdp_flat.flat.tensor_adapter import PLAIN
-from fsdp_flat.flat.walk import ManagedParam
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
+
+Bindings = list[tuple[dict[str, Any], str, Any, Any]]
+"""Where unsharded parameters are shown: attributes, name, unsharded and sharded tensor."""
+
+Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
+"""Forward pre-hooks that raise when modules are called with sharded parameters: hooks, key, hook."""
 
 
 def _identity(grad: torch.Tensor) -> torch.Tensor:
@@ -43,7 +48,6 @@ class VisibleParam:
     """Describes a parameter that an optimizer holds: an original one, or the flat parameter.
 
     Attributes:
-        param: the parameter.
         indices: the layout's parameters of which it holds elements.
         describe: returns its name and unit, for error texts.
         in_shard: its elements in the rank's shard; None for all.
@@ -72,11 +76,7 @@ class Views:
     Args:
         params: the managed parameters, in layout order.
         unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
-        layout: the handle's layout.
-        rank: this rank in the shard group.
-        flat_param: the flat parameter.
         module: the unit's module, where a visible flat parameter is registered.
-        unit_name: name of the unit, for error texts.
 
     Attributes:
         local_shards: this rank's local shard of each parameter.
@@ -111,23 +111,17 @@ class Views:
         self._guard_hooks = self._guards()
         self.use_unsharded_params(unsharded_params)
 
-    def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
-        """Return the hooks that raise when modules are called with sharded parameters."""
+    def _guards(self) -> Guards:
         guards: dict[nn.Module, Callable[..., NoReturn]] = {}
         if self.layout.world_size > 1:
-            for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
+            for index, entry in enumerate(self.params):
                 for site in entry.sites:
-                    guard = module_guard(lambda: self.unit_name, param_info.fqn, param_info.shape)
-                    guards.setdefault(site.module, guard)
+                    guards.setdefault(site.module, module_guard(functools.partial(self.describe_with_shape, index)))
         # Several units may guard one module.
         key = f"fsdp_flat_guard_{id(self)}"
         return [(module._forward_pre_hooks, key, guard) for module, guard in guards.items()]
 
     # -- the implementations differ in these ---------------------------------------------------------------------
-
-    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """Return where each unsharded parameter is shown: attributes, name, unsharded and sharded tensor."""
-        raise NotImplementedError
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Point the modules at full Parameters made from ``tensors``, until :meth:`unregister_full_params`."""
@@ -137,26 +131,40 @@ class Views:
         """Undo :meth:`use_full_tensors`; does nothing if no full parameters are shown."""
         raise NotImplementedError
 
-    def show_names(self) -> None:
-        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
-
-    def remove(self) -> None:
-        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
-        raise NotImplementedError
-
-    def bind_shard(self, *, rebuilt: bool = False) -> None:
-        """Make sharded parameters views of the data of ``flat_param``."""
-
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
         raise NotImplementedError
 
+    def show_names(self) -> None:
+        """Register a parameter under every original name, until :meth:`unregister_full_params`."""
+
+    def bind_shard(self, *, rebuilt: bool = False) -> None:
+        """Make sharded parameters views of the data of ``flat_param``."""
+
+    def _bind(self) -> Bindings:
+        return [
+            (site.module._parameters, site.name, unsharded_param, entry.param)
+            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
+            for site in entry.sites
+        ]
+
+    def remove(self) -> None:
+        """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
+        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
+        # rebuild their list of weights after a conversion (nn.RNN) would keep.
+        for parameters, name, _, _ in self._bindings:
+            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
+
+    @without_torch_function
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
+        for entry, now, was in zip(self.params, shown, before, strict=True):
+            if now != was:
+                entry.param.requires_grad_(now)
 
     def kept(self) -> dict[nn.Parameter, nn.Parameter]:
         """Return a map from unsharded parameters to the parameters that an optimizer holds, if they differ."""
-        return {}
+        return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
 
     # -- unsharded and sharded views -----------------------------------------------------------------------------
 
@@ -164,15 +172,14 @@ class Views:
         """Use other unsharded parameters from now on (of another compute dtype)."""
         self.unsharded_params = tuple(unsharded_params)
         self._storages = [
-            unsharded_param.untyped_storage()._cdata if entry.adapter is PLAIN else 0
+            unsharded_param.untyped_storage()._cdata if entry.adapter is PLAIN else None
             for unsharded_param, entry in zip(self.unsharded_params, self.params, strict=True)
         ]
         self._bindings = self._bind()
 
     def use_unsharded_views(self) -> None:
         """Point the modules at the unsharded parameters."""
-        for hooks, key, _ in self._guard_hooks:
-            hooks.pop(key, None)
+        self.unguard()
         for attributes, name, unsharded_param, _ in self._bindings:
             attributes[name] = unsharded_param
 
@@ -194,18 +201,18 @@ class Views:
 
         The current tensors, sharded or unsharded, are restored at the end.
         """
-        guarded = [(hooks, key, guard) for hooks, key, guard in self._guard_hooks if key in hooks]
-        held = [(attributes, name, attributes[name]) for attributes, name, *_ in self._bindings if name in attributes]
+        places = [(attributes, name) for attributes, name, _, _ in self._bindings]
+        places += [(hooks, key) for hooks, key, _ in self._guard_hooks]
+        held = [(place, name, place[name]) for place, name in places if name in place]
+        for attributes, name, _, _ in self._bindings:
+            if name in attributes:
+                attributes[name] = None
         self.unguard()
-        for attributes, name, _ in held:
-            attributes[name] = None
         try:
             yield
         finally:
-            for attributes, name, tensor in held:
-                attributes[name] = tensor
-            for hooks, key, guard in guarded:
-                hooks[key] = guard
+            for place, name, value in held:
+                place[name] = value
 
     def check_shown(self) -> None:
         """Check that no parameter was assigned while the modules pointed at unsharded ones.
@@ -214,11 +221,12 @@ class Views:
             PhaseError: if one was; the assignment would be lost.
         """
         bindings = iter(self._bindings)
-        for index, entry in enumerate(self.params):
+        for index, (entry, storage) in enumerate(zip(self.params, self._storages, strict=True)):
             for _ in entry.sites:
                 attributes, name, unsharded_param, sharded = next(bindings)
                 current = attributes.get(name)
-                if current is sharded or (current is unsharded_param and self._is_unchanged(index)):
+                is_same = storage is None or unsharded_param.untyped_storage()._cdata == storage
+                if current is sharded or (current is unsharded_param and is_same):
                     continue
                 raise PhaseError(
                     f"Parameter {self.describe(index)} was assigned after a forward, "
@@ -226,12 +234,6 @@ class Views:
                     "the backward of that forward, or without one. Assign between steps, after backward, or inside "
                     "summon_full_params."
                 )
-
-    def _is_unchanged(self, index: int) -> bool:
-        """Return whether an unsharded parameter still has its storage."""
-        if self.params[index].adapter is not PLAIN:
-            return True
-        return self.unsharded_params[index].untyped_storage()._cdata == self._storages[index]
 
     def local(self, index: int) -> torch.Tensor:
         """Return this rank's local shard of parameter ``index`` (1-D, a view); call :meth:`adopt_changes` first."""
@@ -248,13 +250,10 @@ class Views:
 
     def shown(self, index: int) -> torch.Tensor:
         """Return the local tensor of parameter ``index`` at its first site while full parameters are shown."""
-        return self.params[index].adapter.to_local(self._at(index))
+        return self.params[index].adapter.to_local(self.full_param(index))
 
-    def set_shown_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Set the gradient of that parameter, given its local tensor ``grad``."""
-        self._at(index).grad = self.params[index].adapter.from_local(grad)
-
-    def _at(self, index: int) -> nn.Parameter:
+    def full_param(self, index: int) -> nn.Parameter:
+        """Return parameter ``index`` as its modules hold it while full parameters are shown."""
         site = self.params[index].sites[0]
         current = site.module._parameters.get(site.name)
         assert current is not None
@@ -296,6 +295,11 @@ class Views:
         """Return the FQN of a parameter and its unit, for error texts."""
         return f"{self.layout.param_infos[index].fqn!r} of unit {self.unit_name!r}"
 
+    def describe_with_shape(self, index: int) -> str:
+        """Return the FQN, the unsharded shape and the unit of a parameter, for error texts."""
+        param_info = self.layout.param_infos[index]
+        return f"{param_info.fqn!r} {param_info.shape} of unit {self.unit_name!r}"
+
     def _raise_replaced(self, what: str) -> NoReturn:
         raise UsageError(
             f"{what} was replaced in its module: torch's fully_shard was called on a module that "
@@ -326,15 +330,7 @@ class OrigViews(Views):
         self._class = ShardedParameter if is_sharded else nn.Parameter
         self._pointers: tuple[int, ...] = ()
         self.bind_shard()
-        for hooks, key, guard in self._guard_hooks:
-            hooks[key] = guard
-
-    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        return [
-            (site.module._parameters, site.name, unsharded_param, entry.param)
-            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
-            for site in entry.sites
-        ]
+        self.use_sharded_views()
 
     @without_torch_function
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -363,12 +359,6 @@ class OrigViews(Views):
         for entry, grad in zip(self.params, saved, strict=True):
             set_grad(entry.param, grad)
 
-    def remove(self) -> None:
-        # Not absent, because optimizers number parameters in registration order, and not None, which modules that
-        # rebuild their list of weights after a conversion (nn.RNN) would keep.
-        for parameters, name, _, _ in self._bindings:
-            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
-
     @without_torch_function
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
@@ -381,15 +371,6 @@ class OrigViews(Views):
                 set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
             set_sharded_class(param, self._class)
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
-
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
-        return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
-
-    @without_torch_function
-    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
-        for entry, now, was in zip(self.params, shown, before, strict=True):
-            if now != was:
-                entry.param.requires_grad_(now)
 
     @without_torch_function
     def adopt_changes(self) -> None:
@@ -443,14 +424,14 @@ class FlatViews(Views):
         _warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
-    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+    def _bind(self) -> Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
             placeholders = [
-                ShardedPlaceholder.of(unsharded_param, param_info.fqn, lambda: self.unit_name)
-                for unsharded_param, param_info in zip(self.unsharded_params, self.layout.param_infos, strict=True)
+                ShardedPlaceholder.of(unsharded_param, functools.partial(self.describe_with_shape, index))
+                for index, unsharded_param in enumerate(self.unsharded_params)
             ]
-        bindings: list[tuple[dict[str, Any], str, Any, Any]] = [
+        bindings: Bindings = [
             (site.module.__dict__, site.name, unsharded_param, placeholder)
             for entry, unsharded_param, placeholder in zip(
                 self.params, self.unsharded_params, placeholders, strict=True
@@ -480,6 +461,12 @@ class FlatViews(Views):
 
     def remove(self) -> None:
         self.module._parameters[FLAT_PARAM] = None
+
+    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
+        pass  # that of the flat parameter counts
+
+    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
+        return {}
 
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)

@@ -5,8 +5,7 @@ Uses integers and strings only, without torch. Sizes are in elements unless a na
 
 from __future__ import annotations
 
-from fsdp_flat.layout.boxes import Box, boxes
-from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo, alignment_numel
+from fsdp_flat.layout.flat_layout import FlatLayout, LocalShard, ParamInfo, RowLayout, alignment_numel
 from fsdp_flat.layout.fqn import (
     CHECKPOINT_WRAPPED_MODULE,
     COMPILED_MODULE,
@@ -19,7 +18,17 @@ from fsdp_flat.layout.fqn import (
     is_flat_param_name,
     join_fqn,
 )
-from fsdp_flat.layout.interval import Interval
-from fsdp_flat.layout.partition import EvenPartition, IrregularPartition, Partition, ReplicatedPartition
-from fsdp_flat.layout.row_layout import RowLayout
-from fsdp_flat.layout.transfer_plan import TransferPlan, chunk_partition, chunk_rows, chunk_shape, plan_transfer
+from fsdp_flat.layout.intervals import (
+    Box,
+    EvenPartition,
+    Interval,
+    IrregularPartition,
+    Partition,
+    ReplicatedPartition,
+    TransferPlan,
+    boxes,
+    chunk_partition,
+    chunk_rows,
+    chunk_shape,
+    plan_transfer,
+)

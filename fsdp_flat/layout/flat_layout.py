@@ -1,20 +1,18 @@
-"""Describes the flat layout: the offset of each parameter in the flat buffer, and its local shard on each rank.
+"""Describes the layout of a flat buffer: the offset of each parameter, and its local shard on each rank.
 
 A layout is a value computed from names, shapes and a world size alone, so every rank can compute every other rank's.
-It equals the layout of torch FSDP1 element for element; ``tests/layout`` compares it with torch's metadata.
+:class:`FlatLayout` equals the layout of torch FSDP1 element for element; ``tests/layout`` compares it with torch's
+metadata. :class:`RowLayout` shards each parameter by itself, as FSDP2 does.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout.interval import Interval
-from fsdp_flat.layout.partition import EvenPartition
+from fsdp_flat.layout.intervals import EvenPartition, Interval
 
 _ALIGNMENT_NBYTES = 16
 
@@ -28,12 +26,7 @@ def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
     Args:
         itemsize: bytes per element of the forward and backward dtype.
         use_orig_params: the constructor option.
-
-    Raises:
-        OptionError: if ``itemsize`` is below 1.
     """
-    if itemsize < 1:
-        raise OptionError(f"alignment_numel: itemsize is a number of bytes of at least 1, got {itemsize}")
     return max(1, _ALIGNMENT_NBYTES // itemsize) if use_orig_params else 1
 
 
@@ -41,17 +34,12 @@ def alignment_numel(itemsize: int, *, use_orig_params: bool) -> int:
 class ParamInfo:
     """Locates one parameter in the flat buffer.
 
-    Args:
+    Attributes:
         fqn: the parameter's FQN.
         shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty parameter.
         offset: index of its first element in the flat buffer.
-
-    Attributes:
         interval: its elements in the flat buffer.
         numel: its number of elements.
-
-    Raises:
-        OptionError: if a dim or the offset is negative or not an int.
     """
 
     fqn: str
@@ -61,10 +49,6 @@ class ParamInfo:
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not all(isinstance(size, int) and size >= 0 for size in self.shape):
-            raise OptionError(f"the shape of {self.fqn!r} must be ints of at least 0, got {self.shape}")
-        if not (isinstance(self.offset, int) and self.offset >= 0):
-            raise OptionError(f"the offset of {self.fqn!r} must be an int of at least 0, got {self.offset!r}")
         numel = math.prod(self.shape)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "interval", Interval(self.offset, self.offset + numel))
@@ -74,27 +58,15 @@ class ParamInfo:
 class LocalShard:
     """Locates one rank's local shard of one parameter.
 
-    Args:
+    Attributes:
         index: the parameter's index in the layout.
         in_param: the local shard's elements within the flattened parameter.
         in_shard: the same elements within the rank's shard.
-
-    Raises:
-        OptionError: if the two intervals differ in length, or ``index`` is negative.
     """
 
     index: int
     in_param: Interval
     in_shard: Interval
-
-    def __post_init__(self) -> None:
-        if self.index < 0:
-            raise OptionError(f"a LocalShard's index is at least 0, got {self.index}")
-        if self.in_param.numel != self.in_shard.numel:
-            raise OptionError(
-                f"the local shard of parameter {self.index} must be as long in the parameter as in the shard, "
-                f"got {self.in_param} and {self.in_shard}"
-            )
 
     @property
     def numel(self) -> int:
@@ -111,7 +83,7 @@ class LocalShard:
 class FlatLayout:
     """Describes the flat buffer of several parameters, split into one shard of equal length per rank.
 
-    Args:
+    Attributes:
         param_infos: the parameters, in buffer order, without overlap.
         numel: elements of the full buffer with all padding, a multiple of ``world_size``.
         world_size: number of ranks over which the buffer is sharded; 1 for NO_SHARD.
@@ -120,45 +92,21 @@ class FlatLayout:
             ``use_orig_params=True`` the tail padding too.
 
     Raises:
-        OptionError: if there are no parameters, if two have the same name or overlap, or if the sizes do not fit.
+        OptionError: if two parameters have the same name.
     """
 
     param_infos: tuple[ParamInfo, ...]
     numel: int
     world_size: int
     unpadded_numel: int
-    _index: dict[str, int] = field(init=False, repr=False, compare=False)
-    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _stops: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _shards: dict[int, tuple[LocalShard, ...]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.world_size < 1:
-            raise OptionError(f"a flat layout needs a world size of at least 1, got {self.world_size}")
-        if not self.param_infos:
-            raise OptionError("a flat layout needs at least one parameter, got none")
-        index: dict[str, int] = {}
-        end = 0
-        for i, param_info in enumerate(self.param_infos):
-            if param_info.fqn in index:
-                raise OptionError(
-                    f"a flat layout needs different names, got {param_info.fqn!r} at {index[param_info.fqn]} and {i}"
-                )
-            if param_info.offset < end:
-                raise OptionError(f"{param_info.fqn!r} starts at {param_info.offset}, inside of what ends at {end}")
-            index[param_info.fqn] = i
-            end = param_info.interval.stop
-        if not end <= self.unpadded_numel <= self.numel:
-            raise OptionError(
-                f"a flat layout needs end of the last parameter <= unpadded_numel <= numel, "
-                f"got {end}, {self.unpadded_numel}, {self.numel}"
-            )
-        if self.numel % self.world_size:
-            raise OptionError(f"{self.numel} elements cannot be cut into {self.world_size} equal shards")
-        object.__setattr__(self, "_index", index)
-        object.__setattr__(self, "_starts", tuple(param_info.interval.start for param_info in self.param_infos))
-        object.__setattr__(self, "_stops", tuple(param_info.interval.stop for param_info in self.param_infos))
-        object.__setattr__(self, "_shards", {})
+        first: dict[str, int] = {}
+        for index, fqn in enumerate(self.fqns):
+            if first.setdefault(fqn, index) != index:
+                raise OptionError(f"a flat layout needs different names, got {fqn!r} at {first[fqn]} and {index}")
+        assert self.param_infos[-1].interval.stop <= self.unpadded_numel <= self.numel
+        assert self.numel % self.world_size == 0
 
     @classmethod
     def build(
@@ -178,7 +126,7 @@ class FlatLayout:
         ``FlatParamHandle._init_flat_param_and_metadata`` and ``_get_shard``.)
 
         Args:
-            params: name and shape of each parameter, each once.
+            params: name and shape of each parameter, each once; at least one.
             world_size: size of the shard group; 1 for NO_SHARD.
             align_numel: in elements, see :func:`alignment_numel`.
             tail_multiple: in elements; by default ``world_size`` where ``align_numel > 1`` and 1 otherwise. NO_SHARD
@@ -186,19 +134,15 @@ class FlatLayout:
                 nothing is sharded, which is ``world_size=1, tail_multiple=<size of the process group>``.
 
         Raises:
-            OptionError: if there are no parameters, if names repeat, or if a size is below 1.
+            OptionError: if names repeat.
         """
         if tail_multiple is None:
             tail_multiple = world_size if align_numel > 1 else 1
-        for name, value in (("world_size", world_size), ("align_numel", align_numel), ("tail_multiple", tail_multiple)):
-            if value < 1:
-                raise OptionError(f"FlatLayout.build: {name} is at least 1, got {value}")
         param_infos: list[ParamInfo] = []
         end = 0
         for fqn, shape in params:
-            param_info = ParamInfo(fqn, tuple(shape), _round_up(end, align_numel))
-            param_infos.append(param_info)
-            end = param_info.interval.stop
+            param_infos.append(ParamInfo(fqn, tuple(shape), _round_up(end, align_numel)))
+            end = param_infos[-1].interval.stop
         unpadded_numel = _round_up(end, tail_multiple)
         return cls(tuple(param_infos), _round_up(unpadded_numel, world_size), world_size, unpadded_numel)
 
@@ -212,25 +156,9 @@ class FlatLayout:
         """FQNs of the parameters, in buffer order."""
         return tuple(param_info.fqn for param_info in self.param_infos)
 
-    def index_of(self, fqn: str) -> int:
-        """Return the index of the parameter ``fqn``.
-
-        Raises:
-            OptionError: if there is no such parameter.
-        """
-        try:
-            return self._index[fqn]
-        except KeyError:
-            raise OptionError(f"no parameter {fqn!r} in the {self.describe()}") from None
-
     def shard(self, rank: int) -> Interval:
-        """Return the elements of the flat buffer that ``rank`` holds, padding included.
-
-        Raises:
-            OptionError: if there is no such rank.
-        """
-        if not 0 <= rank < self.world_size:
-            self._raise_rank(rank)
+        """Return the elements of the flat buffer that ``rank`` holds, padding included."""
+        assert 0 <= rank < self.world_size
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def local_shard(self, index: int, rank: int) -> LocalShard:
@@ -238,83 +166,142 @@ class FlatLayout:
 
         The ``in_param`` intervals of ranks 0, 1, ... are adjacent and cover the parameter; an empty one lies at the
         parameter's end that is nearest to the rank's shard.
-
-        Raises:
-            OptionError: if there is no such parameter or rank.
         """
-        if not 0 <= rank < self.world_size:
-            self._raise_rank(rank)
-        self._slot(index)
         # The intersections of the parameter and the shard, as integers: every unit asks for all its local shards.
-        first, last = self._starts[index], self._stops[index]
-        shard_first = rank * self.shard_numel
-        shard_last = shard_first + self.shard_numel
-        start = min(max(first, shard_first), last)
-        numel = max(0, min(last, shard_last) - start)
-        in_param, in_shard = start - first, min(max(shard_first, first), shard_last) - shard_first
+        param, size = self.param_infos[index].interval, self.shard_numel
+        before = rank * size
+        start = min(max(param.start, before), param.stop)
+        numel = max(0, min(param.stop, before + size) - start)
+        in_param, in_shard = start - param.start, min(max(before, param.start), before + size) - before
         return LocalShard(index, Interval(in_param, in_param + numel), Interval(in_shard, in_shard + numel))
 
-    def partition(self, index: int) -> EvenPartition:
-        """Return the partition of the flattened parameter ``index`` over the ranks.
-
-        Raises:
-            OptionError: if there is no such parameter.
-        """
-        param_info = self._slot(index)
-        return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
-
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
-        """Return the non-empty local shards that ``rank`` holds, in shard order; cached per rank.
+        """Return the non-empty local shards that ``rank`` holds, in shard order."""
+        found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
+        return tuple(local_shard for local_shard in found if not local_shard.is_empty)
 
-        Raises:
-            OptionError: if there is no such rank.
-        """
-        found = self._shards.get(rank)
-        if found is None:
-            shard = self.shard(rank)
-            first = bisect_right(self._stops, shard.start)
-            last = bisect_left(self._starts, shard.stop)
-            local_shards = (self.local_shard(index, rank) for index in range(first, last))
-            found = self._shards[rank] = tuple(local_shard for local_shard in local_shards if not local_shard.is_empty)
-        return found
+    def partition(self, index: int) -> EvenPartition:
+        """Return the partition of the flattened parameter ``index`` over the ranks."""
+        param_info = self.param_infos[index]
+        return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
 
     def paddings(self) -> tuple[Interval, ...]:
         """Return the padding intervals of the flat buffer, in order: alignment gaps and the tail."""
-        stops = (0, *self._stops)
-        starts = (*self._starts, self.numel)
+        stops = (0, *(param_info.interval.stop for param_info in self.param_infos))
+        starts = (*(param_info.offset for param_info in self.param_infos), self.numel)
         return tuple(Interval(stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
     def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
-        """Return the padding intervals of a rank's shard, in order, relative to the shard.
-
-        Raises:
-            OptionError: if there is no such rank.
-        """
+        """Return the padding intervals of a rank's shard, in order, relative to the shard."""
         own = self.shard(rank)
         found = (own.intersect(padding).shift(-own.start) for padding in self.paddings())
         return tuple(padding for padding in found if not padding.is_empty)
 
-    def describe(self) -> str:
-        """Return one short line for error texts."""
-        names = repr(self.param_infos[0].fqn)
-        if len(self.param_infos) > 1:
-            names += f" to {self.param_infos[-1].fqn!r}"
-        return (
-            f"flat layout of {len(self.param_infos)} parameter(s), {names}: {self.numel} elements "
-            f"({self.numel - sum(param_info.numel for param_info in self.param_infos)} of padding), "
-            f"{self.world_size} rank(s) of {self.shard_numel}"
-        )
-
-    def _raise_rank(self, rank: int) -> NoReturn:
-        raise OptionError(f"rank must be in 0..{self.world_size - 1}, got {rank}, for the {self.describe()}")
-
-    def _slot(self, index: int) -> ParamInfo:
-        if not 0 <= index < len(self.param_infos):
-            raise OptionError(
-                f"parameter index must be in 0..{len(self.param_infos) - 1}, got {index}, for the {self.describe()}"
-            )
-        return self.param_infos[index]
-
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class RowLayout(FlatLayout):
+    """Describes the buffers of several parameters, each sharded by itself along one of its dims.
+
+    Two orders of the same elements occur:
+
+    * In the *unsharded buffer* every parameter is contiguous, so that modules can use it in place. ``param_infos`` are
+      offsets in this order.
+    * In *rank order* the shards of all ranks follow each other; a shard is the concatenation of one rank's chunks of
+      all parameters. Shards and flat gradients are in this order, and so are ``shard``, ``paddings`` and ``in_shard``.
+
+    Chunks are those of ``torch.chunk``, padded to equal size. Only dim 0 may be uneven. Intervals in a parameter
+    (``in_param``, ``partition``) count its elements with the sharded dim moved to the front.
+
+    Attributes:
+        dims: the sharded dim of each parameter.
+        chunk_shapes: the shape of a rank's padded chunk of each parameter, equal on every rank.
+        chunks: the interval of each padded chunk in a shard.
+    """
+
+    dims: tuple[int, ...]
+    chunk_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    chunks: tuple[Interval, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        FlatLayout.__post_init__(self)
+        shapes = tuple(
+            _chunk_shape(param_info.shape, dim, self.world_size)
+            for param_info, dim in zip(self.param_infos, self.dims, strict=True)
+        )
+        chunks, end = [], 0
+        for shape in shapes:
+            chunks.append(Interval(end, end + math.prod(shape)))
+            end = chunks[-1].stop
+        object.__setattr__(self, "chunk_shapes", shapes)
+        object.__setattr__(self, "chunks", tuple(chunks))
+
+    @classmethod
+    def of_rows(cls, params: Sequence[tuple[str, Sequence[int]]], dims: Sequence[int], *, world_size: int) -> RowLayout:
+        """Lay out ``params`` one after another, each padded to equal chunks along its dim.
+
+        Args:
+            params: name and shape of each parameter, each once; at least one.
+            dims: the dim along which each is sharded, non-negative; 0 for a scalar, which is an error.
+            world_size: size of the shard group.
+
+        Raises:
+            OptionError: if names repeat, a parameter is a scalar, or a dim other than 0 is not divisible by
+                ``world_size``.
+        """
+        param_infos: list[ParamInfo] = []
+        end = 0
+        for (fqn, size), dim in zip(params, dims, strict=True):
+            shape = tuple(size)
+            if not shape:
+                raise OptionError(
+                    f"Parameter {fqn!r} is a scalar, which has no dim to shard. Make it a 1-D tensor of one element, "
+                    "or pass it in ignored_params."
+                )
+            if dim > 0 and shape[dim] % world_size:
+                raise OptionError(
+                    f"Parameter {fqn!r} of shape {shape} cannot be sharded on dim {dim} over {world_size} ranks: a dim "
+                    "other than 0 must be divisible by the number of ranks. Shard it on dim 0."
+                )
+            param_infos.append(ParamInfo(fqn, shape, end))
+            end += world_size * math.prod(_chunk_shape(shape, dim, world_size))
+        return cls(tuple(param_infos), end, world_size, end, tuple(dims))
+
+    def rows(self, index: int, rank: int) -> Interval:
+        """Return the rows, along the sharded dim, of parameter ``index`` that ``rank`` holds."""
+        dim = self.dims[index]
+        num_rows, step = self.param_infos[index].shape[dim], self.chunk_shapes[index][dim]
+        return EvenPartition(num_rows, step, 0, self.world_size)[rank]
+
+    def local_shape(self, index: int, rank: int) -> tuple[int, ...]:
+        """Return the shape of a rank's part of parameter ``index``, without padding."""
+        shape, dim = self.param_infos[index].shape, self.dims[index]
+        return (*shape[:dim], self.rows(index, rank).numel, *shape[dim + 1 :])
+
+    def local_shard(self, index: int, rank: int) -> LocalShard:
+        in_param, chunk = self.partition(index)[rank], self.chunks[index]
+        return LocalShard(index, in_param, Interval(chunk.start, chunk.start + in_param.numel))
+
+    def partition(self, index: int) -> EvenPartition:
+        return EvenPartition(self.param_infos[index].numel, max(1, self.chunks[index].numel), 0, self.world_size)
+
+    def paddings(self) -> tuple[Interval, ...]:
+        """Return the padding intervals of a tensor in rank order."""
+        return tuple(
+            padding.shift(rank * self.shard_numel)
+            for rank in range(self.world_size)
+            for padding in self.shard_paddings(rank)
+        )
+
+    def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
+        found = (
+            Interval(self.local_shard(index, rank).in_shard.stop, chunk.stop) for index, chunk in enumerate(self.chunks)
+        )
+        return tuple(padding for padding in found if not padding.is_empty)
+
+
+def _chunk_shape(shape: tuple[int, ...], dim: int, world_size: int) -> tuple[int, ...]:
+    return (*shape[:dim], math.ceil(shape[dim] / world_size), *shape[dim + 1 :])

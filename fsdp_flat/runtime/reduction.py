@@ -15,7 +15,7 @@ import torch
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
 from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, streams_for, unrecorded
-from fsdp_flat.flat import FlatParamHandle, MemoryPool
+from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
 LOW_PRECISION_HOOKS: Mapping[Callable[..., Any], torch.dtype] = MappingProxyType(
@@ -220,7 +220,7 @@ class Reduction:
             shard.div_(divisor / self._divided_by)
         if self._policy.zeros_for_unused:
             used = bytes(self.handle.views.requires_grad())
-        grads.add_reduced(shard, used)
+        add_reduced(self.handle.views, shard, used)
 
     def discard(self) -> None:
         """Wait for the communication and drop the result."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from fsdp_flat import FlatParameter
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat import FlatParamHandle, HandleSpec, ShardState, collect_params
+from fsdp_flat.flat import FlatParamHandle, HandleSpec, ShardState, add_reduced, collect_params
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -267,8 +267,8 @@ def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none(
     module = Small()
     handle = handle_of(module, rank=0)
     shard = torch.ones(handle.layout.shard_numel)
-    handle.grads.add_reduced(shard.clone(), [True, False])
-    handle.grads.add_reduced(shard.clone(), [True, False])
+    add_reduced(handle.views, shard.clone(), [True, False])
+    add_reduced(handle.views, shard.clone(), [True, False])
     assert module.weight.grad is not None
     assert_equal(module.weight.grad, torch.full_like(module.weight, 2.0).detach())
     assert module.bias.grad is None

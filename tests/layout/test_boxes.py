@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import Box, Interval, boxes
 
 
@@ -100,27 +99,6 @@ def test_an_empty_interval_has_no_boxes(shape: tuple[int, ...]) -> None:
 def test_a_torch_size_is_a_shape() -> None:
     torch = pytest.importorskip("torch")
     assert boxes(torch.Size([2, 3]), Interval(0, 6)) == boxes((2, 3), Interval(0, 6))
-
-
-def test_an_interval_beyond_the_tensor_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"reaches beyond the 6 elements of shape \(2, 3\)"):
-        boxes((2, 3), Interval(3, 7))
-
-
-def test_a_negative_dim_is_refused() -> None:
-    with pytest.raises(OptionError, match="every dim of a shape is at least 0"):
-        boxes((2, -3), Interval(0, 0))
-
-
-@pytest.mark.parametrize(
-    "offsets, sizes, interval",
-    [((0,), (), Interval(0, 1)), ((0, 0), (2, 2), Interval(0, 3)), ((-1,), (1,), Interval(0, 1))],
-)
-def test_a_box_that_does_not_fit_its_interval_is_refused(
-    offsets: tuple[int, ...], sizes: tuple[int, ...], interval: Interval
-) -> None:
-    with pytest.raises(OptionError, match="a Box"):
-        Box(offsets, sizes, interval)
 
 
 def test_the_check_of_these_tests_notices_a_wrong_split(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.layout import FlatLayout, Interval, LocalShard, ParamInfo, alignment_numel
+from fsdp_flat.layout import FlatLayout, Interval, LocalShard, alignment_numel
 
 Shapes = list[tuple[int, ...]]
 
@@ -86,7 +86,7 @@ def test_pieces_of_all_ranks_make_up_each_parameter(shapes: Shapes, world: int, 
             local_shard = layout.local_shard(index, rank)
             assert local_shard.in_param.start == position
             assert local_shard.numel == local_shard.in_shard.numel
-            assert Interval(0, layout.shard_numel).contains(local_shard.in_shard)
+            assert local_shard.in_shard.stop <= layout.shard_numel
             assert (
                 (local_shard in layout.local_shards(rank))
                 == (not local_shard.is_empty)
@@ -348,8 +348,6 @@ def test_alignment_is_that_of_torch_fsdp(dtype: torch.dtype) -> None:
 
 def test_alignment_is_at_least_one_element() -> None:
     assert alignment_numel(16, use_orig_params=True) == alignment_numel(32, use_orig_params=True) == 1
-    with pytest.raises(OptionError, match="number of bytes of at least 1, got 0"):
-        alignment_numel(0, use_orig_params=True)
 
 
 def test_a_known_layout_reads_as_on_paper() -> None:
@@ -365,9 +363,6 @@ def test_a_known_layout_reads_as_on_paper() -> None:
     )
     assert list(owners(layout, 0)) == [0, 1, 2]
     assert list(owners(layout, 2)) == []
-    assert layout.describe() == (
-        "flat layout of 4 parameter(s), 'a' to 'd': 28 elements (5 of padding), 4 rank(s) of 7"
-    )
 
 
 def test_some_ranks_may_hold_nothing_but_padding() -> None:
@@ -388,21 +383,8 @@ def test_the_tail_may_be_padded_for_more_ranks_than_share_the_buffer() -> None:
     assert (layout.numel, layout.unpadded_numel, layout.shard_numel) == (8, 8, 8)
 
 
-def test_index_of_finds_each_name_and_refuses_others() -> None:
-    layout = FlatLayout.build(named([(2,), (3,), (4,)]), world_size=2)
-    assert [layout.index_of(fqn) for fqn in layout.fqns] == [0, 1, 2]
-    with pytest.raises(OptionError, match="no parameter 'x' in the flat layout of 3"):
-        layout.index_of("x")
-
-
-def test_pieces_of_a_rank_are_computed_once() -> None:
-    layout = FlatLayout.build(named([(2,), (3,)]), world_size=2)
-    assert layout.local_shards(1) is layout.local_shards(1)
-
-
 def test_a_layout_is_a_value() -> None:
     one, other = (FlatLayout.build(named([(2,), (3,)]), world_size=2) for _ in range(2))
-    one.local_shards(0)
     assert one == other
     assert hash(one) == hash(other)
     assert one != FlatLayout.build(named([(2,), (3,)]), world_size=1)
@@ -418,41 +400,9 @@ def test_a_torch_size_becomes_a_plain_shape() -> None:
     assert type(layout.param_infos[0].shape) is tuple
 
 
-SLOT = ParamInfo("a", (2,), 0)
-
-
-@pytest.mark.parametrize(
-    "call, text",
-    [
-        (lambda: FlatLayout.build([], world_size=2), "at least one parameter"),
-        (lambda: FlatLayout.build([("a", (1,)), ("a", (2,))], world_size=2), "different names, got 'a' at 0 and 1"),
-        (lambda: FlatLayout.build([("a", (1,))], world_size=0), "world_size is at least 1, got 0"),
-        (lambda: FlatLayout.build([("a", (1,))], world_size=1, align_numel=0), "align_numel is at least 1, got 0"),
-        (lambda: FlatLayout.build([("a", (1,))], world_size=1, tail_multiple=0), "tail_multiple is at least 1, got 0"),
-        (lambda: FlatLayout.build([("a", (-1,))], world_size=1), "shape of 'a' must be ints of at least 0"),
-        (
-            lambda: FlatLayout.build([("a", (1.5,))], world_size=1),  # type: ignore[list-item]
-            "shape of 'a' must be ints of at least 0",
-        ),
-        (lambda: FlatLayout((SLOT,), 3, 2, 2), "3 elements cannot be cut into 2 equal shards"),
-        (lambda: FlatLayout((SLOT,), 2, 0, 2), "world size of at least 1, got 0"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 1), "got 2, 1, 2"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 3), "got 2, 3, 2"),
-        (lambda: FlatLayout((SLOT, ParamInfo("b", (2,), 1)), 4, 1, 4), "'b' starts at 1, inside of what ends at 2"),
-        (lambda: ParamInfo("a", (2,), -1), "offset of 'a' must be an int of at least 0, got -1"),
-        (lambda: LocalShard(0, Interval(0, 2), Interval(0, 1)), "as long in the parameter as in the shard"),
-        (lambda: LocalShard(-1, Interval(0, 1), Interval(0, 1)), "index is at least 0, got -1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).shard(1), "rank must be in 0..0, got 1, for the flat layout of 1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).local_shards(-1), "rank must be in 0..0, got -1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).local_shard(0, 5), "rank must be in 0..0, got 5"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).local_shard(1, 0), "parameter index must be in 0..0, got 1"),
-        (lambda: FlatLayout((SLOT,), 2, 1, 2).partition(-1), "parameter index must be in 0..0, got -1"),
-    ],
-)
-def test_what_cannot_be_a_layout_is_refused_with_the_reason(call: Callable[[], object], text: str) -> None:
-    with pytest.raises(OptionError) as caught:
-        call()
-    assert text in str(caught.value)
+def test_two_parameters_of_one_name_are_refused() -> None:
+    with pytest.raises(OptionError, match="different names, got 'a' at 0 and 1"):
+        FlatLayout.build([("a", (1,)), ("a", (2,))], world_size=2)
 
 
 def test_the_layer_imports_no_torch() -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import pickle
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fsdp_flat.errors import OptionError
 from fsdp_flat.layout import Interval
 
 
@@ -32,7 +30,8 @@ def test_an_interval_counts_its_elements(interval: Interval) -> None:
 def test_intersect_holds_the_elements_of_both(one: Interval, other: Interval) -> None:
     both = one.intersect(other)
     assert set(elements(both)) == set(elements(one)) & set(elements(other))
-    assert one.contains(both)
+    assert one.start <= both.start
+    assert both.stop <= one.stop
 
 
 @given(intervals(), intervals())
@@ -50,31 +49,9 @@ def test_shift_moves_every_element_and_back(interval: Interval, by: int) -> None
     assert interval.shift(by).shift(-by) == interval
 
 
-@given(intervals(), intervals())
-def test_contains_agrees_with_the_elements(one: Interval, other: Interval) -> None:
-    if not other.is_empty:
-        assert one.contains(other) == (set(elements(other)) <= set(elements(one)))
-
-
 @given(intervals())
 def test_to_slice_selects_the_elements(interval: Interval) -> None:
     assert list(range(30))[interval.to_slice()] == elements(interval)
-
-
-@pytest.mark.parametrize("start, stop", [(-1, 0), (3, 2), (-2, -1)])
-def test_an_interval_refuses_ends_out_of_order(start: int, stop: int) -> None:
-    with pytest.raises(OptionError, match=f"0 <= start <= stop, got start={start}, stop={stop}"):
-        Interval(start, stop)
-
-
-def test_an_interval_refuses_floats() -> None:
-    with pytest.raises(OptionError, match="two ints"):
-        Interval(0, 1.0)  # type: ignore[arg-type]
-
-
-def test_a_shift_below_zero_is_refused() -> None:
-    with pytest.raises(OptionError):
-        Interval(2, 3).shift(-3)
 
 
 def test_intervals_are_ordered_hashable_values() -> None:

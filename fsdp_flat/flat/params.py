@@ -1,4 +1,4 @@
-"""Converts between the tensors that modules hold and the plain local tensors that are flattened.
+"""Describes the parameters that a unit manages: where modules hold them, and how DTensors become plain tensors.
 
 Flat layouts, shards, buffers and gradients use plain tensors of one process. A parameter that tensor parallelism has
 already sharded is a DTensor in its module; its adapter converts between the two. Plain parameters share one adapter,
@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.utils.weak import TensorWeakRef
 
-from fsdp_flat.errors import OptionError, UnsupportedError
+from fsdp_flat.errors import OptionError, TiedParameterError, UnsupportedError
 from fsdp_flat.flat._torch import concatenated_mesh, strided_shard
-from fsdp_flat.layout import Interval, chunk_rows
+from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE, Interval, chunk_rows, clean_fqn, join_fqn
+
+# -- adapters ----------------------------------------------------------------------------------------------------------
 
 
 class TensorAdapter:
@@ -82,21 +87,13 @@ class TensorAdapter:
 PLAIN = TensorAdapter()
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class DTensorAdapter(TensorAdapter):
-    """Converts between a DTensor and its local tensor.
+    """Converts between a DTensor, all of whose placements are ``Shard`` or ``Replicate``, and its local tensor."""
 
-    Args:
-        shape: global shape of the DTensor.
-        mesh: its mesh, 1-D or more.
-        placements: one per mesh dim, ``Shard`` or ``Replicate``.
-    """
-
-    __slots__ = ("mesh", "placements", "shape")
-
-    def __init__(self, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> None:
-        self.shape = shape
-        self.mesh = mesh
-        self.placements = placements
+    shape: torch.Size
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
 
     def from_local(self, local: torch.Tensor) -> torch.Tensor:
         stride = torch.empty(self.shape, device="meta").stride()
@@ -179,6 +176,11 @@ class DataParallelDims:
     shard: tuple[str, ...]
     replicate: tuple[str, ...]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return all of these dims."""
+        return (*self.shard, *self.replicate)
+
     def index(self, name: str) -> int:
         """Return the position of a dim in the mesh."""
         return (self.mesh.mesh_dim_names or ()).index(name)
@@ -195,43 +197,40 @@ class DataParallelDims:
                 f"Parameter {name!r} is {held}; with dp_mesh_dims every parameter must be a DTensor over the mesh "
                 f"passed, {self.mesh}. Distribute it by torch.distributed.tensor.distribute_module."
             )
-        for each in (*self.shard, *self.replicate):
+        for each in self.names:
             if not isinstance(adapter.placements[self.index(each)], Replicate):
                 raise OptionError(
                     f"Parameter {name!r} has the placements {adapter.placements}, which are not Replicate() on the "
                     f"data-parallel dim {each!r} of {self.mesh}."
                 )
-        return _WholeMeshAdapter(adapter, self)
+        return _WholeMeshAdapter(adapter.shape, adapter.mesh, adapter.placements, self)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class _WholeMeshAdapter(DTensorAdapter):
     """Converts a DTensor whose mesh has the data-parallel dims too.
 
     Gradients stay unreduced over those, as the unit reduces them.
     """
 
-    __slots__ = ("_data_dims",)
-
-    def __init__(self, adapter: DTensorAdapter, data_dims: DataParallelDims) -> None:
-        super().__init__(adapter.shape, adapter.mesh, adapter.placements)
-        self._data_dims = data_dims
+    data_dims: DataParallelDims
 
     def to_local(self, shown: torch.Tensor) -> torch.Tensor:
         if not isinstance(shown, DTensor):
             return shown
         wanted = list(self.placements)
-        for name in (*self._data_dims.shard, *self._data_dims.replicate):
-            index = self._data_dims.index(name)
+        for name in self.data_dims.names:
+            index = self.data_dims.index(name)
             wanted[index] = shown.placements[index]
         if tuple(wanted) != tuple(shown.placements):
             shown = shown.redistribute(self.mesh, wanted)
         return shown.to_local()
 
     def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        shard, replicate = self._data_dims.shard, self._data_dims.replicate
+        shard, replicate = self.data_dims.shard, self.data_dims.replicate
         placements = list(self.placements)
         for name in shard:
-            index = self._data_dims.index(name)
+            index = self.data_dims.index(name)
             placements[index] = self._sharded_again(dim, index + 1)
         if len(shard) == 1:
             return self.mesh, tuple(placements)
@@ -248,7 +247,7 @@ class _WholeMeshAdapter(DTensorAdapter):
 
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        data = {self._data_dims.index(name) for name in (*self._data_dims.shard, *self._data_dims.replicate)}
+        data = {self.data_dims.index(name) for name in self.data_dims.names}
         return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in data)
 
 
@@ -285,13 +284,8 @@ def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
 def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGroup]) -> None:
     """Check that a unit does not shard or replicate a DTensor over ranks of the DTensor's own mesh.
 
-    Args:
-        adapter: the adapter of a parameter.
-        name: the parameter's FQN, for the error text.
-        groups: the groups over which the unit shards and replicates.
-
     Raises:
-        OptionError: if the DTensor's mesh and a group share ranks besides this one.
+        OptionError: if the DTensor's mesh and one of the unit's ``groups`` share ranks besides this one.
     """
     if not isinstance(adapter, DTensorAdapter):
         return
@@ -306,3 +300,171 @@ def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGr
                 'mesh = init_device_mesh(device_type, (num_data, num_tensor), mesh_dim_names=("dp", "tp")), pass '
                 'mesh["tp"] to parallelize_module and device_mesh=mesh["dp"] to FullyShardedDataParallel.'
             )
+
+
+# -- managed parameters ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """Locates one registration of a parameter: ``module._parameters[name]``."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlattenedBy:
+    """Identifies the unit that flattened a parameter: the value of its ``_fsdp_flattened``.
+
+    Attributes:
+        fqn: FQN of the parameter relative to the unit's module.
+        shape: unsharded shape.
+        is_replaced: the model holds another tensor in its place, so updates of the marked one change nothing.
+    """
+
+    fqn: str
+    unit_name: str
+    shape: tuple[int, ...]
+    is_replaced: bool = False
+
+    def describe(self) -> str:
+        """Return FQN, shape and unit, for error texts."""
+        return f"{self.fqn!r} {tuple(self.shape)} of unit {self.unit_name!r}"
+
+
+def unsharded_shape(param: torch.Tensor) -> torch.Size | None:
+    """Return the unsharded shape of a unit's parameter; None for any other tensor."""
+    owner = getattr(param, "_fsdp_flattened", None)
+    return torch.Size(owner.shape) if isinstance(owner, FlattenedBy) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ManagedParam:
+    """Lists all sites of a parameter in its unit; the first site gives its FQN.
+
+    Attributes:
+        param: the parameter, a plain one once the unit manages it.
+        sites: its registrations.
+        adapter: converts between ``param`` and the tensor that the sites show.
+        replaced: returns the user's Parameter if ``param`` replaces it.
+    """
+
+    param: nn.Parameter
+    sites: tuple[Site, ...]
+    adapter: TensorAdapter = PLAIN
+    replaced: Callable[[], nn.Parameter | None] | None = None
+
+    @property
+    def fqn(self) -> str:
+        """FQN relative to the unit's module, without wrapper components."""
+        return self.sites[0].fqn
+
+    @property
+    def original(self) -> nn.Parameter:
+        """The user's Parameter, or one like it if the user does not hold it any more."""
+        found = self.replaced() if self.replaced is not None else self.param
+        return nn.Parameter(self.adapter.from_local(self.param.detach()), False) if found is None else found
+
+    def mark(self, owner: FlattenedBy) -> None:
+        """Mark the parameter as flattened by a unit, and the one that it replaces."""
+        replaced = self.replaced() if self.replaced is not None else None
+        self.param._fsdp_flattened = owner  # type: ignore[attr-defined]
+        if replaced is not None:
+            gone = FlattenedBy(owner.fqn, owner.unit_name, owner.shape, is_replaced=True)
+            replaced._fsdp_flattened = gone  # type: ignore[attr-defined]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Unsharded shape of the parameter."""
+        return self.param.shape
+
+
+def to_local_param(entry: ManagedParam) -> ManagedParam:
+    """Replace a DTensor parameter in its modules by a Parameter of its local tensor; return a plain one unchanged."""
+    shown = entry.param
+    adapter = adapter_of(shown, entry.fqn)
+    if adapter is PLAIN:
+        return entry
+    with torch.no_grad():
+        param = nn.Parameter(adapter.to_local(shown.detach()), requires_grad=shown.requires_grad)
+    param.__dict__.update({key: value for key, value in shown.__dict__.items() if key != "_is_param"})
+    param._backward_hooks = shown._backward_hooks
+    param._post_accumulate_grad_hooks = shown._post_accumulate_grad_hooks
+    for site in entry.sites:
+        site.module._parameters[site.name] = param
+    return replace(entry, param=param, adapter=adapter, replaced=TensorWeakRef(shown))
+
+
+# -- the walk over modules ---------------------------------------------------------------------------------------------
+
+
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+    """Iterate over ``root.modules()`` without names and without one generator per level of nesting."""
+    seen: set[nn.Module] = set()
+    ahead = [root]
+    while ahead:
+        module = ahead.pop()
+        if module not in seen:
+            seen.add(module)
+            yield module
+            ahead.extend(child for child in reversed(module._modules.values()) if child is not None)
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module inside wrappers for activation checkpoints, offload and compilation, or ``module`` itself.
+
+    These wrappers move the names in state dicts one level down when they load, so the unit's flat parameter has to be
+    registered on the module that holds its parameters.
+    """
+    for word in (CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE):
+        inner = module._modules.get(word)
+        if inner is not None:
+            return inside_wrappers(inner)
+    return module
+
+
+def named_sites(root: nn.Module) -> Iterator[tuple[Site, nn.Parameter]]:
+    """Iterate over all registrations of parameters below ``root``, duplicates included, in registration order."""
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        path = clean_fqn(prefix) if module._parameters else ""
+        for name, param in module._parameters.items():
+            if param is not None:
+                yield Site(module, name, join_fqn(path, name)), param
+
+
+def collect_params(
+    root: nn.Module,
+    *,
+    unit_name: str,
+    skip: Callable[[nn.Parameter], bool],
+    is_managed_below: Callable[[nn.Module, str], bool],
+) -> list[ManagedParam]:
+    """Collect the parameters of ``root`` that no nested unit manages, in FSDP1's order.
+
+    Args:
+        root: the unit's module.
+        unit_name: for error texts.
+        skip: true for parameters that this unit does not manage (ignored, or owned by an outer unit).
+        is_managed_below: true for a registration that a nested unit manages.
+
+    Raises:
+        TiedParameterError: if a parameter that another unit has flattened is registered here as well.
+    """
+    # By FQN and not by module: a module registered twice contributes both names of its parameters to state dicts.
+    found: dict[nn.Parameter, dict[str, Site]] = {}
+    for site, param in named_sites(root):
+        if is_managed_below(site.module, site.name) or skip(param):
+            continue
+        owner = getattr(param, "_fsdp_flattened", None)
+        if owner:
+            where = owner.describe() if isinstance(owner, FlattenedBy) else "another unit"
+            raise TiedParameterError(
+                f"{site.fqn!r} of unit {unit_name!r} is the same parameter as {where}, which was wrapped before. "
+                "Sharding it in two units would cut the tie. Wrap the module that holds both places in one call with "
+                "an auto_wrap_policy (the parameter then moves up to a common unit), or make both places one unit "
+                "(fully_shard takes a list of modules)."
+            )
+        found.setdefault(param, {}).setdefault(site.fqn, site)
+    return [ManagedParam(param, tuple(sites.values())) for param, sites in found.items()]
