@@ -25,7 +25,7 @@ from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
 from fsdp_flat.errors import UnsupportedError, UsageError
 from tests.compat.clients import FSDP2, OURS, imported
 from tests.support import on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 from tests.wrapper.models import batch, seeded
 
 with warnings.catch_warnings():
@@ -277,8 +277,7 @@ def test_torchs_enums_records_and_policies_are_taken_wherever_ours_are(rank: int
     assert model.sharding_strategy == peer_library.ShardingStrategy.SHARD_GRAD_OP
     assert len(fsdp_flat.FullyShardedDataParallel.fsdp_modules(model)) == 3
     optimizer = torch.optim.Adam(model.parameters())
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     with model.state_dict_type(
         model,
         peer_library.StateDictType.FULL_STATE_DICT,  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
 from tests.support import OWN_PARAMETERS, on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.support.kit import Stack, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -54,9 +54,7 @@ def test_ties_inside_a_unit_stay_and_train_as_one(rank: int) -> None:
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         for seed in (1, 2):
             torch.manual_seed(seed)
-            each(torch.randint(11, (3, 4))).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(each, optimizer, [torch.randint(11, (3, 4))])
     assert model.head.weight is model.embedding.weight
     state = model.state_dict()
     assert state["head.weight"].to_local().data_ptr() == state["embedding.weight"].to_local().data_ptr()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from tests.composable.beside import Beside, batch_of, grads_of, whole
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Block, Stack, mesh, square_loss
+from tests.support.kit import Block, Stack, mesh, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 LOW = {"atol": 2e-3, "rtol": 2e-2}
@@ -177,10 +177,7 @@ def test_offloading_on_the_cpu_is_as_no_offloading(pin_memory: bool, param_dtype
         for module in (*model.blocks, model):
             fully_shard(module, mp_policy=policy, offload_policy=offload_policy)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        for number in range(3):
-            optimizer.zero_grad()
-            square_loss(model, batch_of(dist.get_rank(), number)).backward()
-            optimizer.step()
+        train_on(model, optimizer, [batch_of(dist.get_rank(), number) for number in range(3)])
         assert {param.device.type for param in model.parameters()} == {"cpu"}
         found.append({name: whole(param) for name, param in model.named_parameters()})
     assert_equal(found[0], found[1])

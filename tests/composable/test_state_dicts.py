@@ -30,7 +30,7 @@ from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.composable.beside import whole
 from tests.support import on_ranks
-from tests.support.kit import mesh, square_loss
+from tests.support.kit import mesh, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -147,9 +147,7 @@ def test_a_dict_taken_once_follows_an_optimizer_as_that_of_torch(dim: int, way: 
     x = torch.rand(dim, dim)
     for _ in range(4):
         for layer, optimizer in zip(layers, optimizers, strict=True):
-            optimizer.zero_grad()
-            square_loss(layer, x).backward()
-            optimizer.step()
+            train_on(layer, optimizer, [x])
         torch.testing.assert_close(states[0]["weight"].to_local(), states[1]["weight"].to_local())
         assert pointers(layers[0].state_dict()) == before
     assert_full(states[0], {"weight": layers[0].weight.full_tensor().detach()})
@@ -248,9 +246,7 @@ def test_conversions_keep_an_optimizers_parameters() -> None:
     assert held == {id(param) for param in model.parameters()}
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for each, opt in ((model, optimizer), (plain, reference)):
-        square_loss(each, torch.ones(2, 4, dtype=torch.float64)).backward()
-        opt.step()
-        opt.zero_grad()
+        train_on(each, opt, [torch.ones(2, 4, dtype=torch.float64)])
     assert_full(model.state_dict(), plain.state_dict())
     model.to(torch.float32)
     plain.to(torch.float32)
@@ -260,8 +256,7 @@ def test_conversions_keep_an_optimizers_parameters() -> None:
     model.load_state_dict(sharded(copy.deepcopy(plain)).state_dict())
     assert_full(model.state_dict(), plain.state_dict())
     for each, opt in ((model, optimizer), (plain, reference)):
-        square_loss(each, torch.ones(2, 4)).backward()
-        opt.step()
+        train_on(each, opt, [torch.ones(2, 4)])
     assert_full(model.state_dict(), plain.state_dict())
 
 

@@ -29,7 +29,7 @@ from tests.runtime.kit import STRATEGIES as ALL_STRATEGIES
 from tests.runtime.kit import WIDTH, Twin, batch, mesh_for
 from tests.runtime.test_memory import live_bytes, settled_bytes
 from tests.support import Ranks, assert_close, assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Stack, full_params, square_loss, wrapped
+from tests.support.kit import BLOCKS, Stack, full_params, square_loss, train_on, wrapped
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -106,9 +106,7 @@ def run_8_bit(path: str, *, resumes: bool) -> dict[str, Any]:
         # Optimizer.load_state_dict would make int8 the parameter's dtype.
         optimizer.state.update({params[index]: row for index, row in loaded["state"].items()})
     for step in (1,) if resumes else (0, 1):
-        optimizer.zero_grad()
-        square_loss(model, batch(0, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batch(0, step)])
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         if step == 0 and dist.get_rank() == 0:
             torch.save(state, path)

@@ -26,6 +26,7 @@ from tests.parity.harness import Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, ORIG, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train, trained
 from tests.parity.zoo import CASES, Layer
 from tests.support import OWN_STATISTICS, assert_equal
+from tests.support.kit import train_on
 
 Outputs = namedtuple("Outputs", ["first", "second"])
 
@@ -108,10 +109,7 @@ def test_a_unit_that_computes_without_gradients_keeps_its_parameters(
     before = make[0].linear.weight.detach().clone()
     model = side.wrap(make, layout, units=(NoGradUnit, Layer), use_orig_params=use_orig_params)
     optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(vectors(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
+    train_on(model, optimizer, [vectors(dist.get_rank(), step) for step in range(2)])
     state = state_of(model)
     assert_equal(state["0.linear.weight"], before)
     return state
@@ -197,9 +195,7 @@ def test_optimizers_that_step_inside_backward_give_the_numbers_of_one_after_it(
     for step in range(3):
         batch = batch_of(case, dist.get_rank(), step)
         case.loss_of(inside, batch).backward()
-        optimizer.zero_grad()
-        case.loss_of(after, batch).backward()
-        optimizer.step()
+        train_on(after, optimizer, [batch], case.loss_of)
         assert all(param.grad is None for param in inside.parameters())
     assert_equal(state_of(inside), state_of(after))
     return state_of(after)

@@ -28,6 +28,7 @@ from tests.parity.sides import FULL, ORIG, STRATEGIES, Side, on_both_sides, stat
 from tests.parity.test_state_dict import plain
 from tests.parity.zoo import CASES, Case, Layer, squared_error, vectors
 from tests.support import assert_close, assert_equal
+from tests.support.kit import train_on
 
 
 class Even(nn.Module):
@@ -385,9 +386,7 @@ def test_parameters_that_no_unit_manages_are_saved_and_loaded(
     with side.state_dict_as(first[0], "FULL"):
         second[0].load_state_dict(first[0].state_dict())
     for model, optimizer in (first, second):
-        optimizer.zero_grad()
-        case.loss_of(model, same).backward()
-        optimizer.step()
+        train_on(model, optimizer, [same], case.loss_of)
     assert_close(state_of(second[0]), state_of(first[0]), **TOLERANCE)
     return [found, state_of(second[0])]
 

@@ -33,7 +33,7 @@ from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import wrapped
+from tests.support.kit import train_on, wrapped
 from tests.support.reference import replicated_step
 
 WIDTH, HIDDEN, POSITIONS = 8, 10, 4
@@ -138,18 +138,13 @@ def step_of_both(
     mesh: DeviceMesh,
     step: int,
 ) -> None:
-    optimizer.zero_grad()
-    loss_of(model, batches(step)[mesh["dp"].get_local_rank()]).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batches(step)[mesh["dp"].get_local_rank()]], loss_of)
     replicated_step(plain, plain_optimizer, batches(step), loss_of)
 
 
 def trained(model: FSDP, mesh: DeviceMesh, num_steps: int = 1) -> FSDP:
     optimizer = adamw(model)
-    for step in range(num_steps):
-        loss_of(model, batches(step)[mesh["dp"].get_local_rank()]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(model, optimizer, [batches(step)[mesh["dp"].get_local_rank()] for step in range(num_steps)], loss_of)
     return model
 
 
@@ -244,9 +239,7 @@ def test_hybrid_sharding_takes_a_third_axis() -> None:
     )
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, batches(step)[mesh["replicate"].get_local_rank()]).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batches(step)[mesh["replicate"].get_local_rank()]], loss_of)
         replicated_step(plain, plain_optimizer, batches(step), loss_of)
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
 

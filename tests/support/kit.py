@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +86,26 @@ def mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
 def square_loss(model: nn.Module, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:
     """Compute a loss that is not linear in the parameters."""
     return model(x).pow(2).mean()
+
+
+def train_on(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Iterable[Any],
+    loss_of: Callable[[Any, Any], torch.Tensor] = square_loss,
+    *,
+    before_step: Callable[[], object] = lambda: None,
+) -> list[torch.Tensor]:
+    """Take one optimizer step on each input, and return the losses; the gradients of the last step stay."""
+    losses = []
+    for x in inputs:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        before_step()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
 
 
 def full_params(model: nn.Module) -> dict[str, torch.Tensor]:
