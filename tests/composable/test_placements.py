@@ -21,7 +21,7 @@ from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.state import full_tensor
 from tests.support import on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -51,19 +51,14 @@ def sharded(model: nn.Sequential, fully_shard: Any = fully_shard, **kwargs: Any)
 def trained(model: nn.Module, dim: int, rank: int, seeds: list[int], *, average: bool = False) -> torch.Tensor:
     """Train with plain SGD, and return losses; ``rank`` chooses the batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for seed in seeds:
-        torch.manual_seed(100 * seed + rank)
-        loss = square_loss(model, torch.randn(3, dim))
-        losses.append(loss.detach())
-        loss.backward()
-        if average:
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses)
+
+    def mean() -> None:
+        for param in model.parameters() if average else ():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+    inputs = [normal(100 * seed + rank, 3, dim) for seed in seeds]
+    return torch.stack(train_on(model, optimizer, inputs, before_step=mean))
 
 
 def assert_full(model: nn.Module, plain: nn.Module) -> None:

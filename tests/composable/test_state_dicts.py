@@ -30,7 +30,7 @@ from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.composable.beside import whole
 from tests.support import on_ranks
-from tests.support.kit import mesh, square_loss, train_on
+from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -286,15 +286,8 @@ def test_rank_zero_loads_a_full_state_dict_for_all(rank: int) -> None:
 def trained(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int = 2, seed: int = 0, dim: int = 3
 ) -> torch.Tensor:
-    losses = []
-    for each in range(num_steps):
-        torch.manual_seed(100 * (seed + each) + dist.get_rank())
-        loss = square_loss(model, torch.randn(3, dim))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+    inputs = [normal(100 * (seed + each) + dist.get_rank(), 3, dim) for each in range(num_steps)]
+    return torch.stack(train_on(model, optimizer, inputs))
 
 
 FRONTS = {"ours": fully_shard, "torch": peer_fully_shard}

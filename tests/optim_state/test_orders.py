@@ -126,11 +126,8 @@ def test_ranks_may_ignore_different_modules(use_orig_params: bool, rank: int) ->
     outer = nn.Sequential(nn.Linear(3, 5), FSDP(inner, sync_module_states=True, **settings), nn.Linear(5, 2))
     model = FSDP(outer, sync_module_states="auto", **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(2):
-        square_loss(model, batch(rank, step)).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    inputs = [batch(rank, step) for step in range(2)]
+    train_on(model, optimizer, inputs, before_step=lambda: model.clip_grad_norm_(1.0))
     for kind in (FULL, SHARDED, LOCAL):
         with FSDP.state_dict_type(model, kind):
             state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -14,23 +12,7 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss
-
-
-class Trouble(Exception):
-    """What the tests raise."""
-
-
-class RaisesInBackward(torch.autograd.Function):
-    """Passes through, and raises on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Trouble("in backward")
+from tests.support.kit import Block, RaisesInBackward, Stack, Trouble, square_loss
 
 
 class Fragile(Block):

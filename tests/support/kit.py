@@ -63,6 +63,40 @@ class Stack(nn.Module):
 BLOCKS = ModuleWrapPolicy({Block})
 
 
+class Trouble(Exception):
+    """Raised on purpose, in a forward or a backward."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Passes through, and raises on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Trouble("in backward")
+
+
+def seeded(make: Callable[[], Any] = Stack, seed: int = 0) -> Any:
+    """Make the same new model on every rank that asks."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the same normal numbers on every rank that asks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def batch(
+    rank: int, step: int = 0, width: int = 8, num_rows: int = 3, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a rank's rows in a step."""
+    return normal(1000 * step + rank, num_rows, width, dtype=dtype)
+
+
 @contextmanager
 def no_shard_allowed() -> Iterator[None]:
     """Ignore FSDP1's warnings about NO_SHARD and single ranks, which other tests check."""
