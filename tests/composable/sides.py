@@ -34,6 +34,13 @@ def blocks_and_root(model: Any, shard: Callable[..., Any] = fully_shard, **kwarg
     return shard(model, **kwargs)
 
 
+def children_and_root(model: nn.Module, shard: Callable[..., Any] = fully_shard, **kwargs: Any) -> Any:
+    """Shard every child of a module, then the module."""
+    for child in model.children():
+        shard(child, **kwargs)
+    return shard(model, **kwargs)
+
+
 def batch_of(step: int, width: int = 8, num_rows: int = 3) -> torch.Tensor:
     """Return this rank's rows of a step."""
     return batch(dist.get_rank(), step, width, num_rows)

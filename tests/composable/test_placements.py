@@ -20,6 +20,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.state import full_tensor
+from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
 from tests.support.kit import normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
@@ -40,12 +41,6 @@ class Mlp(nn.Module):
 def mlps(dim: int, hidden: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*[Mlp(dim, hidden) for _ in range(2)])
-
-
-def sharded(model: nn.Sequential, fully_shard: Any = fully_shard, **kwargs: Any) -> nn.Sequential:
-    for mlp in model:
-        fully_shard(mlp, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 def trained(model: nn.Module, dim: int, rank: int, seeds: list[int], *, average: bool = False) -> torch.Tensor:

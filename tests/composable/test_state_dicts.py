@@ -29,6 +29,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.composable.beside import whole
+from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
 from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
@@ -50,12 +51,6 @@ class Mlp(nn.Module):
 def mlps(dim: int, device: str = "cpu", seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*[Mlp(dim, device) for _ in range(3)])
-
-
-def sharded(model: nn.Sequential, fully_shard: Any = fully_shard, **kwargs: Any) -> nn.Sequential:
-    for mlp in model:
-        fully_shard(mlp, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 @contextmanager

@@ -247,18 +247,12 @@ class CheckpointedBlock(Block):
         return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
-class CheckpointedStack(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([CheckpointedBlock() for _ in range(3)])
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("inside", [False, True])
 def test_activation_checkpointing_inside_compiled_blocks_trains_as_the_reference(inside: bool) -> None:
     with fresh_compiler():
         twin = Twin.of(
-            CheckpointedStack(), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({CheckpointedBlock})
+            Stack(block=CheckpointedBlock), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({CheckpointedBlock})
         )
         if inside:
             compile_after(twin.model)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,10 +41,12 @@ class Stack(nn.Module):
         calls: number of forwards.
     """
 
-    def __init__(self, num_blocks: int = 3, width: int = 8, num_outputs: int = 5) -> None:
+    def __init__(
+        self, num_blocks: int = 3, width: int = 8, num_outputs: int = 5, *, block: Callable[[int], nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([block(width) for _ in range(num_blocks)])
         self.head = nn.Linear(width, num_outputs)
         self.order = list(range(num_blocks))
         self.calls = 0
@@ -103,6 +106,14 @@ def no_shard_allowed() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
+        yield
+
+
+@contextmanager
+def patience(module: Any, seconds: float) -> Iterator[None]:
+    """Have a module warn of ranks that are late after fewer seconds inside the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WARN_AFTER_S", seconds)
         yield
 
 

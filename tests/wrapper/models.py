@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp as peer_library
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
@@ -74,6 +75,11 @@ def seeded(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
     """The same new model on every rank that asks."""
     torch.manual_seed(seed)
     return make()
+
+
+def mesh_options(strategy: str) -> dict[str, Any]:
+    """A mesh of two replicas for hybrid strategies. Every rank must call this."""
+    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
 
 
 def shard(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = True, **kwargs: Any) -> Any:

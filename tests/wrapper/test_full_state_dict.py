@@ -26,14 +26,22 @@ from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss, train_on
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import WIDTH, Block, Model, Tied, batch, message, seeded, shard, shard_by_peer, whole_state
+from tests.wrapper.models import (
+    WIDTH,
+    Block,
+    Model,
+    Tied,
+    batch,
+    mesh_options,
+    message,
+    seeded,
+    shard,
+    shard_by_peer,
+    whole_state,
+)
 
 BOTH = pytest.mark.parametrize("use_orig_params", [False, True])
 FULL = StateDictType.FULL_STATE_DICT
-
-
-def groups_for(strategy: str) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
 
 
 # ------------------------------------------------------------------------------------------- saving
@@ -44,7 +52,7 @@ def groups_for(strategy: str) -> dict[str, Any]:
 @on_ranks(4)
 def test_a_saved_state_has_the_plain_models_keys_in_order_and_its_values(strategy: str, use_orig_params: bool) -> None:
     for make in (Model, Tied):
-        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **groups_for(strategy))
+        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
         state, plain = model.state_dict(), seeded(make).state_dict()
         assert isinstance(state, OrderedDict)
         assert list(state) == list(plain)
@@ -183,7 +191,7 @@ def test_a_state_of_the_plain_model_loads_on_every_rank(
     strategy: str, assign: bool, use_orig_params: bool, rank: int
 ) -> None:
     for make in (Model, Tied):
-        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **groups_for(strategy))
+        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
         plain = seeded(make, seed=1)
         params = [id(param) for param in model.parameters()]
         given = plain.state_dict()
