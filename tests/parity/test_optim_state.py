@@ -26,7 +26,7 @@ from torch import nn
 from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.parity.sides import FULL, ORIG, STRATEGIES, Side, on_both_sides, state_of, train
 from tests.parity.test_state_dict import plain
-from tests.parity.zoo import CASES, Case, Layer, TiedInside, squared_error, vectors
+from tests.parity.zoo import CASES, Case, Layer, Outside, TiedInside, squared_error, vectors
 from tests.support import assert_close, assert_equal
 from tests.support.kit import train_on
 
@@ -317,18 +317,6 @@ def test_keys_change_between_names_and_ids(side: Side, layout: Layout, use_orig_
 
 
 # -- models and optimizers of all kinds ----------------------------------------------------------------------------
-
-
-class Outside(nn.Module):
-    """A tree below a plain parent that has a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = nn.Sequential(Layer(5, 6), nn.Linear(6, 5))
-        self.own = nn.Linear(5, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(self.tree(x))
 
 
 def case_of(make: Callable[[], nn.Module]) -> Case:

@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, FULL, ORIG, STRATEGIES, Side, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES, Layer
+from tests.parity.zoo import CASES, Layer, Outside
 from tests.support import OWN_STATISTICS, assert_close, assert_equal
 
 NESTED = BLOCKS
@@ -314,18 +314,6 @@ def test_models_in_half_precision_save_and_load_while_gradients_exist(
     return end
 
 
-class Holder(nn.Module):
-    """A plain parent of a tree, with a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = nn.Sequential(Layer(5, 5), nn.Linear(5, 5))
-        self.own = nn.Linear(5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(self.tree(x))
-
-
 @on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_a_plain_parent_s_state_dict_has_the_plain_names(
@@ -333,13 +321,13 @@ def test_a_plain_parent_s_state_dict_has_the_plain_names(
 ) -> Any:
     def wrapped() -> Any:
         torch.manual_seed(1)
-        model = Holder()
+        model = Outside(5, 1)
         model.tree = side.wrap(model.tree, layout, units=(Layer,), use_orig_params=use_orig_params)
         return model
 
     first, second = wrapped(), spoiled(wrapped())
     state = saved(side, first, kind)
-    assert list(state) == list(Holder().state_dict())
+    assert list(state) == list(Outside(5, 1).state_dict())
     load_equal(side, second, kind, state, first)
     return plain_items(state)
 
