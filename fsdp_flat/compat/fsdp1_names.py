@@ -14,7 +14,7 @@ from fsdp_flat.compat.fsdp2_names import FSDP2_NAMES
 
 PEER = "torch.distributed.fsdp"
 OURS = "fsdp_flat"
-SUBSTITUTES = f"{OURS}.compat.substitutes"
+SUBSTITUTES = f"{OURS}.compat.installation"
 """Module of the names that are there after ``install()`` only: code keeps importing them from torch."""
 
 MIRRORED_MODULES = ("", "api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap")

@@ -49,7 +49,7 @@ class HandleTrainingState(Enum):
     SUMMON_FULL_PARAMS = auto()
 
 
-_TRAINING_STATES = {
+TRAINING_STATES = {
     Phase.IDLE: (TrainingState.IDLE, HandleTrainingState.IDLE),
     Phase.FORWARD: (TrainingState.FORWARD_BACKWARD, HandleTrainingState.FORWARD),
     Phase.BACKWARD: (TrainingState.FORWARD_BACKWARD, HandleTrainingState.BACKWARD_PRE),
@@ -57,29 +57,29 @@ _TRAINING_STATES = {
 }
 
 
-def training_states(unit: Unit) -> tuple[TrainingState, HandleTrainingState]:
-    """Return the state of the wrapper and of the handle under FSDP1's names."""
-    return _TRAINING_STATES[unit.phase]
-
-
 def derived(path: str, doc: str | None = None) -> Any:
     """Return a read-only property whose value is read at a dotted path below the object."""
     return property(attrgetter(path), doc=doc or f"Reads ``{path}``.")
 
 
-GROUP = "The group that parameters are sharded over (with NO_SHARD: replicated over)."
-RANK = "This rank within ``process_group``."
-WORLD_SIZE = "Size of ``process_group``."
+class GroupMember:
+    """Provides the group of a unit, and this rank in it, under FSDP1's names."""
 
+    __slots__ = ()
+    process_group = derived(
+        "_unit.options.groups.process_group",
+        "The group that parameters are sharded over (with NO_SHARD: replicated over).",
+    )
 
-def rank_of(owner: Any) -> int:
-    """Return this rank within ``owner.process_group``."""
-    return 0 if owner.process_group is None else dist.get_rank(owner.process_group)
+    @property
+    def rank(self) -> int:
+        """This rank within ``process_group``."""
+        return 0 if self.process_group is None else dist.get_rank(self.process_group)
 
-
-def world_size_of(owner: Any) -> int:
-    """Return the size of ``owner.process_group``."""
-    return 1 if owner.process_group is None else dist.get_world_size(owner.process_group)
+    @property
+    def world_size(self) -> int:
+        """Size of ``process_group``."""
+        return 1 if self.process_group is None else dist.get_world_size(self.process_group)
 
 
 class _ShardParamInfo(NamedTuple):
@@ -133,7 +133,7 @@ def _shard_param_info(local_shard: LocalShard) -> _ShardParamInfo:
     return _ShardParamInfo(True, local_shard.in_shard.start, stop - start, start, stop - 1)
 
 
-class FlatParamHandle:
+class FlatParamHandle(GroupMember):
     """Presents a handle under FSDP1's names, for ``wrapper._handle`` and ``wrapper._all_handles``.
 
     Attributes that are not named here are those of :class:`fsdp_flat.flat.FlatParamHandle`.
@@ -163,9 +163,6 @@ class FlatParamHandle:
     _reduce_dtype = derived("_real.grads.reduce_dtype")
     _keep_low_precision_grads = derived("_unit.options.precision.keep_low_precision_grads")
     device = derived("_real.spec.device", "The compute device.")
-    process_group = derived("_unit.options.groups.process_group", GROUP)
-    rank = property(rank_of, doc=RANK)
-    world_size = property(world_size_of, doc=WORLD_SIZE)
 
     @property
     def flat_param(self) -> nn.Parameter:
@@ -196,7 +193,7 @@ class FlatParamHandle:
 
     @property
     def _training_state(self) -> HandleTrainingState:
-        return training_states(self._unit)[1]
+        return TRAINING_STATES[self._unit.phase][1]
 
     @property
     def sharded_grad(self) -> torch.Tensor | None:

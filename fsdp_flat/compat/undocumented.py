@@ -17,16 +17,12 @@ from torch import nn
 
 from fsdp_flat import flat
 from fsdp_flat.compat.semi_private import (
-    GROUP,
     HYBRID_SHARDING_STRATEGIES,
-    RANK,
-    WORLD_SIZE,
+    TRAINING_STATES,
     FlatParamHandle,
+    GroupMember,
     TrainingState,
     derived,
-    rank_of,
-    training_states,
-    world_size_of,
 )
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
@@ -64,14 +60,11 @@ class _UnknownWrapper(dict[str, str]):
         return super().get(name, default)
 
 
-class UndocumentedMembers(ShardedModule):
+class UndocumentedMembers(GroupMember, ShardedModule):
     """Provides members of FSDP1's wrapper that are not documented, or older forms of others; ours inherits them."""
 
     _unit: Unit
 
-    process_group = derived("_unit.options.groups.process_group", GROUP)
-    rank = property(rank_of, doc=RANK)
-    world_size = property(world_size_of, doc=WORLD_SIZE)
     sharding_strategy = derived("_unit.options.strategy.member", "The strategy in force.")
     compute_device = derived("_unit.options.device", "The device on which forward and backward run.")
     mixed_precision = derived("_unit.options.mixed_precision", _ARGUMENT_OR_DEFAULTS)
@@ -92,7 +85,7 @@ class UndocumentedMembers(ShardedModule):
     @property
     def training_state(self) -> TrainingState:
         """The state of the unit."""
-        return training_states(self._unit)[0]
+        return TRAINING_STATES[self._unit.phase][0]
 
     @property
     def _has_params(self) -> bool:

@@ -31,41 +31,42 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
         norm_type: order of the norm, ``inf`` included.
     """
     max_norm, norm_type = float(max_norm), float(norm_type)
-    by_axes: dict[tuple[RankGroup, ...], list[torch.Tensor]] = {}
-    managed: set[nn.Parameter] = set()
-    device = None
+    units = list(units)
+    handles = [handle for unit in units for handle in unit.handles]
+    managed = {param for handle in handles for param in handle.views.visible_params()}
+    device = handles[0].spec.device if handles else torch.device("cpu")
     # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
     dtype = torch.float32
     for param in root.parameters():
         dtype = torch.promote_types(dtype, param.dtype) if param.is_floating_point() else dtype
+    # Gradients by the groups they are split over. Keys do not depend on gradients: ranks must exchange the same norms.
+    by_groups: dict[tuple[RankGroup, ...], list[torch.Tensor]] = {}
+
+    def split_over(rank_group: RankGroup, adapter: TensorAdapter) -> list[torch.Tensor]:
+        return by_groups.setdefault((rank_group, *map(RankGroup.of, adapter.groups)), [])
+
     for unit in units:
         rank_group = unit.options.groups.shard
-        plain = by_axes.setdefault((rank_group,), [])
+        split_over(rank_group, PLAIN)
         for handle in unit.handles:
-            device = device or handle.spec.device
-            managed.update(handle.views.visible_params())
             for adapter, grad in grads_by_adapter(handle.views):
-                # Keys do not depend on gradients: every rank must exchange the same norms.
-                local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(rank_group, adapter), [])
-                if grad is not None:
-                    local.append(grad)
+                split_over(rank_group, adapter).extend([] if grad is None else [grad])
     alone = RankGroup(None, 0, 1)
-    plain = by_axes.setdefault((alone,), [])
+    split_over(alone, PLAIN)
     for param in root.parameters():
         if param not in managed and not getattr(param, "_fsdp_flattened", False):
             adapter = adapter_if_dtensor(param)
-            local = plain if adapter is PLAIN else by_axes.setdefault(_split_over(alone, adapter), [])
+            local = split_over(alone, adapter)
             if param.grad is not None:
                 local.append(adapter.to_local(param.grad))
                 if adapter is not PLAIN:
                     # Partial sums may have been reduced; the tensor that is scaled below must be the one that the
                     # optimizer reads.
                     param.grad = adapter.from_local(local[-1])
-    grads = [grad for local in by_axes.values() for grad in local]
-    device = device if device is not None else torch.device("cpu")
+    grads = [grad for local in by_groups.values() for grad in local]
     parts = [
         _over_rank_groups(local_norm(local, norm_type, device, dtype), rank_groups, norm_type)
-        for rank_groups, local in by_axes.items()
+        for rank_groups, local in by_groups.items()
     ]
     total = torch.stack(parts)
     total = total.max() if math.isinf(norm_type) else total.pow(norm_type).sum().pow(1.0 / norm_type)
@@ -76,7 +77,7 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
             # This rank has no elements of any, so no gradients; their dtypes would be those of the parameters.
             dtypes = [param.dtype for param in trainable]
     if not dtypes:
-        if any(rank_group.size > 1 for rank_groups in by_axes for rank_group in rank_groups):
+        if any(rank_group.size > 1 for rank_groups in by_groups for rank_group in rank_groups):
             # If nothing is sharded, all ranks have the same gradients.
             warn_user(
                 f"clip_grad_norm_ was called on a rank without gradients; it returns the norm in {dtype}, which may "
@@ -98,10 +99,6 @@ def local_norm(grads: list[torch.Tensor], norm_type: float, device: torch.device
         return torch.zeros((), dtype=dtype, device=device)
     norms = [torch.linalg.vector_norm(grad, norm_type, dtype=dtype).to(device) for grad in some]
     return torch.linalg.vector_norm(torch.stack(norms), norm_type)
-
-
-def _split_over(rank_group: RankGroup, adapter: TensorAdapter) -> tuple[RankGroup, ...]:
-    return (rank_group, *map(RankGroup.of, adapter.groups))
 
 
 def _over_rank_groups(norm: torch.Tensor, rank_groups: tuple[RankGroup, ...], norm_type: float) -> torch.Tensor:

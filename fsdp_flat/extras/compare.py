@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -79,58 +80,38 @@ def compare_with(
             "compare_with takes a wrapped model and a plain one; got "
             f"{len(units)} FullyShardedDataParallel in the first and {len(units_of(reference))} in the second."
         )
-    close = _Close(rtol, atol)
+    difference = partial(_difference, rtol, atol)
     with summon_full_params(model, writeback=False):
-        found = _first(close, "parameter", dict(reference.named_parameters()), _named(model))
+        found = _first(difference, "parameter", dict(reference.named_parameters()), _named(model))
     model.zero_grad()
     reference.zero_grad()
     options = units[0].options
     outputs = [_run(run, module, options.device) for module in (reference, model)]
-    found = found or _first_output(close, *outputs)
+    found = found or _first_output(difference, *outputs)
     expected = _mean_gradients(reference, options.groups.rank_groups, outputs[0])
     with summon_full_params(model, writeback=False, with_grads=True):
         grads = {name: param.grad for name, param in _named(model).items()}
-        return found or _first(close, "gradient", expected, {name: grads.get(name) for name in expected})
+        return found or _first(difference, "gradient", expected, {name: grads.get(name) for name in expected})
 
 
-class _Close:
-    """Compares two tensors of any dtype."""
-
-    def __init__(self, rtol: float, atol: float) -> None:
-        self.rtol, self.atol = rtol, atol
-
-    @torch.no_grad()
-    def difference(self, expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
-        """Return the largest absolute difference, or 0 if all are within the tolerances. None stands for zeros."""
-        if expected is None or actual is None:
-            there = expected if actual is None else actual
-            return 0.0 if there is None else self.difference(torch.zeros_like(there), there)
-        if expected.shape != actual.shape:
-            return float("inf")
-        wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
-        one, other = expected.to(wide), actual.to(wide)
-        if torch.allclose(other, one, rtol=self.rtol, atol=self.atol, equal_nan=True):
-            return 0.0
-        largest = float((one - other).abs().max())
-        return largest if largest == largest else float("inf")
+# The name of each module call and a copy of the first tensor of its output, in the order of the calls.
+_Outputs = list[tuple[str, torch.Tensor]]
 
 
-class _Outputs:
-    """Records tensors that modules returned, in the order of the calls.
-
-    Attributes:
-        calls: the module's name and a copy of the first tensor of its output.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, torch.Tensor]] = []
-
-    @dynamo_disabled
-    def note(self, name: str, output: Any) -> None:
-        # A checkpoint calls modules again to recompute.
-        tensor = _first_tensor(output) if in_backward() == -1 else None
-        if tensor is not None:
-            self.calls.append((name, tensor.detach().clone()))
+@torch.no_grad()
+def _difference(rtol: float, atol: float, expected: torch.Tensor | None, actual: torch.Tensor | None) -> float:
+    """Return the largest absolute difference, or 0 if all are within the tolerances. None stands for zeros."""
+    if expected is None or actual is None:
+        there = expected if actual is None else actual
+        return 0.0 if there is None else _difference(rtol, atol, torch.zeros_like(there), there)
+    if expected.shape != actual.shape:
+        return float("inf")
+    wide = torch.promote_types(torch.promote_types(expected.dtype, actual.dtype), torch.float32)
+    one, other = expected.to(wide), actual.to(wide)
+    if torch.allclose(other, one, rtol=rtol, atol=atol, equal_nan=True):
+        return 0.0
+    largest = float((one - other).abs().max())
+    return largest if largest == largest else float("inf")
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:
@@ -140,57 +121,55 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
     return next((found for child in children if (found := _first_tensor(child)) is not None), None)
 
 
-def _run(run: Callable[[nn.Module], Any], module: nn.Module, device: torch.device) -> _Outputs:
-    """Run a model; the random number generators are restored afterwards."""
-    on_cpu = device.type == "cpu"
-    with (
-        torch.random.fork_rng([] if on_cpu else [device.index], device_type="cuda" if on_cpu else device.type),
-        _recorded(module) as outputs,
-    ):
-        run(module)
-    return outputs
+def _run(run: Callable[[nn.Module], Any], root: nn.Module, device: torch.device) -> _Outputs:
+    """Run a model and return its outputs; the random number generators are restored afterwards."""
+    outputs: _Outputs = []
 
+    @dynamo_disabled
+    def note(name: str, output: Any) -> None:
+        # A checkpoint calls modules again to recompute.
+        tensor = _first_tensor(output) if in_backward() == -1 else None
+        if tensor is not None:
+            outputs.append((name, tensor.detach().clone()))
 
-@contextmanager
-def _recorded(root: nn.Module) -> Iterator[_Outputs]:
-    outputs = _Outputs()
     # Wrappers have the clean name of their inner module, which is recorded instead.
     innermost = {
         clean_fqn(path): child for path, child in root.named_modules() if FSDP_WRAPPED_MODULE not in child._modules
     }
-    hooks = [
-        module.register_forward_hook(lambda _module, _args, output, name=name: outputs.note(name, output))
-        for name, module in innermost.items()
-    ]
-    try:
-        yield outputs
-    finally:
-        for hook in hooks:
-            hook.remove()
+    on_cpu = device.type == "cpu"
+    with (
+        ExitStack() as hooks,
+        torch.random.fork_rng([] if on_cpu else [device.index], device_type="cuda" if on_cpu else device.type),
+    ):
+        for name, module in innermost.items():
+            hook = module.register_forward_hook(lambda _module, _args, output, name=name: note(name, output))
+            hooks.callback(hook.remove)
+        run(root)
+    return outputs
 
 
 def _named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {clean_fqn(name): param for name, param in model.named_parameters()}
 
 
-def _first(close: _Close, kind: Any, expected: dict[str, Any], actual: dict[str, Any]) -> Difference | None:
+def _first(difference: Any, kind: Any, expected: dict[str, Any], actual: dict[str, Any]) -> Difference | None:
     for name, value in expected.items():
         missing = kind == "parameter" and name not in actual
-        largest = float("inf") if missing else close.difference(value, actual[name])
+        largest = float("inf") if missing else difference(value, actual[name])
         if largest > 0:
             return Difference(kind, name, 0, largest)
     return None
 
 
-def _first_output(close: _Close, expected: _Outputs, actual: _Outputs) -> Difference | None:
+def _first_output(difference: Any, expected: _Outputs, actual: _Outputs) -> Difference | None:
     by_name: dict[str, list[torch.Tensor]] = {}
-    for name, tensor in actual.calls:
+    for name, tensor in actual:
         by_name.setdefault(name, []).append(tensor)
     counts: dict[str, int] = {}
-    for name, tensor in expected.calls:
+    for name, tensor in expected:
         call = counts[name] = counts.get(name, -1) + 1
         others = by_name.get(name, [])
-        largest = close.difference(tensor, others[call]) if call < len(others) else float("inf")
+        largest = difference(tensor, others[call]) if call < len(others) else float("inf")
         if largest > 0:
             return Difference("output", name, call, largest)
     return None
@@ -198,7 +177,7 @@ def _first_output(close: _Close, expected: _Outputs, actual: _Outputs) -> Differ
 
 def _mean_gradients(reference: nn.Module, rank_groups: Any, outputs: _Outputs) -> dict[str, torch.Tensor | None]:
     """Return the mean of the gradients over all ranks, beginning with the module that ran last."""
-    position = {name: index for index, (name, _) in enumerate(outputs.calls)}
+    position = {name: index for index, (name, _) in enumerate(outputs)}
     owners = {
         join_fqn(path, name): position.get(path, -1)
         for path, module in reference.named_modules()

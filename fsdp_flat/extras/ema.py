@@ -18,9 +18,10 @@ from fsdp_flat.state import ParamIndex
 
 @dataclass(frozen=True, slots=True)
 class _Averaged:
-    """Holds one tensor that is averaged, and an identity that is equal if two of them hold the same elements."""
+    """Holds one parameter, its average, and an identity that is equal if two of them hold the same elements."""
 
     param: nn.Parameter
+    shadow: torch.Tensor
     identity: dict[str, Any]
 
 
@@ -51,10 +52,11 @@ class ShardedEMA:
         self.decay = decay
         self.num_updates = 0
         self._model = model
-        self._entries = _averaged(model)
+        self._entries = {
+            name: _Averaged(param, _shadow(param, dtype), identity) for name, param, identity in _tensors_of(model)
+        }
         if not self._entries:
             raise OptionError(f"{type(model).__name__} has no parameters to average.")
-        self._shadows = {name: _shadow(entry.param, dtype) for name, entry in self._entries.items()}
 
     @torch.no_grad()
     def update(self) -> None:
@@ -64,8 +66,8 @@ class ShardedEMA:
             PhaseError: inside forward, backward or ``summon_full_params``.
         """
         self._check_idle("ShardedEMA.update")
-        for name, entry in self._entries.items():
-            shadow = self._shadows[name]
+        for entry in self._entries.values():
+            shadow = entry.shadow
             data = entry.param.data.to(device=shadow.device, dtype=shadow.dtype)
             if shadow.is_floating_point() or shadow.is_complex():
                 shadow.lerp_(data, 1.0 - self.decay)
@@ -98,16 +100,14 @@ class ShardedEMA:
         """
         kept: dict[str, torch.Tensor] = {}
         for name, entry in self._entries.items():
-            shadow, param = self._shadows[name], entry.param
+            shadow, param = entry.shadow, entry.param
             own = param.detach().clone()
-            if shadow.dtype == param.dtype and name not in exact:
-                param.copy_(shadow)
-                shadow.copy_(own)
-            elif name in exact:
-                param.copy_(exact[name])
-            else:
-                param.copy_(shadow)
-                kept[name] = own
+            param.copy_(exact.get(name, shadow))
+            if name not in exact:
+                if shadow.dtype == param.dtype:
+                    shadow.copy_(own)
+                else:
+                    kept[name] = own
         for unit in units_of(self._model):
             # Parameters still unsharded from an earlier forward hold the other values.
             unit.reshard()
@@ -126,7 +126,7 @@ class ShardedEMA:
         return {
             "decay": self.decay,
             "num_updates": self.num_updates,
-            "averages": dict(self._shadows),
+            "averages": {name: entry.shadow for name, entry in self._entries.items()},
             "layout": {name: dict(entry.identity) for name, entry in self._entries.items()},
         }
 
@@ -151,8 +151,8 @@ class ShardedEMA:
         extra = sorted(set(given) - set(self._entries))
         if extra:
             raise LoadError(f"The saved average holds {extra[0]!r}, which this model does not have.")
-        for name, shadow in self._shadows.items():
-            shadow.copy_(state_dict["averages"][name])
+        for name, entry in self._entries.items():
+            entry.shadow.copy_(state_dict["averages"][name])
         self.decay, self.num_updates = state_dict["decay"], state_dict["num_updates"]
 
     def _check_idle(self, what: str) -> None:
@@ -171,23 +171,18 @@ def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:
     return data.to(wanted, copy=True)
 
 
-def _averaged(model: nn.Module) -> dict[str, _Averaged]:
+def _tensors_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, dict[str, Any]]]:
+    """Yield the name, the tensor and the identity of each flat parameter and of each parameter outside of them."""
     index = ParamIndex(model)
-    found: dict[str, _Averaged] = {}
+    identity: dict[str, Any]
     for first in [param for param in index.params if param.index == 0]:
-        handle, layout = first.handle, first.handle.layout
-        identity = {
-            "fqns": list(layout.fqns),
-            "numel": layout.numel,
-            "world_size": layout.world_size,
-            "rank": handle.spec.rank,
-        }
-        found[first.fqn] = _Averaged(handle.flat_param, identity)
+        layout = first.handle.layout
+        identity = {"fqns": list(layout.fqns), "numel": layout.numel, "world_size": layout.world_size}
+        yield first.fqn, first.handle.flat_param, {**identity, "rank": first.handle.spec.rank}
     for param, name in index.others.items():
         identity = {"shape": list(param.shape)}
         if isinstance(param, DTensor):
             coordinate = param.device_mesh.get_coordinate()
             identity |= {"placements": [str(each) for each in param.placements], "rank": list(coordinate or ())}
             identity |= {"mesh": list(param.device_mesh.shape)}
-        found[name] = _Averaged(param, identity)
-    return found
+        yield name, param, identity

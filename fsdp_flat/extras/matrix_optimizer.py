@@ -15,7 +15,8 @@ transferred, and every rank of a transfer can check locally whether there is a g
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,12 +41,10 @@ from fsdp_flat.extras.matrix_owners import (
     check_param,
     check_status,
     rounds_of,
-    without_memory,
 )
 from fsdp_flat.extras.names import whole_shape
 from fsdp_flat.flat import unguarded
-from fsdp_flat.runtime import Unit
-from fsdp_flat.state import ParamIndex, rank_groups_of
+from fsdp_flat.state import ParamIndex
 
 _ERROR_TEXTS = ErrorTexts(
     "giving parameters to a MatrixOptimizer",
@@ -124,7 +123,6 @@ class MatrixOptimizer(Optimizer):
         **options: Any,
     ) -> None:
         index = ParamIndex(model)
-        units = index.units
         self._model = model
         self._max_nbytes = max_nbytes
         self._inner: Optimizer | None = None
@@ -133,10 +131,9 @@ class MatrixOptimizer(Optimizer):
         self._param_ids: list[list[int]] = []
         self._compared: list[RankGroup] = []
         self._linked: list[RankGroup] = []
-        self._device = units[0].options.device if units else torch.device("cpu")
+        self._device = index.device
         self.state_owners: dict[nn.Parameter, int] = {}
-        error: Exception | None = None
-        try:
+        with self._agreed(index):
             if max_nbytes < 1:
                 raise OptionError(f"max_nbytes must be a number of bytes of at least 1; got {max_nbytes!r}.")
             super().__init__(matrix_params(model) if params is None else params, options)
@@ -144,9 +141,6 @@ class MatrixOptimizer(Optimizer):
             self._inner = optimizer_class(groups, **options)
             self.defaults = dict(self._inner.defaults)
             self._finish_groups()
-        except Exception as found:
-            error = found
-        self._agree(index, units, error)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters with its options. Every rank must call this with the same parameters.
@@ -161,41 +155,35 @@ class MatrixOptimizer(Optimizer):
             super().add_param_group(param_group)
             return
         index = ParamIndex(self._model)
-        units = index.units
         num_groups, num_owned = len(self.param_groups), len(self._owned)
-        error: Exception | None = None
         try:
-            super().add_param_group(param_group)
-            self._inner.add_param_group(self._inner_group(index, self.param_groups[-1]))
-            self._finish_groups()
-        except Exception as found:
-            error = found
-        try:
-            self._agree(index, units, error)
+            with self._agreed(index):
+                super().add_param_group(param_group)
+                self._inner.add_param_group(self._inner_group(index, self.param_groups[-1]))
+                self._finish_groups()
         except Exception:
-            self._drop_groups(num_groups, num_owned)
+            del self.param_groups[num_groups:], self._inner.param_groups[num_groups:]
+            for entry in self._owned[num_owned:]:
+                del self.state_owners[entry.param]
+            del self._owned[num_owned:]
+            self._plan_steps()
             raise
 
-    def _drop_groups(self, num_groups: int, num_owned: int) -> None:
-        assert self._inner is not None
-        del self.param_groups[num_groups:], self._inner.param_groups[num_groups:]
-        for entry in self._owned[num_owned:]:
-            del self.state_owners[entry.param]
-        del self._owned[num_owned:]
-        self._plan_steps()
-
-    def _agree(self, index: ParamIndex, units: list[Unit], error: Exception | None) -> None:
-        if not units:
-            if error is not None:
-                raise error
-            return
+    @contextmanager
+    def _agreed(self, index: ParamIndex) -> Iterator[None]:
+        """Raise on every rank if the block fails on one, or if ranks hold different parameters after it."""
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as found:
+            error = found
         lines = []
         if error is None:
             lines.append(f"max_nbytes={self._max_nbytes}")
             for number, group in enumerate(self.param_groups):
                 fqns = [fqn for param in group["params"] for fqn in index.fqns_of(param)]
                 lines += [f"group {number}: {fqn}" for fqn in fqns]
-        rank_groups, device = rank_groups_of(units), self._device
+        rank_groups, device = index.rank_groups, self._device
         agree(lines, error, rank_groups, device, _ERROR_TEXTS)
         self._compared = [
             each for each in rank_groups if each.group is not None and control_device(each.group, device).type == "cpu"
@@ -214,14 +202,10 @@ class MatrixOptimizer(Optimizer):
         owners = balanced_owners(found, self._owned)
         wholes = {}
         for param, managed in found:
-            blank = without_memory(param, managed.shape)
-            whole = nn.Parameter(blank, requires_grad=param.requires_grad)
-            # Keep attributes by which an optimizer distinguishes parameters.
-            whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
-            entry = OwnedParam.of(param, managed, owners[param], whole)
+            entry = OwnedParam.of(param, managed, owners[param])
             self._owned.append(entry)
             self.state_owners[param] = entry.owner
-            wholes[param] = whole
+            wholes[param] = entry.whole
         return {**_options_of(group), "params": [wholes.get(param, param) for param in group["params"]]}
 
     def _finish_groups(self) -> None:

@@ -11,9 +11,8 @@ from torch import nn
 
 from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
-from fsdp_flat.flat import PLAIN, FlatParameter, FlatParamHandle, set_grad
+from fsdp_flat.flat import PLAIN, FlatParameter, set_grad
 from fsdp_flat.layout import Interval, ReplicatedPartition, TransferPlan, plan_transfer
-from fsdp_flat.runtime import Unit
 from fsdp_flat.state import IndexedParam, ParamIndex
 
 NO_MOVES = TransferPlan((), (), None)
@@ -29,13 +28,11 @@ class GradStatus(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class OwnedParam:
+class OwnedParam(IndexedParam):
     """Describes one parameter of a unit and its owner.
 
     Attributes:
         param: the model's parameter, this rank's local shard.
-        fqn: its FQN.
-        unit, handle, index: its unit, its handle, and its index in the handle.
         owner: the rank of the shard group that updates it.
         whole: the inner optimizer's parameter of unsharded shape; it has memory only on the owner during a step.
         is_on_one_rank: whether the owner holds all elements, so that nothing is transferred.
@@ -43,10 +40,6 @@ class OwnedParam:
     """
 
     param: nn.Parameter
-    fqn: str
-    unit: Unit
-    handle: FlatParamHandle
-    index: int
     owner: int
     whole: nn.Parameter
     is_on_one_rank: bool
@@ -54,32 +47,19 @@ class OwnedParam:
     from_owner: TransferPlan
 
     @classmethod
-    def of(cls, param: nn.Parameter, managed: IndexedParam, owner: int, whole: nn.Parameter) -> OwnedParam:
-        """Plan the transfers of a parameter that a unit manages."""
+    def of(cls, param: nn.Parameter, managed: IndexedParam, owner: int) -> OwnedParam:
+        """Make the inner optimizer's parameter, and plan the transfers."""
+        whole = nn.Parameter(without_memory(param, managed.shape), requires_grad=param.requires_grad)
+        # Keep attributes by which an optimizer distinguishes parameters.
+        whole.__dict__.update({key: value for key, value in param.__dict__.items() if not key.startswith("_")})
         rank_group, pieces = managed.rank_group, managed.partition
         is_on_one_rank = pieces[owner].numel == pieces.numel
-        to_owner = from_owner = NO_MOVES
+        plans = NO_MOVES, NO_MOVES
         if not is_on_one_rank:
             full = ReplicatedPartition(pieces.numel, owner, rank_group.size)
-            to_owner = plan_transfer(pieces, full, rank_group.rank)
-            from_owner = plan_transfer(full, pieces, rank_group.rank)
-        return cls(
-            param,
-            managed.fqn,
-            managed.unit,
-            managed.handle,
-            managed.index,
-            owner,
-            whole,
-            is_on_one_rank,
-            to_owner,
-            from_owner,
-        )
-
-    @property
-    def rank_group(self) -> RankGroup:
-        """Shard group over which it is sharded."""
-        return self.unit.options.groups.shard
+            plans = plan_transfer(pieces, full, rank_group.rank), plan_transfer(full, pieces, rank_group.rank)
+        location = managed.unit, managed.handle, managed.index, managed.fqns
+        return cls(*location, param, owner, whole, is_on_one_rank, *plans)
 
     @property
     def numel(self) -> int:
@@ -93,7 +73,7 @@ class OwnedParam:
 
     def status(self) -> GradStatus:
         """Return whether this rank holds elements of it, and a gradient of them."""
-        piece = self.handle.views.local_shards[self.index]
+        piece = self.local_shard
         if self.param.numel() != piece.numel:
             return GradStatus.NOT_SHARDED
         if piece.is_empty and self.numel > 0:
@@ -102,15 +82,14 @@ class OwnedParam:
 
     def fill(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
         """Set the weight and the gradient (1-D, ``numel``) that the inner optimizer uses."""
-        shape = self.handle.layout.param_infos[self.index].shape
         self.whole.requires_grad_(self.param.requires_grad)
-        self.whole.data = weight.view(shape)
-        set_grad(self.whole, grad.view(shape))
+        self.whole.data = weight.view(self.shape)
+        set_grad(self.whole, grad.view(self.shape))
 
     def release(self) -> None:
         """Free the memory of the unsharded weight and gradient."""
         self.whole.grad = None
-        self.whole.data = without_memory(self.param, self.handle.layout.param_infos[self.index].shape)
+        self.whole.data = without_memory(self.param, self.shape)
 
 
 def without_memory(param: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -135,13 +114,12 @@ def check_param(index: ParamIndex, param: torch.Tensor) -> None:
     assert isinstance(param, nn.Parameter)
     index.fqns_of(param)
     for managed in index.managed.get(param, ()):
-        if managed.adapter is PLAIN:
-            continue
-        raise UnsupportedError(
-            f"Parameter {managed} is split by tensor parallelism on rank "
-            f"{managed.rank_group.rank} of the shard group, and MatrixOptimizer makes parameters full over the shard "
-            "group only. Leave it to an optimizer that works element by element, such as AdamW."
-        )
+        if managed.adapter is not PLAIN:
+            raise UnsupportedError(
+                f"Parameter {managed} is split by tensor parallelism on rank {managed.rank_group.rank} of the shard "
+                "group, and MatrixOptimizer makes parameters full over the shard group only. Leave it to an optimizer "
+                "that works element by element, such as AdamW."
+            )
 
 
 def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
@@ -150,17 +128,16 @@ def check_status(entry: OwnedParam, found: Sequence[int]) -> None:
     Raises:
         UsageError: one of these is the case; raised on every rank that compares.
     """
-    what = f"Parameter {entry.fqn!r} of unit {entry.unit.name!r}"
     with_grad = [rank for rank, status in enumerate(found) if status == GradStatus.HAS_GRAD]
     without = [rank for rank, status in enumerate(found) if status == GradStatus.NO_GRAD]
     if GradStatus.NOT_SHARDED in found:
         raise UsageError(
-            f"{what} is not sharded, or was given another shape, so MatrixOptimizer cannot step. Step outside of "
-            "summon_full_params and unshard_for."
+            f"Parameter {entry} is not sharded, or was given another shape, so MatrixOptimizer cannot step. Step "
+            "outside of summon_full_params and unshard_for."
         )
     if with_grad and without:
         raise UsageError(
-            f"{what} has a gradient on ranks {with_grad} of the shard group and none on ranks {without}, so "
+            f"Parameter {entry} has a gradient on ranks {with_grad} of the shard group and none on ranks {without}, so "
             "MatrixOptimizer cannot make it full. Set gradients to None on every rank or on none."
         )
 
@@ -181,10 +158,8 @@ def balanced_owners(
     for entry in placed:
         loads.setdefault(entry.rank_group, [0] * entry.rank_group.size)[entry.owner] += entry.numel
     found = {}
-    by_size = sorted(params, key=lambda item: -item[1].partition.numel)
-    for param, managed in by_size:
-        rank_group = managed.rank_group
-        load = loads.setdefault(rank_group, [0] * rank_group.size)
+    for param, managed in sorted(params, key=lambda item: -item[1].partition.numel):
+        load = loads.setdefault(managed.rank_group, [0] * managed.rank_group.size)
         pieces = managed.partition
         holders = [rank for rank in pieces.ranks(Interval(0, pieces.numel)) if not pieces[rank].is_empty] or [0]
         owner = min(holders, key=lambda rank: (load[rank], -pieces[rank].numel, rank))

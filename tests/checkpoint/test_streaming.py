@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
@@ -22,14 +21,10 @@ from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, Unsupport
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
 from tests.support.kit import square_loss
-from tests.wrapper.models import Tied, batch, seeded, shard, whole_state
+from tests.wrapper.models import Tied, batch, mesh_options, seeded, shard, whole_state
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
-
-
-def mesh_options(strategy: str) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
 
 
 def tensors_in(path: Path) -> dict[str, torch.Tensor]:

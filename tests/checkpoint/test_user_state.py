@@ -19,7 +19,7 @@ from fsdp_flat.checkpoint import CheckpointSave
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError
 from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True])
 
@@ -48,8 +48,7 @@ class Unreadable:
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    square_loss(model, torch.ones(2, 3)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [torch.ones(2, 3)])
     return optimizer
 
 

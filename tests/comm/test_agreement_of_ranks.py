@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 
 import pytest
@@ -23,6 +21,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import OptionError, PeerFailureError, RankMismatchError
 from tests.support import on_ranks
+from tests.support.kit import patience
 
 CPU = torch.device("cpu")
 TEXTS = ErrorTexts("counting", "Ranks count differently.", "Count alike.")
@@ -37,13 +36,6 @@ def mesh_groups(rank: int) -> list[RankGroup]:
     rows = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     columns = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
     return [RankGroup.of(rows[rank // 2]), RankGroup.of(columns[rank % 2])]
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exchanges, "WARN_AFTER_S", seconds)
-        yield
 
 
 @on_ranks(2, 4)
@@ -104,7 +96,7 @@ def test_ranks_agree_also_if_one_has_failed_before_and_comes_late(rank: int) -> 
     begun = time.monotonic()
     if rank == 1:
         time.sleep(2)
-    with patience(0.5):
+    with patience(exchanges, 0.5):
         payloads = exchange_if_different(b"of rank %d" % rank, rank_group, CPU)
         # Rank 0 has waited beyond its patience, so it has looked for failures.
         assert time.monotonic() - begun > 1

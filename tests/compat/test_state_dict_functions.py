@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fsdp_flat
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
 ORIG = pytest.mark.parametrize("orig", [False, True], ids=["flat", "orig"])
@@ -58,14 +58,7 @@ def trained(wrap: Any, *, orig: bool, seed: int = 0, steps: int = 2, frozen: boo
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = square_loss(model, batch(dist.get_rank(), step))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+    return [loss.item() for loss in train_on(model, optimizer, [batch(dist.get_rank(), step) for step in steps])]
 
 
 def plain(value: Any) -> Any:

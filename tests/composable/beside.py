@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.composable.sides import blocks_and_root
-from tests.support.kit import Block, Stack, square_loss
+from tests.support.kit import Block, Stack, batch, square_loss
 from tests.support.peer import peer_fully_shard
 
 
@@ -23,11 +23,6 @@ def needs_of_torch(method: str) -> pytest.MarkDecorator:
     """Skip a test that compares with a method of torch's FSDPModule where the installed torch does not have it."""
     has_it = hasattr(TorchFSDPModule, method)
     return pytest.mark.skipif(not has_it, reason=f"FSDPModule of torch {torch.__version__} has no {method}")
-
-
-def batch_of(rank: int, number: int) -> torch.Tensor:
-    """Return a rank's batch of a number."""
-    return torch.randn(3, 8, generator=torch.Generator().manual_seed(1000 * number + rank))
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -86,13 +81,13 @@ class Beside:
     def backward(self, number: int, *, models: Sequence[Any] | None = None) -> None:
         """Run forward and backward of the sharded models on this rank's batch."""
         for model in models or self.both:
-            square_loss(model, batch_of(dist.get_rank(), number).to(self.dtype)).backward()
+            square_loss(model, batch(dist.get_rank(), number).to(self.dtype)).backward()
 
     def plain_backward(self, number: int, divisor: float | None = None) -> None:
         """Add every rank's gradients to the replica's, divided by the number of ranks or ``divisor``."""
-        for rank in range(dist.get_world_size()):
-            batch = batch_of(rank, number).to(self.dtype)
-            (square_loss(self.plain, batch) / (divisor or dist.get_world_size())).backward()
+        num_ranks = dist.get_world_size()
+        for rank in range(num_ranks):
+            (square_loss(self.plain, batch(rank, number).to(self.dtype)) / (divisor or num_ranks)).backward()
 
     def check_grads(self, *, replica: bool = True, **tolerance: Any) -> None:
         """Compare the gradients of the three models."""

@@ -17,7 +17,7 @@ from fsdp_flat.composable import fully_shard
 from fsdp_flat.runtime import Schedule, units_of
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close
-from tests.support.kit import square_loss
+from tests.support.kit import batch, square_loss
 from tests.support.peer import peer_fully_shard
 
 Shard = Callable[[Any, Callable[..., Any]], Any]
@@ -34,10 +34,16 @@ def blocks_and_root(model: Any, shard: Callable[..., Any] = fully_shard, **kwarg
     return shard(model, **kwargs)
 
 
+def children_and_root(model: nn.Module, shard: Callable[..., Any] = fully_shard, **kwargs: Any) -> Any:
+    """Shard every child of a module, then the module."""
+    for child in model.children():
+        shard(child, **kwargs)
+    return shard(model, **kwargs)
+
+
 def batch_of(step: int, width: int = 8, num_rows: int = 3) -> torch.Tensor:
     """Return this rank's rows of a step."""
-    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-    return torch.randn(num_rows, width, generator=generator)
+    return batch(dist.get_rank(), step, width, num_rows)
 
 
 def one_backward(model: Any, step: int) -> None:

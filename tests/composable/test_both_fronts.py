@@ -35,7 +35,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.layout import clean_fqn
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, mesh, square_loss, wrapped
+from tests.support.kit import BLOCKS, Stack, mesh, normal, square_loss, train_on, wrapped
 
 # "flat" and "orig": wrapper units; "rows": fully_shard; "inner": fully_shard-ed blocks in a wrapper; "outer": the
 # reverse; "groups": a unit of several modules; "columns": Shard(1) where it can be.
@@ -81,15 +81,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, seeds: list[int]) -> list[float]:
     """Train on the same batches on every rank, so that any number of ranks gives the same result."""
-    losses = []
-    for seed in seeds:
-        torch.manual_seed(seed)
-        loss = square_loss(model, torch.randn(3, 8))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return [loss.item() for loss in train_on(model, optimizer, [normal(seed, 3, 8) for seed in seeds])]
 
 
 def plain_after(seeds: list[int]) -> tuple[Stack, torch.optim.Optimizer]:

@@ -19,7 +19,7 @@ from fsdp_flat.runtime import units_of
 from tests.composable.sides import SGD, Sides, assert_no_step_runs, batch_of, blocks_and_root
 from tests.runtime.kit import acquaint, recorded
 from tests.support import assert_close, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, full_params, square_loss, wrapped
+from tests.support.kit import BLOCKS, Block, Stack, full_params, square_loss, train_on, wrapped
 from tests.support.peer import peer_fully_shard
 
 
@@ -168,10 +168,7 @@ def test_prefetching_by_hand_inside_a_forward_trains_right(front: str) -> None:
             block.register_forward_pre_hook(lambda *_, following=following: following.unshard(async_op=True) and None)
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            square_loss(model, batch_of(step)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        train_on(model, optimizer, [batch_of(step) for step in range(3)])
     one, other = (list(model.parameters()) for model in models)
     close([param.detach() for param in one], [param.detach() for param in other])
 

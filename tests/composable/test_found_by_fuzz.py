@@ -8,14 +8,13 @@ import torch
 from fsdp_flat.composable import fully_shard
 from tests.composable.sides import batch_of, blocks_and_root, one_backward
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.support.kit import seeded, square_loss
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_between_forward_and_backward_clears_gradients_of_unsharded_units(set_to_none: bool) -> None:
-    torch.manual_seed(0)
-    model = blocks_and_root(Stack(), fully_shard, reshard_after_forward=False)
+    model = blocks_and_root(seeded(), fully_shard, reshard_after_forward=False)
     one_backward(model, 0)
     square_loss(model, batch_of(1))
     model.zero_grad(set_to_none)
@@ -27,8 +26,7 @@ def test_zero_grad_between_forward_and_backward_clears_gradients_of_unsharded_un
 
 @on_ranks(2)
 def test_zero_grad_clears_gradients_that_are_not_reduced_yet() -> None:
-    torch.manual_seed(0)
-    model = blocks_and_root(Stack(), fully_shard)
+    model = blocks_and_root(seeded(), fully_shard)
     one_backward(model, 1)
     expected = [param.grad.to_local().clone() for param in model.parameters()]
     model.zero_grad()
@@ -43,8 +41,7 @@ def test_zero_grad_clears_gradients_that_are_not_reduced_yet() -> None:
 
 @on_ranks(2)
 def test_a_foreach_step_on_an_unsharded_unit_counts_in_the_next_forward() -> None:
-    torch.manual_seed(0)
-    model = blocks_and_root(Stack(), fully_shard)
+    model = blocks_and_root(seeded(), fully_shard)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     one_backward(model, 0)
     model(batch_of(1))  # the outermost unit stays unsharded for a backward that does not follow

@@ -12,12 +12,11 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat import fully_shard
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.support.kit import Stack, seeded, square_loss
 
 
 def sharded_stack() -> Stack:
-    torch.manual_seed(0)
-    model = Stack()
+    model = seeded()
     for block in model.blocks:
         fully_shard(block)
     return fully_shard(model)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
 from tests.support import OWN_PARAMETERS, on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.support.kit import seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -33,19 +33,9 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.middle(self.embedding(tokens))))
 
 
-def tied(seed: int = 0) -> Tied:
-    torch.manual_seed(seed)
-    return Tied()
-
-
-def stack() -> Stack:
-    torch.manual_seed(0)
-    return Stack()
-
-
 @on_ranks(2, 4)
 def test_ties_inside_a_unit_stay_and_train_as_one(rank: int) -> None:
-    plain, model = tied(), tied()
+    plain, model = seeded(Tied), seeded(Tied)
     fully_shard(model.middle)
     fully_shard(model)
     assert model.head.weight is model.embedding.weight
@@ -54,15 +44,13 @@ def test_ties_inside_a_unit_stay_and_train_as_one(rank: int) -> None:
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.1)
         for seed in (1, 2):
             torch.manual_seed(seed)
-            each(torch.randint(11, (3, 4))).pow(2).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(each, optimizer, [torch.randint(11, (3, 4))])
     assert model.head.weight is model.embedding.weight
     state = model.state_dict()
     assert state["head.weight"].to_local().data_ptr() == state["embedding.weight"].to_local().data_ptr()
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(state[name].full_tensor(), value)
-    fresh = tied(5)
+    fresh = seeded(Tied, 5)
     fully_shard(fresh)
     fresh.load_state_dict({name: value.clone() for name, value in plain.state_dict().items()}, assign=bool(rank < 9))
     tokens = torch.arange(11)
@@ -72,11 +60,11 @@ def test_ties_inside_a_unit_stay_and_train_as_one(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_tie_between_two_units_raises() -> None:
-    model = tied()
+    model = seeded(Tied)
     fully_shard(model.embedding)
     with pytest.raises(TiedParameterError, match=r"'weight' of unit 'Linear' is the same parameter as 'weight'"):
         fully_shard(model.head)
-    model = tied()
+    model = seeded(Tied)
     fully_shard([model.embedding, model.head])
     assert model.head.weight is model.embedding.weight
 
@@ -84,7 +72,7 @@ def test_a_tie_between_two_units_raises() -> None:
 @on_ranks(2)
 @OWN_PARAMETERS
 def test_ignored_parameters_and_buffers_stay_as_they_are() -> None:
-    plain, model = stack(), stack()
+    plain, model = seeded(), seeded()
     for each in (plain, model):
         each.register_buffer("scale", torch.full((3,), 2.0))
         each.register_buffer("passing", torch.ones(2), persistent=False)
@@ -106,7 +94,7 @@ def test_ignored_parameters_and_buffers_stay_as_they_are() -> None:
 
 @on_ranks(2)
 def test_attributes_of_parameters_survive() -> None:
-    model = stack()
+    model = seeded()
     model.first.weight.decay = 0.5  # type: ignore[assignment]
     model.first.bias.requires_grad_(False)
     fully_shard(model)
@@ -145,7 +133,7 @@ def test_a_sequential_slices_to_one_of_its_own_class(function: Any) -> None:
 @on_ranks(2)
 @pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
 def test_sharded_modules_are_neither_copied_nor_pickled(function: Any) -> None:
-    model = function(stack())
+    model = function(seeded())
     for each in (copy.deepcopy, pickle.dumps):
         with pytest.raises((TypeError, AssertionError, AttributeError, pickle.PicklingError)):
             each(model)
@@ -160,7 +148,7 @@ def test_sharded_modules_are_neither_copied_nor_pickled(function: Any) -> None:
 
 @on_ranks(2)
 def test_a_list_of_modules_is_one_unit(rank: int) -> None:
-    plain, model = stack(), stack()
+    plain, model = seeded(), seeded()
     fully_shard([model.blocks[0], model.blocks[1]])
     fully_shard(model)
     assert isinstance(model.blocks[0], FSDPModule)

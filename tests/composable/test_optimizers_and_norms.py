@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import MixedPrecisionPolicy
-from tests.composable.beside import Beside, batch_of, grads_of, whole
+from tests.composable.beside import Beside, grads_of, whole
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Stack, mesh, square_loss
+from tests.support.kit import Stack, batch, mesh, square_loss
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
@@ -159,5 +159,5 @@ def test_gradients_are_scaled_and_cleared_as_any_others() -> None:
     models.ours.zero_grad(set_to_none=False)
     assert not any(grad.any() for grad in grads_of(models.ours).values())
     models.ours.zero_grad()
-    assert square_loss(models.ours, batch_of(0, 0)).grad_fn is not None
+    assert square_loss(models.ours, batch(0, 0)).grad_fn is not None
     assert all(param.grad is None for param in models.ours.parameters())

@@ -20,8 +20,9 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
 from fsdp_flat.state import full_tensor
+from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -42,28 +43,17 @@ def mlps(dim: int, hidden: int, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*[Mlp(dim, hidden) for _ in range(2)])
 
 
-def sharded(model: nn.Sequential, fully_shard: Any = fully_shard, **kwargs: Any) -> nn.Sequential:
-    for mlp in model:
-        fully_shard(mlp, **kwargs)
-    return fully_shard(model, **kwargs)
-
-
 def trained(model: nn.Module, dim: int, rank: int, seeds: list[int], *, average: bool = False) -> torch.Tensor:
     """Train with plain SGD, and return losses; ``rank`` chooses the batches."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for seed in seeds:
-        torch.manual_seed(100 * seed + rank)
-        loss = square_loss(model, torch.randn(3, dim))
-        losses.append(loss.detach())
-        loss.backward()
-        if average:
-            for param in model.parameters():
-                dist.all_reduce(param.grad)
-                param.grad /= dist.get_world_size()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.stack(losses)
+
+    def mean() -> None:
+        for param in model.parameters() if average else ():
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+    inputs = [normal(100 * seed + rank, 3, dim) for seed in seeds]
+    return torch.stack(train_on(model, optimizer, inputs, before_step=mean))
 
 
 def assert_full(model: nn.Module, plain: nn.Module) -> None:

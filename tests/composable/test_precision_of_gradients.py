@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.composable import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from tests.composable.beside import Beside, batch_of, grads_of, whole
+from tests.composable.beside import Beside, grads_of, whole
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Block, Stack, mesh, square_loss
+from tests.support.kit import Block, Stack, batch, mesh, seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 LOW = {"atol": 2e-3, "rtol": 2e-2}
@@ -48,7 +48,7 @@ def test_training_in_mixed_precision_equals_torch(
     exact = dist.get_world_size() == 2 or torch.bfloat16 not in (param_dtype, reduce_dtype)
     tolerance = {"atol": 1e-6, "rtol": 1e-5} if exact else LOW
     for number in range(3):
-        losses = [square_loss(model, batch_of(dist.get_rank(), number)) for model in models.both]
+        losses = [square_loss(model, batch(dist.get_rank(), number)) for model in models.both]
         for loss in losses:
             loss.backward()
         torch.testing.assert_close(losses[0], losses[1], **tolerance)
@@ -86,9 +86,8 @@ def test_reductions_in_fp32_are_more_exact_than_in_the_compute_dtype() -> None:
 def test_outputs_are_cast(output_dtype: torch.dtype | None, param_dtype: torch.dtype | None) -> None:
     policy, outputs, grads = MixedPrecisionPolicy(param_dtype, torch.float32, output_dtype), [], []
     for shard in (fully_shard, peer_fully_shard):
-        torch.manual_seed(0)
-        model = shard(Stack(), mp_policy=policy)
-        outputs.append(model(batch_of(dist.get_rank(), 0)))
+        model = shard(seeded(), mp_policy=policy)
+        outputs.append(model(batch(dist.get_rank(), 0)))
         outputs[-1].pow(2).mean().backward()
         grads.append(grads_of(model))
     assert outputs[0].dtype == outputs[1].dtype == (output_dtype or param_dtype or torch.float32)
@@ -153,14 +152,13 @@ def test_gradients_have_the_dtype_of_low_precision_parameters(reduce_dtype: torc
 def test_units_have_policies_of_their_own_and_buffers_stay(rank: int) -> None:
     models = []
     for shard in (fully_shard, peer_fully_shard):
-        torch.manual_seed(0)
-        model = Stack()
+        model = seeded()
         model.first.register_buffer("scale", torch.ones(3))
         shard(model.blocks[0], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32))
         shard(model.blocks[1], mp_policy=MixedPrecisionPolicy())
         shard(model.blocks[2], mp_policy=MixedPrecisionPolicy(torch.float16, torch.float32, torch.float32))
         models.append(shard(model, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64)))
-        square_loss(model, batch_of(rank, 0)).backward()
+        square_loss(model, batch(rank, 0)).backward()
     assert models[0].first.scale.dtype == torch.float32
     torch.testing.assert_close(grads_of(models[0]), grads_of(models[1]))
 
@@ -171,16 +169,12 @@ def test_units_have_policies_of_their_own_and_buffers_stay(rank: int) -> None:
 def test_offloading_on_the_cpu_is_as_no_offloading(pin_memory: bool, param_dtype: torch.dtype | None) -> None:
     found = []
     for offload_policy in (OffloadPolicy(), CPUOffloadPolicy(pin_memory=pin_memory)):
-        torch.manual_seed(0)
-        model: Any = Stack()
+        model: Any = seeded()
         policy = MixedPrecisionPolicy(param_dtype, torch.float32)
         for module in (*model.blocks, model):
             fully_shard(module, mp_policy=policy, offload_policy=offload_policy)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        for number in range(3):
-            optimizer.zero_grad()
-            square_loss(model, batch_of(dist.get_rank(), number)).backward()
-            optimizer.step()
+        train_on(model, optimizer, [batch(dist.get_rank(), number) for number in range(3)])
         assert {param.device.type for param in model.parameters()} == {"cpu"}
         found.append({name: whole(param) for name, param in model.named_parameters()})
     assert_equal(found[0], found[1])

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from fsdp_flat.composable import MixedPrecisionPolicy
 from fsdp_flat.runtime import units_of
-from tests.composable.beside import Beside, batch_of, grads_of, whole
+from tests.composable.beside import Beside, grads_of, whole
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Stack, mesh, square_loss
+from tests.support.kit import Stack, batch, mesh, square_loss
 
 
 def hybrid_mesh(shards: bool) -> Any:
@@ -165,7 +165,7 @@ def rank_grads(model: Stack, number: int) -> list[dict[str, torch.Tensor]]:
     found = []
     for rank in range(dist.get_world_size()):
         names, params = zip(*model.named_parameters(), strict=True)
-        grads = torch.autograd.grad(square_loss(model, batch_of(rank, number)), params)
+        grads = torch.autograd.grad(square_loss(model, batch(rank, number)), params)
         found.append(dict(zip(names, grads, strict=True)))
     return found
 
@@ -243,7 +243,7 @@ def test_training_with_a_divide_factor_equals_torch(shape: str, dtypes: tuple[to
     tolerance = {} if exact else {"atol": 2e-3, "rtol": 2e-2}
     for number in range(2):
         models.zero_grad()
-        losses = [square_loss(model, batch_of(dist.get_rank(), number)) for model in models.both]
+        losses = [square_loss(model, batch(dist.get_rank(), number)) for model in models.both]
         torch.testing.assert_close(*losses, **tolerance)
         for loss in losses:
             loss.backward()

@@ -17,7 +17,7 @@ from fsdp_flat.runtime import units_of
 from tests.composable.sides import Sides, batch_of, blocks_and_root
 from tests.runtime.kit import acquaint, recorded
 from tests.support import on_ranks
-from tests.support.kit import Stack, mesh, square_loss
+from tests.support.kit import Stack, mesh, seeded, square_loss
 
 ITEMSIZE = 4
 
@@ -45,13 +45,11 @@ def test_rows_of_uneven_and_of_other_dims_come_back_in_backward() -> None:
 
 @on_ranks(4)
 def test_the_smaller_group_holds_parameters_in_their_low_precision() -> None:
-    torch.manual_seed(0)
-    model = Stack()
+    model = seeded()
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     losses = []
     for size in (2, True):
-        torch.manual_seed(0)
-        copy = Stack()
+        copy = seeded()
         copy.load_state_dict(model.state_dict())
         blocks_and_root(copy, fully_shard, reshard_after_forward=size, mp_policy=policy)
         loss = square_loss(copy, batch_of(0))

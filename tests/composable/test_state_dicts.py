@@ -29,8 +29,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdp_flat.composable import CPUOffloadPolicy, fully_shard
 from fsdp_flat.errors import UsageError
 from tests.composable.beside import whole
+from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
-from tests.support.kit import mesh, square_loss
+from tests.support.kit import mesh, normal, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -50,12 +51,6 @@ class Mlp(nn.Module):
 def mlps(dim: int, device: str = "cpu", seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*[Mlp(dim, device) for _ in range(3)])
-
-
-def sharded(model: nn.Sequential, fully_shard: Any = fully_shard, **kwargs: Any) -> nn.Sequential:
-    for mlp in model:
-        fully_shard(mlp, **kwargs)
-    return fully_shard(model, **kwargs)
 
 
 @contextmanager
@@ -147,9 +142,7 @@ def test_a_dict_taken_once_follows_an_optimizer_as_that_of_torch(dim: int, way: 
     x = torch.rand(dim, dim)
     for _ in range(4):
         for layer, optimizer in zip(layers, optimizers, strict=True):
-            optimizer.zero_grad()
-            square_loss(layer, x).backward()
-            optimizer.step()
+            train_on(layer, optimizer, [x])
         torch.testing.assert_close(states[0]["weight"].to_local(), states[1]["weight"].to_local())
         assert pointers(layers[0].state_dict()) == before
     assert_full(states[0], {"weight": layers[0].weight.full_tensor().detach()})
@@ -248,9 +241,7 @@ def test_conversions_keep_an_optimizers_parameters() -> None:
     assert held == {id(param) for param in model.parameters()}
     reference = torch.optim.SGD(plain.parameters(), lr=0.1)
     for each, opt in ((model, optimizer), (plain, reference)):
-        square_loss(each, torch.ones(2, 4, dtype=torch.float64)).backward()
-        opt.step()
-        opt.zero_grad()
+        train_on(each, opt, [torch.ones(2, 4, dtype=torch.float64)])
     assert_full(model.state_dict(), plain.state_dict())
     model.to(torch.float32)
     plain.to(torch.float32)
@@ -260,8 +251,7 @@ def test_conversions_keep_an_optimizers_parameters() -> None:
     model.load_state_dict(sharded(copy.deepcopy(plain)).state_dict())
     assert_full(model.state_dict(), plain.state_dict())
     for each, opt in ((model, optimizer), (plain, reference)):
-        square_loss(each, torch.ones(2, 4)).backward()
-        opt.step()
+        train_on(each, opt, [torch.ones(2, 4)])
     assert_full(model.state_dict(), plain.state_dict())
 
 
@@ -291,15 +281,8 @@ def test_rank_zero_loads_a_full_state_dict_for_all(rank: int) -> None:
 def trained(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, num_steps: int = 2, seed: int = 0, dim: int = 3
 ) -> torch.Tensor:
-    losses = []
-    for each in range(num_steps):
-        torch.manual_seed(100 * (seed + each) + dist.get_rank())
-        loss = square_loss(model, torch.randn(3, dim))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+    inputs = [normal(100 * (seed + each) + dist.get_rank(), 3, dim) for each in range(num_steps)]
+    return torch.stack(train_on(model, optimizer, inputs))
 
 
 FRONTS = {"ours": fully_shard, "torch": peer_fully_shard}

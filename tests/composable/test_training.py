@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -13,30 +14,21 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import FSDPModule
 from tests.composable.sides import average_gradients, blocks_and_root
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.support.kit import normal, seeded, train_on
 from tests.support.peer import peer_fully_shard
 
 
 def steps(model: nn.Module, num_steps: int = 3, *, averaged: bool = False) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    losses = []
-    for step in range(num_steps):
-        torch.manual_seed(100 * step + dist.get_rank())
-        loss = square_loss(model, torch.randn(3, 8))
-        loss.backward()
-        if averaged:
-            average_gradients(model)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    inputs = [normal(100 * step + dist.get_rank(), 3, 8) for step in range(num_steps)]
+    average = functools.partial(average_gradients, model) if averaged else lambda: None
+    return [loss.item() for loss in train_on(model, optimizer, inputs, before_step=average)]
 
 
 @on_ranks(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_training_equals_a_replica_and_torch(reshard_after_forward: bool | None) -> None:
-    torch.manual_seed(0)
-    plain = Stack()
+    plain = seeded()
     reference, model = copy.deepcopy(plain), copy.deepcopy(plain)
     blocks_and_root(model, reshard_after_forward=reshard_after_forward)
     blocks_and_root(reference, peer_fully_shard, reshard_after_forward=reshard_after_forward)

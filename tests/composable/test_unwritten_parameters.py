@@ -15,14 +15,9 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from tests.composable.sides import blocks_and_root
 from tests.support import on_ranks
-from tests.support.kit import Stack
+from tests.support.kit import Stack, seeded
 
 X = torch.ones(2, 8)
-
-
-def plain() -> Stack:
-    torch.manual_seed(0)
-    return Stack()
 
 
 def emptied(**kwargs: Any) -> Any:
@@ -95,7 +90,7 @@ def by_numpy(model: Any) -> None:
 
 
 def by_load(model: Any, *, assign: bool = False) -> None:
-    state = {name: value.clone() for name, value in blocks_and_root(plain()).state_dict().items()}
+    state = {name: value.clone() for name, value in blocks_and_root(seeded()).state_dict().items()}
     model.load_state_dict(state, assign=assign)
 
 
@@ -104,7 +99,7 @@ def by_assigned_parameters(model: Any) -> None:
 
 
 def by_a_full_state_dict(model: Any) -> None:
-    set_model_state_dict(model, plain().state_dict(), options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(model, seeded().state_dict(), options=StateDictOptions(full_state_dict=True))
 
 
 def by_a_new_parameter(model: Any) -> None:

@@ -10,21 +10,19 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat import ShardingStrategy
-from tests.composable.beside import batch_of
 from tests.support import on_ranks
-from tests.support.kit import BLOCKS, Stack, full_grads, mesh, square_loss, wrapped
+from tests.support.kit import BLOCKS, Stack, batch, full_grads, mesh, seeded, square_loss, wrapped
 from tests.support.reference import replicated_gradients
 
 
 def wrapper_and_plain(**kwargs: Any) -> tuple[Any, Stack]:
-    torch.manual_seed(0)
-    plain = Stack()
+    plain = seeded()
     return wrapped(copy.deepcopy(plain), auto_wrap_policy=BLOCKS, **kwargs), plain
 
 
 def backward(model: Any, plain: Stack, number: int) -> None:
-    square_loss(model, batch_of(dist.get_rank(), number)).backward()
-    replicated_gradients(plain, [batch_of(rank, number) for rank in range(dist.get_world_size())], square_loss)
+    square_loss(model, batch(dist.get_rank(), number)).backward()
+    replicated_gradients(plain, [batch(rank, number) for rank in range(dist.get_world_size())], square_loss)
 
 
 def check_grads(model: Any, plain: Stack) -> None:
@@ -45,7 +43,7 @@ def test_a_wrapper_keeps_partial_shards_without_all_reduce(use_orig_params: bool
             backward(model, plain, number)
         check_grads(model, plain)
     model.set_requires_all_reduce(False)
-    square_loss(model, batch_of(0, 5)).backward()
+    square_loss(model, batch(0, 5)).backward()
     # The wrapper's zero_grad clears gradients of any kind.
     model.zero_grad()
     plain.zero_grad()
@@ -96,7 +94,7 @@ def test_a_factor_that_changes_in_a_backward_is_read_at_its_end(rank: int) -> No
     for changes in (False, True):
         model, _ = wrapper_and_plain(use_orig_params=True)
         for before, after in ((None, 3.0), (5.0, 3.0), (torch.tensor(7.0), 3.0), (2.0, None), (2.0, torch.tensor(3.0))):
-            loss = square_loss(model, batch_of(rank, 0))
+            loss = square_loss(model, batch(rank, 0))
             model.set_gradient_divide_factor(before if changes else after)
             if changes:
                 # The first layer's gradient comes last, when most units are reduced.

@@ -12,11 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.kit import RaisesInBackward, Trouble
+
 from .case import Case, Node
-
-
-class Trouble(Exception):
-    """Raised on purpose, in a forward or a backward."""
 
 
 @dataclass
@@ -38,18 +36,6 @@ def as_rank(rank: int) -> Iterator[None]:
         yield
     finally:
         CURRENT.rank = before
-
-
-class RaisesInBackward(torch.autograd.Function):
-    """Passes through, and raises on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Trouble("in backward")
 
 
 class Part(nn.Module):

@@ -24,6 +24,11 @@ ON_ACCELERATOR = (pytest.mark.gpu, pytest.mark.skipif(not torch.accelerator.is_a
 FACTOR = {"cpu": 1, "accelerator": 64}
 
 
+def kind_id(value: object) -> str | None:
+    """Make ids of kinds of parameters readable."""
+    return {True: "orig", False: "flat"}[value] if isinstance(value, bool) else None
+
+
 def on_devices(names: str, accelerator: Sequence[Any], cpu: Sequence[Any], ids: Any = None) -> pytest.MarkDecorator:
     """Parametrise a test by ``where`` and ``names``: every case on the accelerator, the few of ``cpu`` on the CPU too.
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.counting import Counter
-from tests.gpu.accelerator import NO_ACCELERATOR, ON_ACCELERATOR, forbid_waits, on_devices
+from tests.gpu.accelerator import NO_ACCELERATOR, ON_ACCELERATOR, forbid_waits, kind_id, on_devices
 from tests.gpu.one_rank import NUM_RANKS, WAYS, OneRank, pretended_group
 
 EVERY = list(itertools.product(WAYS, [False, True]))
@@ -27,11 +27,6 @@ def one_of_many() -> Iterator[None]:
     """Pretend to be one of many ranks."""
     with pretended_group():
         yield
-
-
-def kind_id(value: object) -> str | None:
-    """Make ids of kinds of parameters readable."""
-    return {True: "orig", False: "flat"}[value] if isinstance(value, bool) else None
 
 
 @on_devices("way, use_orig_params", EVERY, SOME, kind_id)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_flat import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
-from tests.gpu.accelerator import Recomputed, Trainer, compute_device, on_devices
+from tests.gpu.accelerator import Recomputed, Trainer, compute_device, kind_id, on_devices
 from tests.runtime.kit import STRATEGIES, assert_idle, batches
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import full_params
@@ -29,11 +29,6 @@ NUM_STEPS = 4
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 OFFLOAD = CPUOffload(offload_params=True)
 BOTH_KINDS = [False, True]
-
-
-def kind_id(value: Any) -> str | None:
-    """Make ids of kinds of parameters readable."""
-    return {True: "orig", False: "flat"}[value] if isinstance(value, bool) else None
 
 
 def meshes_of(strategy: ShardingStrategy) -> list[tuple[int, int] | None]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 from tests.wrapper.models import batch
 
 
@@ -64,7 +64,5 @@ def factored(model: Any) -> Factored:
                 if len(param_info.shape) == 2:
                     shapes[param] = (torch.Size(param_info.shape), piece.in_param.start)
     optimizer = Factored(model.parameters(), shapes)
-    square_loss(model, batch(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model, optimizer, [batch(0)])
     return optimizer

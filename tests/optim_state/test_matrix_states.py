@@ -22,7 +22,7 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import UnsupportedError
-from tests.state_dict.kit import FULL, SHARDED, groups_of, load, peer_quiet, save, single_rank_allowed
+from tests.state_dict.kit import FULL, SHARDED, group_of, groups_of, load, peer_quiet, save, single_rank_allowed
 from tests.support import assert_equal, on_ranks
 from tests.support.kit import full_grads, square_loss
 from tests.wrapper.models import batch, seeded, shard, whole_state
@@ -184,11 +184,6 @@ def test_a_state_dict_of_whole_tensors_loads_rank_by_rank(rank: int, num_ranks: 
                 other_optimizer.load_state_dict(FSDP.optim_state_dict_to_load(other, other_optimizer, saved))
             dist.barrier()
     assert_equal(save(other, other_optimizer, FULL)[1], saved)
-
-
-def group_of(size: int) -> Any:
-    group = dist.new_group(list(range(size)))
-    return group if dist.get_rank() < size else None
 
 
 @on_ranks(3)

@@ -17,7 +17,7 @@ from fsdp_flat import OptimStateKeyType
 from fsdp_flat.api import FullOptimStateDictConfig
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, peer_quiet
 from tests.support import OWN_PARAMETERS, assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, train_on
 from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
@@ -40,8 +40,7 @@ def shuffled(model: Any, rank: int) -> torch.optim.Optimizer:
     params = list(model.parameters())
     random.Random(rank).shuffle(params)
     optimizer = Noting([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], lr=0.1)
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     return optimizer
 
 
@@ -127,11 +126,8 @@ def test_ranks_may_ignore_different_modules(use_orig_params: bool, rank: int) ->
     outer = nn.Sequential(nn.Linear(3, 5), FSDP(inner, sync_module_states=True, **settings), nn.Linear(5, 2))
     model = FSDP(outer, sync_module_states="auto", **settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(2):
-        square_loss(model, batch(rank, step)).backward()
-        model.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+    inputs = [batch(rank, step) for step in range(2)]
+    train_on(model, optimizer, inputs, before_step=lambda: model.clip_grad_norm_(1.0))
     for kind in (FULL, SHARDED, LOCAL):
         with FSDP.state_dict_type(model, kind):
             state, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
@@ -145,8 +141,7 @@ def test_ranks_may_ignore_different_modules(use_orig_params: bool, rank: int) ->
 def test_optim_input_is_called_an_older_form(rank: int) -> None:
     model = shard(seeded())
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     given = list(model.parameters())
     calls: list[Callable[[], Any]] = [
         lambda: FSDP.full_optim_state_dict(model, optimizer, given, rank0_only=False),

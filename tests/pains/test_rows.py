@@ -29,7 +29,7 @@ from tests.runtime.kit import STRATEGIES as ALL_STRATEGIES
 from tests.runtime.kit import WIDTH, Twin, batch, mesh_for
 from tests.runtime.test_memory import live_bytes, settled_bytes
 from tests.support import Ranks, assert_close, assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Stack, full_params, square_loss, wrapped
+from tests.support.kit import BLOCKS, Stack, full_params, seeded, square_loss, train_on, wrapped
 
 RanksOf = Callable[..., Ranks]
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -94,8 +94,7 @@ def split_blocks(saved: torch.Tensor, shape: torch.Size, start: int, stop: int) 
 
 def run_8_bit(path: str, *, resumes: bool) -> dict[str, Any]:
     """Two steps on one batch for all ranks; a run that resumes takes the second one only."""
-    torch.manual_seed(0)
-    model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+    model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
     register_optim_state_handler(model, "blocks", merge=merge_blocks, split=split_blocks)
     optimizer = Blocks8Bit(model.parameters())
     if resumes:
@@ -106,9 +105,7 @@ def run_8_bit(path: str, *, resumes: bool) -> dict[str, Any]:
         # Optimizer.load_state_dict would make int8 the parameter's dtype.
         optimizer.state.update({params[index]: row for index, row in loaded["state"].items()})
     for step in (1,) if resumes else (0, 1):
-        optimizer.zero_grad()
-        square_loss(model, batch(0, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batch(0, step)])
         state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
         if step == 0 and dist.get_rank() == 0:
             torch.save(state, path)
@@ -343,8 +340,7 @@ def test_two_runs_are_equal_to_the_bit(rank: int) -> None:
 
 def run_on_batches(num_batches: int, use_orig_params: bool) -> dict[str, torch.Tensor]:
     """Steps on ``num_batches`` batches: one on each rank, or one after another where there is one rank."""
-    torch.manual_seed(0)
-    model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
+    model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=use_orig_params)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     mine = range(dist.get_rank(), num_batches, dist.get_world_size())
     for step in range(3):

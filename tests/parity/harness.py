@@ -20,7 +20,7 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.parity.zoo import CASES, Batch, Case
 from tests.support import assert_close
-from tests.support.kit import full_grads, full_params, no_shard_allowed
+from tests.support.kit import full_grads, full_params, no_shard_allowed, train_on
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -222,11 +222,7 @@ def train_case_beside_peer(name: str, layout: Layout, use_orig_params: bool) -> 
         for index in range(NUM_STEPS):
             losses = []
             for trained, optimizer in ((model, ours_optimizer), (theirs, their_optimizer)):
-                optimizer.zero_grad()
-                loss = case.loss_of(trained, batch_of(case, rank, index))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
+                losses += train_on(trained, optimizer, [batch_of(case, rank, index)], case.loss_of)
             assert_close(losses[0], losses[1], **TOLERANCE, what=f"loss {index}")
         warnings.filterwarnings("ignore", message="When using ``NO_SHARD``", category=UserWarning)
         expected = theirs.state_dict()

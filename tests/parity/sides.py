@@ -26,6 +26,7 @@ import fsdp_flat.wrap as our_wrap
 from tests.parity.harness import PLAIN, TOLERANCE, Layout, adamw, batch_of, build, options_for
 from tests.parity.zoo import CASES, Block, Case
 from tests.support import assert_close
+from tests.support.kit import normal, train_on
 from tests.support.peer import mend_peer, peer_warnings_silenced
 from tests.support.pool import TASK_TIMEOUT_S
 
@@ -244,18 +245,17 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def step_input(rank: int, step: int) -> torch.Tensor:
+    """A rank's rows of five numbers."""
+    return normal(100 * step + rank, 4, 5)
+
+
 def train(
     model: nn.Module, case: Case, optimizer: torch.optim.Optimizer, steps: Sequence[int] = range(3)
 ) -> list[torch.Tensor]:
     """Optimizer steps on this rank's batches of these numbers; the losses."""
-    losses = []
-    for index in steps:
-        optimizer.zero_grad()
-        loss = case.loss_of(model, batch_of(case, dist.get_rank(), index))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+    inputs = [batch_of(case, dist.get_rank(), index) for index in steps]
+    return train_on(model, optimizer, inputs, case.loss_of)
 
 
 def state_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -17,17 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import PLAIN, Layout
-from tests.parity.sides import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of
+from tests.parity.sides import SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, step_input
 from tests.parity.zoo import Layer
-
-
-def vectors(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).square().mean()
-
+from tests.support.kit import square_loss
 
 FROZEN = {"first two": (0, 1), "alternate": (0, 2), "last two": (2, 3), "all but the first": (1, 2, 3)}
 
@@ -51,8 +43,8 @@ def test_frozen_units_anywhere_train_as_unwrapped_and_end_sharded(
     state = beside_replica(
         model,
         stack(FROZEN[which]),
-        loss_of,
-        vectors,
+        square_loss,
+        step_input,
         before_step=lambda each: ends.append(side.sharded_units(each)) if each is model else None,
     )
     # With the others torch leaves frozen units gathered.
@@ -70,8 +62,8 @@ def test_an_input_that_needs_a_gradient_gets_it_through_frozen_units(
     plain = stack(FROZEN[which])
     grads = []
     for each in (model, plain):
-        x = vectors(dist.get_rank(), 0).requires_grad_()
-        loss_of(each, x).backward()
+        x = step_input(dist.get_rank(), 0).requires_grad_()
+        square_loss(each, x).backward()
         grads.append(x.grad)
     torch.testing.assert_close(grads[0], grads[1])
     assert all(side.sharded_units(model))
@@ -107,9 +99,9 @@ def test_a_frozen_unit_called_several_times_ends_sharded(
     optimizer = sgd(model)
     seen = []
     for step in range(2):
-        x = vectors(dist.get_rank(), step).requires_grad_(with_input)
+        x = step_input(dist.get_rank(), step).requires_grad_(with_input)
         optimizer.zero_grad()
-        loss = loss_of(model, x)
+        loss = square_loss(model, x)
         loss.backward()
         optimizer.step()
         seen.append([loss.detach(), x.grad])
@@ -125,7 +117,7 @@ def test_a_head_on_a_frozen_body_trains_in_one_unit_or_several(
 ) -> Any:
     units = (Layer,) if wrapped_as == "units" else ()
     model = side.wrap(stack((0, 1, 2)), layout, units=units, use_orig_params=use_orig_params)
-    return beside_replica(model, stack((0, 1, 2)), loss_of, vectors)
+    return beside_replica(model, stack((0, 1, 2)), square_loss, step_input)
 
 
 @on_both_sides(layouts=SHARDED)
@@ -141,4 +133,4 @@ def test_units_frozen_below_an_unwrapped_trained_layer_train_as_unwrapped(
         return model
 
     model = side.wrap(build(), layout, units=(Layer,), use_orig_params=use_orig_params)
-    return beside_replica(model, build(), loss_of, vectors)
+    return beside_replica(model, build(), square_loss, step_input)

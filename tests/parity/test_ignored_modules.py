@@ -21,6 +21,7 @@ from tests.parity.harness import Layout, build
 from tests.parity.sides import SHARDED, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES, Layer
 from tests.support import OWN_PARAMETERS, OWN_STATISTICS
+from tests.support.kit import seeded
 
 # Ignored layers are trained on each rank's own batches here, as by FSDP1.
 pytestmark = OWN_PARAMETERS
@@ -74,17 +75,12 @@ class Nest(nn.Module):
         return self.head(self.block(x))
 
 
-def nest() -> Any:
-    torch.manual_seed(4)
-    return Nest()
-
-
 @on_both_sides(layouts=SHARDED)
 @pytest.mark.parametrize("pass_to", ["unit", "root", "both"])
 def test_what_a_unit_or_its_root_ignores_is_managed_by_neither(
     side: Side, layout: Layout, use_orig_params: bool, pass_to: str
 ) -> Any:
-    model = nest()
+    model = seeded(Nest)
     ignored = [model.block[1]]
     weight = model.block[1].weight
     block_options = {"ignored_modules": ignored} if pass_to in ("unit", "both") else {}
@@ -101,7 +97,7 @@ def test_what_a_unit_or_its_root_ignores_is_managed_by_neither(
 def test_ignored_parameters_of_auto_wrapped_units_are_left_alone(
     side: Side, layout: Layout, use_orig_params: bool
 ) -> Any:
-    model = nest()
+    model = seeded(Nest)
     ignored = [model.block[0].linear.bias, model.head.weight]
     wrapped = side.wrap(model, layout, units=(Layer,), ignored_states=ignored, use_orig_params=use_orig_params)
     now = [*wrapped.parameters()]
@@ -112,7 +108,7 @@ def test_ignored_parameters_of_auto_wrapped_units_are_left_alone(
 
 @on_both_sides(layouts=SHARDED)
 def test_ignored_modules_may_lie_outside_the_wrapped_one(side: Side, layout: Layout, use_orig_params: bool) -> Any:
-    model = nest()
+    model = seeded(Nest)
     outside = [model.head, model.block[1]]
     weight = model.block[1].weight
     model.block[0] = side.wrap(model.block[0], layout, ignored_modules=outside, use_orig_params=use_orig_params)
@@ -125,7 +121,7 @@ def test_ignored_modules_may_lie_outside_the_wrapped_one(side: Side, layout: Lay
 @pytest.mark.parametrize("auto", [True, False], ids=["policy", "one unit"])
 def test_ranks_may_ignore_different_modules(side: Side, layout: Layout, use_orig_params: bool, auto: bool) -> Any:
     # Each rank has an ignored layer more of its own, which no other rank has.
-    model = nest()
+    model = seeded(Nest)
     extra = nn.Linear(5, 5)
     model.extra = nn.ModuleList([extra] if dist.get_rank() == 0 else [nn.Linear(5, 5), nn.Linear(5, 5)])
     options: dict[str, Any] = {"ignored_modules": list(model.extra), "use_orig_params": use_orig_params}
@@ -155,11 +151,11 @@ def test_an_ignored_buffer_and_module_appear_in_the_state_dict(
 
 @on_both_sides(layouts=SHARDED)
 def test_a_wrapper_cannot_be_ignored_and_ignoring_all_warns(side: Side, layout: Layout, use_orig_params: bool) -> None:
-    model = nest()
+    model = seeded(Nest)
     model.block = side.wrap(model.block, layout, use_orig_params=use_orig_params)
     with pytest.raises(ValueError):
         side.wrap(model, layout, ignored_modules=[model.block], use_orig_params=use_orig_params)
-    model = nest()
+    model = seeded(Nest)
     with pytest.warns(UserWarning, match="(?i)ignore"):
         side.wrap(model, layout, ignored_modules=[model], use_orig_params=use_orig_params)
 
@@ -168,9 +164,9 @@ def test_a_wrapper_cannot_be_ignored_and_ignoring_all_warns(side: Side, layout: 
 def test_wrong_arguments_are_refused(side: Side, layout: Layout, use_orig_params: bool) -> None:
     def refused(error: type[Exception], **options: Any) -> None:
         with pytest.raises(error):
-            side.wrap(nest(), layout, use_orig_params=use_orig_params, **options)
+            side.wrap(seeded(Nest), layout, use_orig_params=use_orig_params, **options)
 
-    model = nest()
+    model = seeded(Nest)
     refused(ValueError, ignored_modules=[model.head], ignored_states=[model.head.weight])
     refused(ValueError, ignored_states=[model.head, model.head.weight])
     refused((TypeError, ValueError), ignored_modules=[model.head.weight])

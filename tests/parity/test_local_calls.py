@@ -24,7 +24,7 @@ from fsdp_flat.errors import LoadError
 from tests.optim_state.factored import factored, merge_rows, split_rows
 from tests.state_dict.kit import peer_quiet
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 from tests.support.peer import mend_peer
 from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
@@ -57,8 +57,7 @@ class Trained:
         make = shard if library == "ours" else shard_by_peer
         self.model: Any = make(seeded(seed=seed), strategy, use_orig_params=use_orig_params)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
-        square_loss(self.model, batch(rank, seed)).backward()
-        self.optimizer.step()
+        train_on(self.model, self.optimizer, [batch(rank, seed)])
 
     @property
     def fsdp(self) -> Any:

@@ -23,9 +23,22 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.parity.harness import Layout, adamw, batch_of, build
-from tests.parity.sides import BLOCKS, ORIG, SHARDED, Side, beside_replica, on_both_sides, sgd, state_of, train, trained
+from tests.parity.sides import (
+    BLOCKS,
+    ORIG,
+    SHARDED,
+    Side,
+    beside_replica,
+    on_both_sides,
+    sgd,
+    state_of,
+    step_input,
+    train,
+    trained,
+)
 from tests.parity.zoo import CASES, Layer
 from tests.support import OWN_STATISTICS, assert_equal
+from tests.support.kit import train_on
 
 Outputs = namedtuple("Outputs", ["first", "second"])
 
@@ -62,17 +75,13 @@ def step_inside_backward(optimizer: Any, model: nn.Module, options: dict[str, An
     _apply_optimizer_in_backward(optimizer, model.parameters(), options)
 
 
-def vectors(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
 @on_both_sides()
 @pytest.mark.parametrize("used", ["both", "first", "both on one rank"])
 def test_named_tuples_stay_such_and_unused_outputs_do_no_harm(
     side: Side, layout: Layout, use_orig_params: bool, used: str
 ) -> Any:
     def batch(rank: int, step: int) -> tuple[torch.Tensor, bool]:
-        return vectors(rank, step), used == "both" or (used == "both on one rank" and rank == 0)
+        return step_input(rank, step), used == "both" or (used == "both on one rank" and rank == 0)
 
     def loss_of(model: nn.Module, pair: tuple[torch.Tensor, bool]) -> torch.Tensor:
         out = model(pair[0])
@@ -108,10 +117,7 @@ def test_a_unit_that_computes_without_gradients_keeps_its_parameters(
     before = make[0].linear.weight.detach().clone()
     model = side.wrap(make, layout, units=(NoGradUnit, Layer), use_orig_params=use_orig_params)
     optimizer = sgd(model)
-    for step in range(2):
-        optimizer.zero_grad()
-        model(vectors(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
+    train_on(model, optimizer, [step_input(dist.get_rank(), step) for step in range(2)])
     state = state_of(model)
     assert_equal(state["0.linear.weight"], before)
     return state
@@ -139,7 +145,7 @@ def test_a_unit_that_is_not_in_the_loss_has_no_gradient(
     inner = Branches(calls_second)
     model = side.wrap(inner, layout, units=(nn.Linear,), use_orig_params=use_orig_params)
     for step in range(3):
-        model(vectors(dist.get_rank(), step))[0].sum().backward()
+        model(step_input(dist.get_rank(), step))[0].sum().backward()
     assert all(param.grad is not None for param in inner.first.parameters() if param.numel() > 0)
     assert [param.grad for param in inner.second.parameters()] == [None] * (2 if use_orig_params else 1)
     sgd(model).step()
@@ -197,9 +203,7 @@ def test_optimizers_that_step_inside_backward_give_the_numbers_of_one_after_it(
     for step in range(3):
         batch = batch_of(case, dist.get_rank(), step)
         case.loss_of(inside, batch).backward()
-        optimizer.zero_grad()
-        case.loss_of(after, batch).backward()
-        optimizer.step()
+        train_on(after, optimizer, [batch], case.loss_of)
         assert all(param.grad is None for param in inside.parameters())
     assert_equal(state_of(inside), state_of(after))
     return state_of(after)
@@ -224,7 +228,7 @@ def test_a_module_without_parameters_can_be_wrapped(side: Side, layout: Layout, 
     model = side.wrap(nn.Sequential(nn.ReLU(), nn.Tanh()), layout, use_orig_params=use_orig_params)
     assert list(model.parameters()) == []
     assert not model._has_params
-    x = vectors(dist.get_rank(), 0).requires_grad_()
+    x = step_input(dist.get_rank(), 0).requires_grad_()
     out = model(x)
     out.sum().backward()
     with side.FSDP.summon_full_params(model):
@@ -308,4 +312,4 @@ def test_units_of_one_tree_with_unlike_settings_are_refused_in_forward(
     model = nn.Sequential(side.wrap(nn.Linear(5, 5), **{what: True}), nn.Linear(5, 1))
     model = side.wrap(model, **{what: False})
     with pytest.raises(ValueError):
-        model(vectors(dist.get_rank(), 0))
+        model(step_input(dist.get_rank(), 0))

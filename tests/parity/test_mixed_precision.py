@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.parity.harness import PLAIN, Layout, batch_of, build
-from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of
+from tests.parity.harness import PLAIN, Layout, build
+from tests.parity.sides import ORIG, SHARDED, Side, on_both_sides, sgd, state_of, train
 from tests.parity.zoo import CASES
 from tests.support import OWN_STATISTICS
 
@@ -281,12 +281,4 @@ def test_models_of_every_kind_train_in_bf16(side: Side, layout: Layout, use_orig
     case = CASES[name]
     precision = side.api.MixedPrecision(param_dtype=BF16, reduce_dtype=FP32)
     model = side.wrap(build(case), layout, units=case.units, mixed_precision=precision, use_orig_params=use_orig_params)
-    optimizer = sgd(model)
-    losses = []
-    for index in range(2):
-        optimizer.zero_grad()
-        loss = case.loss_of(model, batch_of(case, dist.get_rank(), index))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return [losses, state_of(model)]
+    return [train(model, case, sgd(model), range(2)), state_of(model)]

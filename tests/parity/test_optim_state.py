@@ -26,8 +26,9 @@ from torch import nn
 from tests.parity.harness import PLAIN, TOLERANCE, Layout, batch_of, build
 from tests.parity.sides import FULL, ORIG, STRATEGIES, Side, on_both_sides, state_of, train
 from tests.parity.test_state_dict import plain
-from tests.parity.zoo import CASES, Case, Layer, squared_error, vectors
+from tests.parity.zoo import CASES, Case, Layer, Outside, TiedInside, squared_error, vectors
 from tests.support import assert_close, assert_equal
+from tests.support.kit import train_on
 
 
 class Even(nn.Module):
@@ -318,31 +319,6 @@ def test_keys_change_between_names_and_ids(side: Side, layout: Layout, use_orig_
 # -- models and optimizers of all kinds ----------------------------------------------------------------------------
 
 
-class Tied(nn.Module):
-    """A weight with two names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(5, 5)
-        self.two = nn.Linear(5, 5)
-        self.two.weight = self.one.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.two(torch.tanh(self.one(x)))
-
-
-class Outside(nn.Module):
-    """A tree below a plain parent that has a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = nn.Sequential(Layer(5, 6), nn.Linear(6, 5))
-        self.own = nn.Linear(5, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(self.tree(x))
-
-
 def case_of(make: Callable[[], nn.Module]) -> Case:
     return Case(build=make, batch=vectors, loss_of=squared_error, units=(Layer,))
 
@@ -352,10 +328,10 @@ def case_of(make: Callable[[], nn.Module]) -> Case:
 def test_a_shared_parameter_has_one_state_under_its_first_name(
     side: Side, layout: Layout, use_orig_params: bool, kind: str
 ) -> Any:
-    case = Case(build=Tied, batch=vectors, loss_of=squared_error, units=())
+    case = Case(build=TiedInside, batch=vectors, loss_of=squared_error, units=())
     first = trained_pair(side, layout, use_orig_params, case)
     states = save(side, *first, kind)
-    assert sorted(states["state"]) == ["one.bias", "one.weight", "two.bias"]
+    assert sorted(states["state"]) == ["down.bias", "up.bias", "up.weight"]
     model = side.wrap_case(case, layout, use_orig_params=use_orig_params)
     second = model, adam(model)
     load(side, *second, states, kind)
@@ -385,9 +361,7 @@ def test_parameters_that_no_unit_manages_are_saved_and_loaded(
     with side.state_dict_as(first[0], "FULL"):
         second[0].load_state_dict(first[0].state_dict())
     for model, optimizer in (first, second):
-        optimizer.zero_grad()
-        case.loss_of(model, same).backward()
-        optimizer.step()
+        train_on(model, optimizer, [same], case.loss_of)
     assert_close(state_of(second[0]), state_of(first[0]), **TOLERANCE)
     return [found, state_of(second[0])]
 

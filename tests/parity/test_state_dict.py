@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.parity.harness import TOLERANCE, Layout, adamw, batch_of, build
 from tests.parity.sides import BLOCKS, FULL, ORIG, STRATEGIES, Side, on_both_sides, sgd, state_of, train
-from tests.parity.zoo import CASES, Layer
+from tests.parity.zoo import CASES, Layer, Outside
 from tests.support import OWN_STATISTICS, assert_close, assert_equal
 
 NESTED = BLOCKS
@@ -57,6 +57,17 @@ def plain(value: Any) -> Any:
 def saved(side: Side, model: nn.Module, kind: str) -> dict[str, Any]:
     with side.state_dict_as(model, kind):
         return dict(model.state_dict())
+
+
+def plain_items(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: plain(value) for key, value in state.items()}
+
+
+def load_equal(side: Side, model: nn.Module, kind: str, state: dict[str, Any], source: nn.Module) -> None:
+    """Load a state dict of ``source``, after which both models have the same values."""
+    with side.state_dict_as(model, kind):
+        model.load_state_dict(state)
+    assert_equal(state_of(model), state_of(source))
 
 
 def spoiled(model: nn.Module) -> nn.Module:
@@ -89,7 +100,7 @@ def test_keys_and_values_are_the_same(side: Side, layout: Layout, use_orig_param
         # torch puts the second names of shared parameters last.
         expected = list(build(case).state_dict())
         assert list(state) == expected if "tied" not in name else sorted(state) == sorted(expected)
-    return {key: plain(value) for key, value in state.items()}
+    return plain_items(state)
 
 
 @on_both_sides(layouts=STRATEGIES)
@@ -101,7 +112,7 @@ def test_full_state_dicts_are_on_the_ranks_that_asked(
     model = side.wrap_case(NESTED, layout, use_orig_params=use_orig_params)
     config = side.api.FullStateDictConfig(offload_to_cpu=offload, rank0_only=rank0_only)
     with side.state_dict_as(model, "FULL", config):
-        state = {key: plain(value) for key, value in model.state_dict().items()}
+        state = plain_items(model.state_dict())
     if layout.strategy.startswith("NO") and rank0_only:
         return None  # torch gives unsharded entries to all ranks
     if rank0_only and dist.get_rank() != 0:
@@ -193,10 +204,8 @@ def test_a_mesh_makes_distributed_tensors(side: Side, layout: Layout, use_orig_p
     )
     state = saved(side, first, kind)
     spoiled(second)
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
-    return {key: plain(value) for key, value in state.items()}
+    load_equal(side, second, kind, state, first)
+    return plain_items(state)
 
 
 # -- models of all kinds -------------------------------------------------------------------------------------------
@@ -256,9 +265,7 @@ def test_activation_checkpoints_in_and_around_units_change_no_key(
     sgd(first).step()
     state = saved(side, first, kind)
     assert list(state) == ["0.linear.weight", "0.linear.bias", "1.linear.weight", "1.linear.bias", "2.weight", "2.bias"]
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
+    load_equal(side, second, kind, state, first)
     return state_of(second)
 
 
@@ -278,9 +285,7 @@ def test_activation_checkpoints_applied_after_wrapping_change_no_key(
     train(first, NESTED, sgd(first), range(1))
     state = saved(side, first, kind)
     assert list(state) == list(build(NESTED).state_dict())
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
+    load_equal(side, second, kind, state, first)
     return state_of(second)
 
 
@@ -309,18 +314,6 @@ def test_models_in_half_precision_save_and_load_while_gradients_exist(
     return end
 
 
-class Holder(nn.Module):
-    """A plain parent of a tree, with a layer of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = nn.Sequential(Layer(5, 5), nn.Linear(5, 5))
-        self.own = nn.Linear(5, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.own(self.tree(x))
-
-
 @on_both_sides(layouts=FULL)
 @WHOLE_KINDS
 def test_a_plain_parent_s_state_dict_has_the_plain_names(
@@ -328,17 +321,15 @@ def test_a_plain_parent_s_state_dict_has_the_plain_names(
 ) -> Any:
     def wrapped() -> Any:
         torch.manual_seed(1)
-        model = Holder()
+        model = Outside(5, 1)
         model.tree = side.wrap(model.tree, layout, units=(Layer,), use_orig_params=use_orig_params)
         return model
 
     first, second = wrapped(), spoiled(wrapped())
     state = saved(side, first, kind)
-    assert list(state) == list(Holder().state_dict())
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
-    return {key: plain(value) for key, value in state.items()}
+    assert list(state) == list(Outside(5, 1).state_dict())
+    load_equal(side, second, kind, state, first)
+    return plain_items(state)
 
 
 @on_both_sides(layouts=FULL)
@@ -351,7 +342,7 @@ def test_an_inner_unit_s_state_dict_has_its_own_names(
     block = model.module.blocks[1]
     state = saved(side, block, kind)
     assert list(state) == list(build(NESTED).blocks[1].state_dict())
-    return {key: plain(value) for key, value in state.items()}
+    return plain_items(state)
 
 
 @on_both_sides(layouts=FULL)
@@ -388,7 +379,7 @@ def test_a_prefix_goes_before_every_key_and_ignored_tensors_are_no_copies(
     for name in ("linear.weight", "linear.bias", "mean", "num_calls"):
         tensor = model.stages[0].get_parameter(name) if "linear" in name else model.stages[0].get_buffer(name)
         assert state[f"foo.stages.0.{name}"].data_ptr() == tensor.data_ptr(), name
-    return {key: plain(value) for key, value in state.items()}
+    return plain_items(state)
 
 
 @on_both_sides(layouts=FULL)
@@ -406,10 +397,8 @@ def test_a_module_that_was_attached_after_wrapping_is_saved_and_loaded(
     first, second = wrapped(), spoiled(wrapped())
     state = saved(side, first, kind)
     assert sorted(state) == sorted(build(CASES["uneven sizes"]).state_dict())
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
-    return {key: plain(value) for key, value in state.items()}
+    load_equal(side, second, kind, state, first)
+    return plain_items(state)
 
 
 @on_both_sides(layouts=FULL, tolerance={"rtol": 1e-2, "atol": 1e-2})
@@ -425,10 +414,8 @@ def test_mixed_precision_saves_and_loads_in_full_precision(
     sgd(first).step()
     spoiled(second)
     state = saved(side, first, kind)
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
-    return {key: plain(value) for key, value in state.items()}
+    load_equal(side, second, kind, state, first)
+    return plain_items(state)
 
 
 @on_both_sides(num_ranks=4, layouts=FULL)
@@ -445,10 +432,8 @@ def test_ranks_that_hold_nothing_save_and_load(side: Side, layout: Layout, use_o
 
     first, second = wrapped(), spoiled(wrapped())
     state = saved(side, first, kind)
-    with side.state_dict_as(second, kind):
-        second.load_state_dict(state)
-    assert_equal(state_of(second), state_of(first))
-    return {key: plain(value) for key, value in state.items()}
+    load_equal(side, second, kind, state, first)
+    return plain_items(state)
 
 
 # -- keys ----------------------------------------------------------------------------------------------------------
@@ -540,9 +525,7 @@ def test_state_dicts_survive_a_file(side: Side, layout: Layout, use_orig_params:
             loaded = torch.load(file, weights_only=False)
     else:
         loaded = torch.load(file)
-    with side.state_dict_as(other, kind):
-        other.load_state_dict(loaded)
-    assert_equal(state_of(other), state_of(model))
+    load_equal(side, other, kind, loaded, model)
     return state_of(other)
 
 
@@ -558,7 +541,5 @@ def test_a_group_of_one_rank_saves_and_loads(side: Side, layout: Layout, use_ori
         first, second = (side.wrap_case(NESTED, layout, **options) for _ in range(2))
         spoiled(second)
         state = saved(side, first, kind)
-        with side.state_dict_as(second, kind):
-            second.load_state_dict(state)
-        assert_equal(state_of(second), state_of(first))
+        load_equal(side, second, kind, state, first)
         return state_of(second)

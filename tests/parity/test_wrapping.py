@@ -28,7 +28,7 @@ from tests.parity.harness import (
 )
 from tests.parity.zoo import CASES, Layer
 from tests.support import Ranks, assert_close, on_ranks
-from tests.support.kit import no_shard_allowed
+from tests.support.kit import no_shard_allowed, train_on
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 RanksOf = Callable[..., Ranks]
@@ -108,11 +108,7 @@ def test_every_way_of_wrapping_trains_as_in_torch_fsdp1(rank: int, style: str, u
         for index in range(NUM_STEPS):
             losses = []
             for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-                optimizer.zero_grad()
-                loss = case.loss_of(model, batch_of(case, rank, index))
-                loss.backward()
-                optimizer.step()
-                losses.append(loss.detach())
+                losses += train_on(model, optimizer, [batch_of(case, rank, index)], case.loss_of)
             assert_close(losses[0], losses[1], **TOLERANCE, what=f"loss {index}")
         expected = dict(theirs.state_dict())
     assert_close(dict(ours.state_dict()), expected, **TOLERANCE, what="state_dict")

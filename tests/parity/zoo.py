@@ -221,6 +221,18 @@ class Normed(nn.Module):
         return torch.relu(self.norm(self.linear(x)))
 
 
+class Outside(nn.Module):
+    """A tree below a plain parent that has a parameter of its own."""
+
+    def __init__(self, hidden: int = 6, outputs: int = 4) -> None:
+        super().__init__()
+        self.tree = nn.Sequential(Layer(5, hidden), nn.Linear(hidden, 5))
+        self.own = nn.Linear(5, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(self.tree(x))
+
+
 class Branches(nn.Module):
     """A unit of which a part is never used."""
 

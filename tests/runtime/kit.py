@@ -21,7 +21,7 @@ from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.comm.shm.transport import SharedMemoryTransport
 from fsdp_flat.runtime import Phase, Schedule, Unit, schedule_of, units_of
 from tests.support import assert_close
-from tests.support.kit import BLOCKS, full_grads, full_params, mesh, square_loss, wrapped
+from tests.support.kit import BLOCKS, batch, full_grads, full_params, mesh, square_loss, wrapped
 from tests.support.reference import replicated_step
 
 WIDTH = 8
@@ -37,11 +37,6 @@ def mesh_for(strategy: ShardingStrategy) -> dict[str, Any]:
     if "HYBRID" not in strategy.name:
         return {}
     return {"device_mesh": mesh(2, dist.get_world_size() // 2)}
-
-
-def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
-    """Return a rank's rows in a step."""
-    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def batches(step: int = 0, width: int = WIDTH) -> list[torch.Tensor]:

@@ -18,7 +18,7 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import recorded
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, full_params, mesh, square_loss, wrapped
+from tests.support.kit import BLOCKS, Block, Stack, full_params, mesh, seeded, square_loss, wrapped
 
 
 def other_shape() -> tuple[nn.Module, dict[str, Any]]:
@@ -148,8 +148,7 @@ def test_a_wrong_argument_on_one_rank_makes_every_rank_raise(rank: int) -> None:
 
 
 def differing(rank: int) -> Stack:
-    torch.manual_seed(0)
-    module = Stack()
+    module = seeded()
     if rank == dist.get_world_size() - 1:
         with torch.no_grad():
             module.blocks[1].up.bias.add_(1.0)
@@ -217,8 +216,7 @@ def test_auto_moves_nothing_if_the_weights_are_equal() -> None:
 def test_syncing_on_a_two_by_two_mesh_starts_every_rank_from_the_weights_of_rank_zero(
     sync: Any, odd_rank: int, rank: int
 ) -> None:
-    torch.manual_seed(0)
-    module = Stack()
+    module = seeded()
     if rank == odd_rank:
         with torch.no_grad():
             module.head.weight.mul_(2.0)
@@ -229,8 +227,7 @@ def test_syncing_on_a_two_by_two_mesh_starts_every_rank_from_the_weights_of_rank
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         device_mesh=mesh(2, 2),
     )
-    torch.manual_seed(0)
-    plain = Stack()
+    plain = seeded()
     if odd_rank == 0:
         with torch.no_grad():
             plain.head.weight.mul_(2.0)

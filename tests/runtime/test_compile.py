@@ -24,7 +24,7 @@ from fsdp_flat.wrap import ModuleWrapPolicy
 from fsdp_flat.wrap.plan import plan_units
 from tests.runtime.kit import Twin, assert_idle, batch, sgd, traced
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import BLOCKS, Block, Stack, square_loss, wrapped
+from tests.support.kit import BLOCKS, Block, Stack, seeded, square_loss, wrapped
 
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 
@@ -149,8 +149,7 @@ def test_a_compiled_model_gathers_and_reduces_in_the_order_of_the_eager_one(stra
     with fresh_compiler():
         traces = []
         for compile_it in (False, True):
-            torch.manual_seed(0)
-            model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=True, sharding_strategy=strategy)
+            model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True, sharding_strategy=strategy)
             run = compiled(model) if compile_it else model
             trace = traced(model)
             for step in range(3):
@@ -187,8 +186,7 @@ def assert_idle_but_root(model: FSDP) -> None:
 @on_ranks(2)
 def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None:
     with fresh_compiler():
-        torch.manual_seed(0)
-        model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+        model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
         twin = copy.deepcopy(model)
 
         def step(model: FSDP, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
@@ -249,18 +247,12 @@ class CheckpointedBlock(Block):
         return x + checkpoint(self.inner, x, use_reentrant=False)
 
 
-class CheckpointedStack(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([CheckpointedBlock() for _ in range(3)])
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("inside", [False, True])
 def test_activation_checkpointing_inside_compiled_blocks_trains_as_the_reference(inside: bool) -> None:
     with fresh_compiler():
         twin = Twin.of(
-            CheckpointedStack(), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({CheckpointedBlock})
+            Stack(block=CheckpointedBlock), use_orig_params=True, auto_wrap_policy=ModuleWrapPolicy({CheckpointedBlock})
         )
         if inside:
             compile_after(twin.model)
@@ -274,8 +266,7 @@ def test_mixed_precision_in_a_compiled_model_is_that_of_the_eager_one() -> None:
         precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         models = []
         for compile_it in (False, True):
-            torch.manual_seed(0)
-            model = wrapped(Stack(), auto_wrap_policy=BLOCKS, use_orig_params=True, mixed_precision=precision)
+            model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True, mixed_precision=precision)
             run, optimizer = (compiled(model) if compile_it else model), sgd(model.parameters())
             for step in range(4):
                 with torch.compiler.set_stance("default" if step < 2 else "fail_on_recompile"):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
@@ -14,23 +11,7 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import STRATEGIES, WIDTH, Twin, assert_idle, batch, mesh_for
 from tests.support import on_ranks
-from tests.support.kit import Block, Stack, square_loss
-
-
-class Trouble(Exception):
-    """What the tests raise."""
-
-
-class RaisesInBackward(torch.autograd.Function):
-    """Passes through, and raises on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        raise Trouble("in backward")
+from tests.support.kit import Block, RaisesInBackward, Stack, Trouble, square_loss
 
 
 class Fragile(Block):
@@ -51,12 +32,6 @@ class Fragile(Block):
         return x
 
 
-class FragileStack(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Fragile() for _ in range(3)])
-
-
 WHERE = ["before", "after", "backward", "backward at the end"]
 
 
@@ -67,7 +42,7 @@ def test_the_step_after_an_exception_in_any_unit_equals_the_reference(
     where: str, strategy: ShardingStrategy, rank: int
 ) -> None:
     twin = Twin.of(
-        FragileStack(),
+        Stack(block=Fragile),
         auto_wrap_policy=ModuleWrapPolicy({Fragile}),
         sharding_strategy=strategy,
         use_orig_params=strategy is not ShardingStrategy.SHARD_GRAD_OP,
@@ -89,7 +64,7 @@ def test_the_step_after_an_exception_in_any_unit_equals_the_reference(
 
 @on_ranks(2)
 def test_an_exception_that_an_outer_forward_catches_leaves_the_step_right() -> None:
-    class Catching(FragileStack):
+    class Catching(Stack):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.first(x)
             for block in self.blocks:
@@ -99,7 +74,7 @@ def test_an_exception_that_an_outer_forward_catches_leaves_the_step_right() -> N
                     x = x * 2
             return self.head(x)
 
-    twin = Twin.of(Catching(), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
+    twin = Twin.of(Catching(block=Fragile), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
     for index in (None, 1, 0, 2, None):
         for model in (twin.model, twin.plain):
             for number, block in enumerate(model.blocks):
@@ -110,7 +85,7 @@ def test_an_exception_that_an_outer_forward_catches_leaves_the_step_right() -> N
 @on_ranks(2)
 @pytest.mark.parametrize("where", ["backward", "backward at the end"])
 def test_after_an_exception_in_backward_whole_parameters_can_be_summoned_and_saved(where: str, rank: int) -> None:
-    twin = Twin.of(FragileStack(), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
+    twin = Twin.of(Stack(block=Fragile), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
     twin.step()
     twin.model.blocks[1].module.trouble = where
     with pytest.raises(Trouble):
@@ -126,7 +101,7 @@ def test_after_an_exception_in_backward_whole_parameters_can_be_summoned_and_sav
 
 @on_ranks(2)
 def test_an_exception_under_no_sync_drops_what_was_accumulated_in_that_backward_only(rank: int) -> None:
-    twin = Twin.of(FragileStack(), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
+    twin = Twin.of(Stack(block=Fragile), auto_wrap_policy=ModuleWrapPolicy({Fragile}))
     twin.step()
     twin.model.blocks[2].module.trouble = "backward"
     with twin.model.no_sync(), pytest.raises(Trouble):

@@ -17,7 +17,7 @@ from fsdp_flat import MixedPrecision, ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import SHARDED, WIDTH, Twin, batch, batches, recorded
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import Block, Stack, full_params, square_loss, wrapped
+from tests.support.kit import Block, Stack, full_params, square_loss, train_on, wrapped
 from tests.support.reference import replicated_step
 
 
@@ -247,10 +247,7 @@ def test_recomputation_in_low_precision_equals_no_recomputation(reentrant: bool,
             module, auto_wrap_policy=ModuleWrapPolicy({Block}), mixed_precision=MixedPrecision(torch.bfloat16)
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for step in range(2):
-            optimizer.zero_grad()
-            square_loss(model, batch(rank, step)).backward()
-            optimizer.step()
+        train_on(model, optimizer, [batch(rank, step) for step in range(2)])
         results.append(list(full_params(model).values()))
     assert_equal(results[1], results[0])
 

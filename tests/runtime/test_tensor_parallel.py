@@ -33,7 +33,7 @@ from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.runtime.kit import assert_idle
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import wrapped
+from tests.support.kit import square_loss, train_on, wrapped
 from tests.support.reference import replicated_step
 
 WIDTH, HIDDEN, POSITIONS = 8, 10, 4
@@ -118,10 +118,6 @@ def batches(step: int) -> list[torch.Tensor]:
     ]
 
 
-def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return model(x).pow(2).mean()
-
-
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, eps=1e-4)
 
@@ -138,18 +134,13 @@ def step_of_both(
     mesh: DeviceMesh,
     step: int,
 ) -> None:
-    optimizer.zero_grad()
-    loss_of(model, batches(step)[mesh["dp"].get_local_rank()]).backward()
-    optimizer.step()
-    replicated_step(plain, plain_optimizer, batches(step), loss_of)
+    train_on(model, optimizer, [batches(step)[mesh["dp"].get_local_rank()]])
+    replicated_step(plain, plain_optimizer, batches(step), square_loss)
 
 
 def trained(model: FSDP, mesh: DeviceMesh, num_steps: int = 1) -> FSDP:
     optimizer = adamw(model)
-    for step in range(num_steps):
-        loss_of(model, batches(step)[mesh["dp"].get_local_rank()]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(model, optimizer, [batches(step)[mesh["dp"].get_local_rank()] for step in range(num_steps)])
     return model
 
 
@@ -168,13 +159,13 @@ def test_training_over_both_axes_equals_a_plain_model_on_the_global_batch(
     for step in range(4):
         inputs = batches(step)
         optimizer.zero_grad()
-        loss_of(model, inputs[mesh["dp"].get_local_rank()]).backward()
+        square_loss(model, inputs[mesh["dp"].get_local_rank()]).backward()
         plain_before = copy.deepcopy(plain)
-        replicated_step(plain_before, torch.optim.SGD(plain_before.parameters(), lr=0.0), inputs, loss_of)
+        replicated_step(plain_before, torch.optim.SGD(plain_before.parameters(), lr=0.0), inputs, square_loss)
         for norm_type in (2.0, math.inf, 2.0):
             expected = norm_of(plain_before, norm_type)
             assert_close(model.clip_grad_norm_(math.inf, norm_type), expected, rtol=1e-5, atol=1e-7, what="norm")
-        replicated_step(plain, plain_optimizer, inputs, loss_of)
+        replicated_step(plain, plain_optimizer, inputs, square_loss)
         optimizer.step()
         assert_idle(model)
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
@@ -185,8 +176,8 @@ def test_training_over_both_axes_equals_a_plain_model_on_the_global_batch(
 def test_clipping_scales_gradients_by_the_norm_over_both_axes(use_orig_params: bool) -> None:
     mesh, plain = grid(), net()
     model = on_grid(copy.deepcopy(plain), mesh, "sequence", use_orig_params=use_orig_params)
-    loss_of(model, batches(0)[mesh["dp"].get_local_rank()]).backward()
-    replicated_step(plain, torch.optim.SGD(plain.parameters(), lr=0.0), batches(0), loss_of)
+    square_loss(model, batches(0)[mesh["dp"].get_local_rank()]).backward()
+    replicated_step(plain, torch.optim.SGD(plain.parameters(), lr=0.0), batches(0), square_loss)
     norm = model.clip_grad_norm_(0.01)
     assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01), rtol=1e-5, atol=0.0)
     with FSDP.summon_full_params(model, with_grads=True, writeback=False):
@@ -203,8 +194,8 @@ def test_a_parameter_that_no_unit_manages_counts_once_in_the_norm() -> None:
     parallelize_module(sharded, mesh["tp"], plan("sequence"))
     ignored = [param for name, param in sharded.named_parameters() if name.startswith("head")]
     model = wrapped(sharded, device_mesh=mesh["dp"], ignored_states=ignored, use_orig_params=True)
-    loss_of(model, batches(0)[0]).backward()
-    loss_of(plain, batches(0)[0]).backward()
+    square_loss(model, batches(0)[0]).backward()
+    square_loss(plain, batches(0)[0]).backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     assert_close(model.clip_grad_norm_(0.01), expected, rtol=1e-5, atol=0.0)
     grad = ignored[0].grad
@@ -221,11 +212,11 @@ def test_gradients_accumulated_inside_no_sync_equal_those_of_the_plain_model(use
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
     with model.no_sync():
-        loss_of(model, batches(0)[mesh["dp"].get_local_rank()]).backward()
-    loss_of(model, batches(1)[mesh["dp"].get_local_rank()]).backward()
+        square_loss(model, batches(0)[mesh["dp"].get_local_rank()]).backward()
+    square_loss(model, batches(1)[mesh["dp"].get_local_rank()]).backward()
     optimizer.step()
     for x in (*batches(0), *batches(1)):
-        (loss_of(plain, x) / 2).backward()
+        (square_loss(plain, x) / 2).backward()
     plain_optimizer.step()
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)
 
@@ -244,10 +235,8 @@ def test_hybrid_sharding_takes_a_third_axis() -> None:
     )
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model, batches(step)[mesh["replicate"].get_local_rank()]).backward()
-        optimizer.step()
-        replicated_step(plain, plain_optimizer, batches(step), loss_of)
+        train_on(model, optimizer, [batches(step)[mesh["replicate"].get_local_rank()]])
+        replicated_step(plain, plain_optimizer, batches(step), square_loss)
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
 
 
@@ -269,7 +258,7 @@ def test_low_precision_compute_and_offloaded_shards_work_on_local_tensors(use_or
     assert set(seen) == {torch.bfloat16}
     plain_optimizer = adamw(plain)
     for step in range(2):
-        replicated_step(plain, plain_optimizer, batches(step), loss_of)
+        replicated_step(plain, plain_optimizer, batches(step), square_loss)
     assert_close(dict(model.state_dict()), dict(plain.state_dict()), rtol=0.0, atol=2e-2)
 
 
@@ -283,7 +272,7 @@ def test_modules_see_dtensors_in_forward_and_plain_slices_outside(use_orig_param
     # The tensor-parallel input hook of the layer runs before this one.
     layer.up.register_forward_hook(lambda module, *_: seen.append((module.weight, module.bias)))
     layer.norm.register_forward_hook(lambda module, *_: seen.append((module.weight,)))
-    loss_of(model, batches(0)[0]).backward()
+    square_loss(model, batches(0)[0]).backward()
     (norm,), (weight, bias) = seen
     assert type(norm) is nn.Parameter
     assert isinstance(weight, DTensor)
@@ -397,8 +386,8 @@ def test_unwrapping_gives_the_tensor_parallel_model_back(use_orig_params: bool) 
     mesh, plain = grid(), net()
     model = unwrap(on_grid(copy.deepcopy(plain), mesh, use_orig_params=use_orig_params))
     assert isinstance(model.layers[0].up.weight, DTensor)
-    loss_of(model, batches(0)[0]).backward()
-    loss_of(plain, batches(0)[0]).backward()
+    square_loss(model, batches(0)[0]).backward()
+    square_loss(plain, batches(0)[0]).backward()
     grad = model.layers[0].up.weight.grad
     assert_close(grad.full_tensor(), plain.layers[0].up.weight.grad, rtol=1e-5, atol=1e-7)
 
@@ -576,7 +565,7 @@ def test_hooks_and_marks_on_a_dtensor_survive_wrapping() -> None:
     sharded = wrapped(model, device_mesh=mesh["dp"], use_orig_params=True)
     marks: list[Any] = []
     model.head.register_forward_hook(lambda module, *_: marks.append(module.weight.mark))
-    loss_of(sharded, batches(0)[0]).backward()
+    square_loss(sharded, batches(0)[0]).backward()
     assert marks == ["kept"]
     assert isinstance(grads[0], DTensor)
     assert grads[0].shape == (6, WIDTH)
@@ -626,6 +615,6 @@ def test_an_optimizer_that_holds_the_dtensors_is_found(use_orig_params: bool) ->
     parallelize_module(model, mesh["tp"], plan("tensor"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sharded = wrapped(model, device_mesh=mesh["dp"], use_orig_params=use_orig_params)
-    loss_of(sharded, batches(0)[0]).backward()
+    square_loss(sharded, batches(0)[0]).backward()
     with pytest.raises(UsageError, match="Build the optimizer after wrapping"):
         optimizer.step()

@@ -21,7 +21,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import load_checkpoint, load_full, save_checkpoint, save_full
 from tests.state_dict.kit import FULL, LOCAL, ON_DEVICE, SHARDED
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 from tests.wrapper.models import Block, batch, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -69,9 +69,7 @@ def trained(place: str, put: str, rank: int, **options: Any) -> tuple[nn.Module,
     model = PLACES[place](seeded(), PUTS[put], **options)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     # A re-entrant checkpoint around the model has no backward unless an input needs a gradient.
-    square_loss(model, batch(rank).requires_grad_()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model, optimizer, [batch(rank).requires_grad_()])
     return model, optimizer
 
 

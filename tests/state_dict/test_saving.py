@@ -34,7 +34,7 @@ from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
 from tests.runtime.test_memory import settled_bytes
 from tests.state_dict.kit import FULL, LOCAL, OPTIMIZERS, SHARDED, TASKS, load, peer_quiet, save, train
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import patience, square_loss
 from tests.support.peer import PeerFSDP
 from tests.wrapper.models import Block, Tied, batch, seeded, shard, shard_by_peer, whole_state
 
@@ -249,13 +249,6 @@ def test_a_nested_unit_with_a_form_of_its_own_saves_itself_in_it() -> None:
 
 
 @contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "WARN_AFTER_S", seconds)
-        yield
-
-
-@contextmanager
 def calls_of(kind: type, name: str) -> Iterator[list[tuple[Any, ...]]]:
     """Record the arguments of each call of a method inside the block."""
     found: list[tuple[Any, ...]] = []
@@ -277,7 +270,7 @@ def test_a_save_on_rank_zero_alone_is_found_and_the_group_goes_on(kind: Any, ran
     optimizer = OPTIMIZERS["adamw"](model.parameters())
     train(model, optimizer, TASKS["uneven"], range(1))
     if rank == 0:
-        with FSDP.state_dict_type(model, kind), patience(0.3):
+        with FSDP.state_dict_type(model, kind), patience(agreement, 0.3):
             for what, call in (
                 ("state_dict", model.state_dict),
                 ("optim_state_dict", lambda: FSDP.optim_state_dict(model, optimizer)),
@@ -304,7 +297,7 @@ def test_a_rank_zero_that_is_late_is_waited_for_with_a_warning(rank: int) -> Non
         state = model.state_dict()
     else:
         with (
-            patience(0.2),
+            patience(agreement, 0.2),
             pytest.warns(UserWarning, match=r"state_dict on rank 1 of the group has waited .* for rank\(s\) \[0\]"),
             calls_of(agreement._StoreBarrier, "wait") as waits,
         ):

@@ -22,7 +22,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from tests.runtime.kit import batch
 from tests.state_dict.kit import unsharded_allowed
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import Block, full_params, mesh, wrapped
+from tests.support.kit import Block, full_params, mesh, train_on, wrapped
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
 pytestmark = pytest.mark.filterwarnings("ignore:Please use DTensor instead:FutureWarning")
@@ -88,8 +88,7 @@ def test_a_module_at_two_places_of_a_unit_is_saved_under_both_names_and_loaded(
 ) -> None:
     model, other = (wrapped(Aliased(), use_orig_params=use_orig_params) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(batch(rank)).pow(2).mean().backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     if form is not StateDictType.LOCAL_STATE_DICT:
         with FSDP.state_dict_type(model, form):
             assert {"encoder.up.weight", "decoder.up.weight"} <= set(model.state_dict())

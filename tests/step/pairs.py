@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
-from tests.support import assert_close
+from tests.support import assert_close, kit
 from tests.support.kit import BLOCKS, Block, full_grads, full_params, mesh, square_loss, wrapped
 
 WIDTH = 8
@@ -71,10 +72,7 @@ def by_hand(module: nn.Module, **kwargs: Any) -> FSDP:
     return wrapped(module, **kwargs)
 
 
-def batch(rank: int, step: int = 0, width: int = WIDTH) -> torch.Tensor:
-    """The rows of a rank in a step, the same on every rank that asks."""
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    return torch.randn(ROWS, width, generator=generator, dtype=torch.float64)
+batch = functools.partial(kit.batch, dtype=torch.float64)
 
 
 def by_plain_names(values: dict[str, Any]) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, register_forward_method
+from tests.runtime.test_compile import fresh_compiler
 from tests.step.pairs import KINDS, TWO_RANKS, Pair, batch, by_hand, by_policy, placed
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import Block, Stack, square_loss, wrapped
@@ -263,19 +263,6 @@ class Backend:
             return graph.forward(*args)
 
         return run
-
-
-@contextmanager
-def fresh_compiler() -> Iterator[None]:
-    """Without compiled code of other tests, and without what torch's compiler says about itself."""
-    torch._dynamo.reset()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=r"The \.grad attribute of a Tensor that is not a leaf")
-            warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.")
-            yield
-    finally:
-        torch._dynamo.reset()
 
 
 class Still(Block):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,10 +41,12 @@ class Stack(nn.Module):
         calls: number of forwards.
     """
 
-    def __init__(self, num_blocks: int = 3, width: int = 8, num_outputs: int = 5) -> None:
+    def __init__(
+        self, num_blocks: int = 3, width: int = 8, num_outputs: int = 5, *, block: Callable[[int], nn.Module] = Block
+    ) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([Block(width) for _ in range(num_blocks)])
+        self.blocks = nn.ModuleList([block(width) for _ in range(num_blocks)])
         self.head = nn.Linear(width, num_outputs)
         self.order = list(range(num_blocks))
         self.calls = 0
@@ -63,12 +66,54 @@ class Stack(nn.Module):
 BLOCKS = ModuleWrapPolicy({Block})
 
 
+class Trouble(Exception):
+    """Raised on purpose, in a forward or a backward."""
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """Passes through, and raises on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise Trouble("in backward")
+
+
+def seeded(make: Callable[[], Any] = Stack, seed: int = 0) -> Any:
+    """Make the same new model on every rank that asks."""
+    torch.manual_seed(seed)
+    return make()
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Return the same normal numbers on every rank that asks."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def batch(
+    rank: int, step: int = 0, width: int = 8, num_rows: int = 3, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a rank's rows in a step."""
+    return normal(1000 * step + rank, num_rows, width, dtype=dtype)
+
+
 @contextmanager
 def no_shard_allowed() -> Iterator[None]:
     """Ignore FSDP1's warnings about NO_SHARD and single ranks, which other tests check."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="NO_SHARD keeps full", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*over a single rank", category=UserWarning)
+        yield
+
+
+@contextmanager
+def patience(module: Any, seconds: float) -> Iterator[None]:
+    """Have a module warn of ranks that are late after fewer seconds inside the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "WARN_AFTER_S", seconds)
         yield
 
 
@@ -86,6 +131,26 @@ def mesh(num_replicas: int, num_shards: int) -> DeviceMesh:
 def square_loss(model: nn.Module, x: torch.Tensor, _rank: int = 0) -> torch.Tensor:
     """Compute a loss that is not linear in the parameters."""
     return model(x).pow(2).mean()
+
+
+def train_on(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Iterable[Any],
+    loss_of: Callable[[Any, Any], torch.Tensor] = square_loss,
+    *,
+    before_step: Callable[[], object] = lambda: None,
+) -> list[torch.Tensor]:
+    """Take one optimizer step on each input, and return the losses; the gradients of the last step stay."""
+    losses = []
+    for x in inputs:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        before_step()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses
 
 
 def full_params(model: nn.Module) -> dict[str, torch.Tensor]:

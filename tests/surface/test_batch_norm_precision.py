@@ -14,6 +14,7 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import OptionError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import OWN_STATISTICS, assert_equal, on_ranks
+from tests.support.kit import seeded
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = pytest.mark.parametrize("use_orig_params", [True, False], ids=["originals", "flat"])
@@ -30,11 +31,6 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.bn(self.conv(x)).relu().mean(-1))
-
-
-def seeded() -> Net:
-    torch.manual_seed(0)
-    return Net()
 
 
 def trained(model: Any, rank: int) -> dict[str, torch.Tensor]:
@@ -67,11 +63,11 @@ def test_batch_norm_without_a_policy_trains_as_the_one_that_a_policy_keeps_in_fu
         precision = MixedPrecision(param_dtype=BF16, buffer_dtype=buffer_dtype)
         policy = ModuleWrapPolicy({nn.Conv1d})
         with pytest.warns(UserWarning, match="BatchNorm1d"):
-            reference = FSDP(seeded(), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=True)
+            reference = FSDP(seeded(Net), auto_wrap_policy=policy, mixed_precision=precision, use_orig_params=True)
         expected = trained(reference, rank)
         for use_orig_params in kinds:
             with pytest.warns(UserWarning, match=r"Batch norm '(bn)?' of unit .* stays in full precision"):
-                model = wrap(seeded(), mixed_precision=precision, use_orig_params=use_orig_params)
+                model = wrap(seeded(Net), mixed_precision=precision, use_orig_params=use_orig_params)
             assert_equal(trained(model, rank), expected)
 
 
@@ -82,9 +78,9 @@ def test_batch_norm_cannot_be_part_of_a_flat_parameter_in_low_precision() -> Non
         pytest.warns(UserWarning, match="Batch norm 'bn' of unit 'Net' stays in full precision"),
         pytest.raises(OptionError, match=r"full precision: 'bn.weight', 'bn.bias'.*use_orig_params=True"),
     ):
-        FSDP(seeded(), mixed_precision=precision)
+        FSDP(seeded(Net), mixed_precision=precision)
     # Without parameters, or asked for, nothing is said.
-    net = seeded()
+    net = seeded(Net)
     net.bn = nn.BatchNorm1d(4, affine=False)
     assert trained(FSDP(net, mixed_precision=precision), 0)["out"].dtype == BF16
 
@@ -94,11 +90,11 @@ def test_batch_norm_cannot_be_part_of_a_flat_parameter_in_low_precision() -> Non
 def test_running_statistics_in_bf16_are_warned_of_and_may_be_asked_for(use_orig_params: bool, rank: int) -> None:
     low = {"param_dtype": BF16, "buffer_dtype": BF16}
     with pytest.warns(UserWarning, match=r"Batch norm 'bn' of unit 'Net' updates its running statistics in .*bfloat16"):
-        model = FSDP(seeded(), mixed_precision=MixedPrecision(**low), use_orig_params=use_orig_params)
+        model = FSDP(seeded(Net), mixed_precision=MixedPrecision(**low), use_orig_params=use_orig_params)
     x = torch.randn(6, 2, 3)
     model(x)
     asked = MixedPrecision(**low, _module_classes_to_ignore=())
-    as_asked = FSDP(seeded(), mixed_precision=asked, use_orig_params=use_orig_params)
+    as_asked = FSDP(seeded(Net), mixed_precision=asked, use_orig_params=use_orig_params)
     as_asked(x)
     assert model.module.bn.running_mean.dtype == as_asked.module.bn.running_mean.dtype == BF16
     assert torch.equal(model.module.bn.running_mean, as_asked.module.bn.running_mean)
@@ -109,7 +105,7 @@ def test_modules_in_full_precision_keep_their_buffers_too(rank: int) -> None:
     precision = MixedPrecision(
         param_dtype=BF16, buffer_dtype=BF16, full_precision_modules=(nn.BatchNorm1d,), _module_classes_to_ignore=()
     )
-    model = FSDP(seeded(), mixed_precision=precision, use_orig_params=True)
+    model = FSDP(seeded(Net), mixed_precision=precision, use_orig_params=True)
     found = trained(model, rank)
     assert found["out"].dtype == BF16
     twin = copy.deepcopy(model)

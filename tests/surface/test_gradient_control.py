@@ -16,7 +16,7 @@ from fsdp_flat import MixedPrecision
 from fsdp_flat.errors import OptionError, UsageError
 from fsdp_flat.runtime import units_of
 from tests.support import on_ranks
-from tests.support.kit import full_params
+from tests.support.kit import full_params, train_on
 from tests.surface.models import (
     ALL_STRATEGIES,
     assert_near,
@@ -301,9 +301,7 @@ def test_an_optimizer_in_backward_equals_a_normal_step(strategy: str, rank: int,
         batch = batches(num_ranks, step=step)[rank]
         mean_loss(model, batch).backward()
         assert all(param.grad is None for param in model.parameters()), "freed as soon as they were used"
-        mean_loss(normal, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        train_on(normal, optimizer, [batch], mean_loss)
     assert_near(full_params(model), full_params(normal), 1e-6, "parameters")
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy, register_forward_method, unshard_for
 from tests.support import on_ranks
-from tests.support.kit import full_params
+from tests.support.kit import full_params, train_on
 from tests.surface.models import (
     Block,
     assert_near,
@@ -189,8 +189,7 @@ def test_a_sharded_original_parameter_is_to_optimizers_and_copies_what_any_is(ra
 
     assert any(torch.overrides.has_torch_function_unary(param) for param in params)
     optimizer = Watching(params, lr=0.1)
-    mean_loss(model, batches(num_ranks)[rank]).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batches(num_ranks)[rank]], mean_loss)
     assert looked_at == [False]
     assert any(torch.overrides.has_torch_function_unary(param) for param in params)
     copied, read_again = copy.deepcopy(params[-2]), pickle.loads(pickle.dumps(params[-2]))

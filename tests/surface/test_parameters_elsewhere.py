@@ -17,7 +17,7 @@ from fsdp_flat.extras.names import clean_tensor_name
 from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from tests.state_dict.kit import FULL, LOCAL, SHARDED, groups_of
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, train_on
 from tests.support.reference import replicated_gradients
 from tests.wrapper.models import batch, seeded, shard, shard_by_peer
 
@@ -146,10 +146,7 @@ class Keeping(torch.optim.AdamW):
 def test_states_of_every_plain_kind_are_saved_and_loaded_though_a_rank_has_none(kind: Any, rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)
     optimizer = Keeping(model.parameters(), lr=0.1)
-    for step in range(2):
-        square_loss(model, batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(model, optimizer, [batch(rank, step) for step in range(2)])
     with FSDP.state_dict_type(model, kind):
         states = FSDP.optim_state_dict(model, optimizer)
         assert len(states["state"]) == len(list(seeded().parameters()))
@@ -171,8 +168,7 @@ def test_states_of_every_plain_kind_are_saved_and_loaded_though_a_rank_has_none(
 def test_a_stale_count_of_steps_where_no_elements_are_is_not_saved(rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     for param in model.parameters():
         if param.numel() == 0:
             optimizer.state[param] = {key: torch.zeros(()) for key in ("step", "exp_avg", "exp_avg_sq")}
@@ -184,10 +180,7 @@ def test_a_stale_count_of_steps_where_no_elements_are_is_not_saved(rank: int) ->
 def test_checkpoints_take_optimizers_without_states_where_no_elements_are(tmp_path: Any, rank: int) -> None:
     model = shard(seeded(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for step in range(2):
-        square_loss(model, batch(rank, step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    train_on(model, optimizer, [batch(rank, step) for step in range(2)])
     saved = FSDP.optim_state_dict(model, optimizer)
     fsdp_flat.save_checkpoint(tmp_path, model, optimizer)
     for use_orig_params in (True, False):

@@ -25,6 +25,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import fsdp_flat
 from tests.support import on_ranks
 from tests.support.compare import assert_close, assert_equal
+from tests.support.kit import train_on
 from tests.support.peer import PeerFSDP, peer_fsdp
 
 GUIDE = Path(__file__).parents[2] / "docs" / "migrating.md"
@@ -43,9 +44,7 @@ def build() -> nn.Module:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
     """One step on numbers that depend on the rank."""
     generator = torch.Generator().manual_seed(100 * seed + dist.get_rank())
-    model(torch.randn(5, 6, generator=generator)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model, optimizer, [torch.randn(5, 6, generator=generator)])
 
 
 def written_by_the_peer(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:

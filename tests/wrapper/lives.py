@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support import assert_close
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, train_on
 from tests.support.reference import replicated_step
 from tests.wrapper.models import Model, Tied, batch, seeded, whole_state
 
@@ -33,10 +33,7 @@ def make(kind: str) -> Any:
 def train(model: nn.Module, steps: range, kind: str = "plain", lr: float = 0.1) -> None:
     """SGD with momentum on this rank's data, with an optimizer of its own."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
-    for step in steps:
-        optimizer.zero_grad()
-        square_loss(model, data_of(kind, dist.get_rank(), step)).backward()
-        optimizer.step()
+    train_on(model, optimizer, [data_of(kind, dist.get_rank(), step) for step in steps])
 
 
 def train_reference(model: nn.Module, steps: range, kind: str = "plain", lr: float = 0.1) -> None:

@@ -10,12 +10,13 @@ import pytest
 import torch
 import torch.distributed.fsdp as peer_library
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close
-from tests.support.kit import no_shard_allowed, square_loss
+from tests.support.kit import no_shard_allowed, normal, train_on
 from tests.support.peer import peer_fsdp, peer_warnings_silenced
 
 WIDTH = 5
@@ -76,6 +77,11 @@ def seeded(make: Callable[[], nn.Module] = Model, seed: int = 0) -> Any:
     return make()
 
 
+def mesh_options(strategy: str) -> dict[str, Any]:
+    """A mesh of two replicas for hybrid strategies. Every rank must call this."""
+    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
+
+
 def shard(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: bool = True, **kwargs: Any) -> Any:
     """``model`` wrapped by us, by default with each block as a unit."""
     if by_blocks:
@@ -94,7 +100,7 @@ def shard_by_peer(model: nn.Module, strategy: str = "FULL_SHARD", *, by_blocks: 
 
 def batch(rank: int, step: int = 0, rows: int = 4) -> torch.Tensor:
     """One rank's input of one step, (row, 3)."""
-    return torch.randn(rows, 3, generator=torch.Generator().manual_seed(1000 + 10 * step + rank))
+    return normal(1000 + 10 * step + rank, rows, 3)
 
 
 def train(
@@ -105,14 +111,7 @@ def train(
     data: Callable[[int, int], torch.Tensor] = batch,
 ) -> list[float]:
     """Steps on one rank's data; the losses."""
-    losses = []
-    for step in steps:
-        optimizer.zero_grad()
-        loss = square_loss(model, data(rank, step))
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    return losses
+    return [loss.item() for loss in train_on(model, optimizer, [data(rank, step) for step in steps])]
 
 
 def whole_state(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,17 +16,13 @@ from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import full_grads, no_shard_allowed, square_loss
-from tests.wrapper.models import assert_same_grads, batch, message, seeded, shard, shard_by_peer
+from tests.wrapper.models import assert_same_grads, batch, mesh_options, message, seeded, shard, shard_by_peer
 
 NORMS = pytest.mark.parametrize("norm_type", [1, 2.0, 3.5, float("inf")])
 
 
-def groups_for(strategy: str) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
-
-
 def uniform(strategy: str) -> Callable[[nn.Module], Any]:
-    return lambda model: shard(model, strategy, **groups_for(strategy))
+    return lambda model: shard(model, strategy, **mesh_options(strategy))
 
 
 def mixed_strategies(model: Any) -> Any:
@@ -96,7 +92,7 @@ def test_the_norm_and_the_clipped_gradients_are_the_reference_on_every_rank(
 def test_the_norm_and_the_clipped_gradients_are_the_peers(
     strategy: str, use_orig_params: bool, norm_type: float, rank: int
 ) -> None:
-    groups = groups_for(strategy)
+    groups = mesh_options(strategy)
     ours = shard(seeded(), strategy, use_orig_params=use_orig_params, **groups)
     theirs = shard_by_peer(seeded(), strategy, use_orig_params=use_orig_params, **groups)
     norms = []

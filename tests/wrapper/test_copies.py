@@ -20,7 +20,7 @@ from fsdp_flat.comm import _torch as comm_torch
 from fsdp_flat.errors import OptionTypeError, PhaseError, UsageError
 from fsdp_flat.runtime import own_unit, units_of
 from tests.support import OWN_STATISTICS, assert_close, assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, train_on
 from tests.support.reference import replicated_step
 from tests.wrapper.lives import KINDS, assert_same, make, train, train_reference
 from tests.wrapper.models import Block, batch, message, seeded, shard
@@ -132,8 +132,7 @@ def test_an_optimizer_copied_before_its_model_holds_the_copys_parameters(use_ori
     optimizer_twin, twin = copy.deepcopy((optimizer, model))
     held = optimizer_twin.param_groups[0]["params"]
     assert all(a is b for a, b in zip(held, twin.parameters(), strict=True))
-    square_loss(twin, batch(dist.get_rank())).backward()
-    optimizer_twin.step()
+    train_on(twin, optimizer_twin, [batch(dist.get_rank())])
     plain = seeded()
     replicated_step(plain, torch.optim.SGD(plain.parameters(), lr=0.1), [batch(0), batch(1)], square_loss)
     assert_same(twin, plain)

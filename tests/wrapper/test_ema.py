@@ -13,16 +13,14 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import MixedPrecision, ShardedEMA
 from fsdp_flat.errors import LoadError, OptionError, PhaseError
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import train_on
 from tests.wrapper.models import batch, message, seeded, shard, whole_state
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "orig"])
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    optimizer.zero_grad()
-    square_loss(model, batch(dist.get_rank(), number)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(dist.get_rank(), number)])
 
 
 def trained(model: nn.Module, steps: int, decay: float = 0.75, **kwargs: Any) -> tuple[ShardedEMA, dict[str, Any]]:

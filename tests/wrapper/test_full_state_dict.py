@@ -24,16 +24,24 @@ from fsdp_flat import (
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import no_shard_allowed, square_loss
+from tests.support.kit import no_shard_allowed, square_loss, train_on
 from tests.support.peer import peer_warnings_silenced
-from tests.wrapper.models import WIDTH, Block, Model, Tied, batch, message, seeded, shard, shard_by_peer, whole_state
+from tests.wrapper.models import (
+    WIDTH,
+    Block,
+    Model,
+    Tied,
+    batch,
+    mesh_options,
+    message,
+    seeded,
+    shard,
+    shard_by_peer,
+    whole_state,
+)
 
 BOTH = pytest.mark.parametrize("use_orig_params", [False, True])
 FULL = StateDictType.FULL_STATE_DICT
-
-
-def groups_for(strategy: str) -> dict[str, Any]:
-    return {"device_mesh": init_device_mesh("cpu", (2, 2))} if "HYBRID" in strategy else {}
 
 
 # ------------------------------------------------------------------------------------------- saving
@@ -44,7 +52,7 @@ def groups_for(strategy: str) -> dict[str, Any]:
 @on_ranks(4)
 def test_a_saved_state_has_the_plain_models_keys_in_order_and_its_values(strategy: str, use_orig_params: bool) -> None:
     for make in (Model, Tied):
-        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **groups_for(strategy))
+        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
         state, plain = model.state_dict(), seeded(make).state_dict()
         assert isinstance(state, OrderedDict)
         assert list(state) == list(plain)
@@ -183,7 +191,7 @@ def test_a_state_of_the_plain_model_loads_on_every_rank(
     strategy: str, assign: bool, use_orig_params: bool, rank: int
 ) -> None:
     for make in (Model, Tied):
-        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **groups_for(strategy))
+        model = shard(seeded(make), strategy, use_orig_params=use_orig_params, **mesh_options(strategy))
         plain = seeded(make, seed=1)
         params = [id(param) for param in model.parameters()]
         given = plain.state_dict()
@@ -292,16 +300,13 @@ def test_an_entry_that_is_no_tensor_is_told_by_name() -> None:
 def test_a_load_between_steps_counts_at_once(strategy: str, use_orig_params: bool, rank: int, num_ranks: int) -> None:
     model, plain = shard(seeded(), strategy, use_orig_params=use_orig_params), seeded()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model, optimizer, [batch(rank)])
     square_loss(model, batch(rank, 1))  # a forward without backward leaves units gathered
     other = seeded(seed=1).state_dict()
     model.load_state_dict(other)
     plain.load_state_dict(other)
     assert_equal(model(batch(rank)), plain(batch(rank)))
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     sum(square_loss(plain, batch(other)) for other in range(num_ranks)).div(num_ranks).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_close(whole_state(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6)

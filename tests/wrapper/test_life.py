@@ -15,7 +15,7 @@ from fsdp_flat import MixedPrecision, unshard_for, unwrap
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, train_on
 from tests.support.reference import replicated_step
 from tests.wrapper.lives import KINDS, assert_same, make, train, train_reference
 from tests.wrapper.models import batch, message, seeded, shard
@@ -146,9 +146,7 @@ def test_a_model_converted_between_steps_trains_as_a_converted_plain_model(
     for step, dtype in enumerate([torch.float32, torch.float64, torch.float64, torch.float32]):
         model.to(dtype)
         plain.to(dtype)
-        optimizer.zero_grad()
-        square_loss(model, batch(rank, step).to(dtype)).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batch(rank, step).to(dtype)])
         replicated_step(plain, plain_optimizer, [batch(r, step).to(dtype) for r in range(2)], square_loss)
         assert {p.dtype for p in model.parameters()} == {dtype}
     assert [name for name, _ in model.named_parameters()] == names
@@ -243,9 +241,7 @@ def test_parameters_frozen_and_freed_between_steps_train_as_plain_ones(use_orig_
             on = step == 3
             freeze(model, model.module, on)
             freeze(plain, plain, on)
-        optimizer.zero_grad()
-        square_loss(model, batch(rank, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batch(rank, step)])
         replicated_step(plain, plain_optimizer, [batch(r, step) for r in range(2)], square_loss)
         assert_same(model, plain)
 

@@ -27,7 +27,7 @@ from fsdp_flat.sharded_grad_scaler import ShardedGradScaler
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.state_dict.kit import FULL, SHARDED, groups_of, load, save
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import full_grads, square_loss
+from tests.support.kit import full_grads, square_loss, train_on
 from tests.wrapper.models import Model, Tied, batch, seeded, shard, whole_state
 
 STRATEGIES = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD mesh"]
@@ -148,8 +148,7 @@ def test_every_element_has_one_owner_that_holds_some_of_it_and_ranks_share_them(
         owned[owner] += 64
         assert owner != rank or param.numel() > 0
     assert owned == [192, 192, 192]
-    square_loss(model, torch.ones(1, 8)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [torch.ones(1, 8)])
     kept = {param for param, state in optimizer.state.items() if state}
     assert kept == {param for param, owner in optimizer.state_owners.items() if owner == rank}
 
@@ -364,8 +363,7 @@ def test_torchs_state_dict_functions_work_on_a_rank_that_owns_nothing(make: Any,
         if make is torch.optim.Adagrad:
             # It makes its states when it is constructed.
             get_optimizer_state_dict(model, optimizer)
-        square_loss(model, batch(rank)).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batch(rank)])
         optimizer.zero_grad()
         found = get_optimizer_state_dict(model, optimizer)
         assert bool(found["state"]) == (make is not torch.optim.SGD)

@@ -15,7 +15,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, assert_equal, on_ranks
-from tests.support.kit import full_grads, square_loss
+from tests.support.kit import full_grads, square_loss, train_on
 from tests.wrapper.models import (
     WIDTH,
     Block,
@@ -275,9 +275,7 @@ def test_a_conversion_gives_what_it_gives_a_plain_model(
         reference.step()
     assert {param.dtype for param in model.parameters()} == {dtype}
     assert {buffer.dtype for buffer in model.buffers()} == {dtype}
-    optimizer.zero_grad()
-    square_loss(model, batch(rank, 1).to(dtype)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank, 1).to(dtype)])
     reference.zero_grad()
     sum(square_loss(plain, batch(other, 1).to(dtype)) for other in range(num_ranks)).div(num_ranks).backward()
     reference.step()
@@ -373,9 +371,7 @@ def test_single_original_parameters_can_be_frozen_between_steps(rank: int, num_r
         for which in (model, plain):
             for name, param in which.named_parameters():
                 param.requires_grad_(not any(word in name for word in frozen))
-        optimizer.zero_grad()
-        square_loss(model, batch(rank, step)).backward()
-        optimizer.step()
+        train_on(model, optimizer, [batch(rank, step)])
         mean_step(plain, reference, step, num_ranks)
         assert_close(whole_state(model), dict(plain.state_dict()), rtol=1e-5, atol=1e-6, what=f"step {step}")
 

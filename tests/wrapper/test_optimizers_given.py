@@ -13,7 +13,7 @@ from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import ShardingStrategy
 from fsdp_flat.errors import UsageError
 from tests.support import assert_equal, on_ranks
-from tests.support.kit import square_loss
+from tests.support.kit import square_loss, train_on
 from tests.wrapper.models import Model, batch
 
 BUILDERS = {
@@ -24,9 +24,7 @@ BUILDERS = {
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    square_loss(model, batch(0)).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    train_on(model, optimizer, [batch(0)])
 
 
 def weights(model: nn.Module) -> list[torch.Tensor]:

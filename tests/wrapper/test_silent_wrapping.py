@@ -14,7 +14,7 @@ from fsdp_flat import whole_shape
 from fsdp_flat.errors import OptionError, TiedParameterError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy
 from tests.support import assert_close, on_ranks
-from tests.support.kit import full_grads, square_loss
+from tests.support.kit import full_grads, square_loss, train_on
 from tests.wrapper.models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -98,8 +98,7 @@ def test_groups_by_number_of_dims_that_find_nothing_are_named_at_the_first_step(
     model = shard(seeded(), use_orig_params=use_orig_params)
     optimizer = grouped(model, lambda param: param.dim() >= 2)
     bystander = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    square_loss(model, batch(rank)).backward()
-    bystander.step()
+    train_on(model, bystander, [batch(rank)])
     with pytest.warns(UserWarning, match=r"group of AdamW is empty.*whole_shape"):
         optimizer.step()
     optimizer.step()
@@ -108,7 +107,6 @@ def test_groups_by_number_of_dims_that_find_nothing_are_named_at_the_first_step(
         return
     model = shard(seeded(), use_orig_params=True)
     optimizer = grouped(model, lambda param: len(whole_shape(param)) >= 2)
-    square_loss(model, batch(rank)).backward()
-    optimizer.step()
+    train_on(model, optimizer, [batch(rank)])
     assert [len(group["params"]) for group in optimizer.param_groups] == [6, 4]
     assert whole_shape(torch.ones(2, 3)) == (2, 3)

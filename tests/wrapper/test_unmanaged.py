@@ -19,7 +19,7 @@ from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.runtime import unmanaged
 from fsdp_flat.wrap import ModuleWrapPolicy
 from tests.support import assert_close, on_ranks
-from tests.support.kit import no_shard_allowed, square_loss
+from tests.support.kit import no_shard_allowed, square_loss, train_on
 from tests.wrapper.models import batch, message, seeded, shard
 
 KINDS = pytest.mark.parametrize("use_orig_params", [False, True], ids=["flat", "originals"])
@@ -246,9 +246,7 @@ def test_drift_after_a_warm_up_from_a_learning_rate_of_zero_is_named(rank: int) 
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda index: min(index, 2) / 3 * (index > 1))
     with warned(rank == 0) as texts:
         for _ in range(5):
-            square_loss(model, batch(rank)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            train_on(model, optimizer, [batch(rank)])
             schedule.step()
     assert rank or "'last.bias' (ignored), 'last.weight' (ignored)" in texts[0]
 
