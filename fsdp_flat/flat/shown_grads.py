@@ -152,10 +152,15 @@ class UnreducedLocalGrad:
         self._version = self._grad._version
 
     @property
-    def is_cleared(self) -> bool:
-        """Return whether a caller has set the gradient to None or zero since it was shown."""
+    def is_dropped(self) -> bool:
+        """Return whether a caller has set the gradient to None since it was shown."""
+        return self._param.grad is None
+
+    @property
+    def is_zeroed(self) -> bool:
+        """Return whether a caller has filled the gradient with zeros since it was shown."""
         grad = self._param.grad
-        return grad is None or (self._changed_in_place and not bool(grad.count_nonzero()))
+        return grad is not None and self._changed_in_place and not bool(grad.count_nonzero())
 
     @property
     def is_changed(self) -> bool:
@@ -169,7 +174,7 @@ class UnreducedLocalGrad:
     def take_back(self) -> None:
         """Restore the previous ``.grad``; a gradient that was filled with zeros stays zero, as in plain torch."""
         if self._param.grad is self._grad:
-            zeroed = self._before is None and self._param.numel() > 0 and self.is_cleared
+            zeroed = self._before is None and self._param.numel() > 0 and self.is_zeroed
             set_grad(self._param, torch.zeros_like(self._param) if zeroed else self._before)
 
 
@@ -185,21 +190,25 @@ def show_unreduced(views: Views, shard: torch.Tensor, ready: Sequence[int]) -> l
         return [UnreducedLocalGrad(each, each.part_of(shard)) for each in shown]
 
 
-def hide_unreduced(views: Views, shown: Sequence[UnreducedLocalGrad], ready: Sequence[int]) -> set[int]:
-    """Undo :func:`show_unreduced`; return the parameters whose gradient the caller has not cleared.
+def hide_unreduced(
+    views: Views, shown: Sequence[UnreducedLocalGrad], ready: Sequence[int]
+) -> tuple[set[int], set[int]]:
+    """Undo :func:`show_unreduced`; return the parameters whose gradients the caller has dropped, and has zeroed.
+
+    Zeros are a gradient: the optimizer of each rank steps a parameter with them, also where another rank had none.
 
     Raises:
         UsageError: gradients were changed, or some were cleared and this rank cannot know which.
     """
-    kept = [each for each in shown if not each.is_cleared]
+    dropped, zeroed = [each for each in shown if each.is_dropped], [each for each in shown if each.is_zeroed]
+    kept = [each for each in shown if each not in dropped and each not in zeroed]
     if any(each.is_changed for each in kept):
         raise UsageError(
             f"Gradients of unit {views.unit_name!r} were changed in place between backwards inside no_sync. There they "
             "are this rank's own, not yet reduced, and it holds a local shard of them only: scale or clip after the "
             "first backward outside of no_sync."
         )
-    left = {index for index, is_ready in enumerate(ready) if is_ready}
-    hidden = left.difference(*(each.indices for each in shown))
+    hidden = {index for index, is_ready in enumerate(ready) if is_ready}.difference(*(each.indices for each in shown))
     if hidden and kept and len(kept) < len(shown):
         raise UsageError(
             f"Gradients of some parameters of unit {views.unit_name!r} were cleared between backwards inside no_sync, "
@@ -209,4 +218,6 @@ def hide_unreduced(views: Views, shown: Sequence[UnreducedLocalGrad], ready: Seq
         )
     for each in shown:
         each.take_back()
-    return left.difference(*(each.indices for each in shown if each not in kept)) if kept else set()
+    without = hidden if not kept and not zeroed else set()
+    with_zeros = hidden if not kept and zeroed else set()
+    return without.union(*(each.indices for each in dropped)), with_zeros.union(*(each.indices for each in zeroed))

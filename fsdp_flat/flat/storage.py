@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -168,13 +168,16 @@ class FlatGradBuffer:
             for place, piece in zip(self._places[index], self._split(index, grad), strict=True):
                 place.add_(piece)
 
-    def keep(self, indices: set[int]) -> None:
-        """Drop the gradients of all other parameters."""
-        for index, is_ready in enumerate(self.grads_ready):
-            if is_ready and index not in indices:
+    def clear(self, indices: Iterable[int], *, set_to_none: bool) -> None:
+        """Fill the gradients of parameters with zeros, or drop them."""
+        for index in indices:
+            waiting = self._waiting.pop(index, None)
+            if waiting is None and self._buffer.nbytes:
+                torch._foreach_zero_(self._places[index])
+            if set_to_none:
                 self.grads_ready[index] = 0
-                if self._waiting.pop(index, None) is None and self._buffer.nbytes:
-                    torch._foreach_zero_(self._places[index])
+            elif waiting is not None:
+                self._waiting[index] = torch.zeros_like(waiting)  # autograd may hold the tensor too
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
@@ -351,6 +354,16 @@ class HandleGradients:
         for unsharded_param in self._views.unsharded_params:
             unsharded_param.grad = None
 
+    def zero(self) -> None:
+        """Fill all gradients that are not reduced yet with zeros; exposed ones are the caller's to fill."""
+        if self._buffer is not None:
+            self._buffer.clear(range(len(self.ready)), set_to_none=False)
+        if self.partial.shard is not None:
+            self.partial.shard.zero_()
+        for unsharded_param in self._views.unsharded_params:
+            if unsharded_param.grad is not None:
+                unsharded_param.grad.zero_()
+
     def expose_unreduced(self, pool: MemoryPool, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
 
@@ -366,11 +379,12 @@ class HandleGradients:
         """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set."""
         shown, self._unreduced = self._unreduced, []
         if shown:
-            left = hide_unreduced(self._views, shown, self.ready)
-            if left and self._buffer is not None:
-                self._buffer.keep(left)
-            else:
-                self._buffer = None
+            dropped, zeroed = hide_unreduced(self._views, shown, self.ready)
+            if self._buffer is not None:
+                self._buffer.clear(dropped, set_to_none=True)
+                self._buffer.clear(zeroed, set_to_none=False)
+                if not any(self._buffer.grads_ready):
+                    self._buffer = None
         return bool(shown)
 
 

@@ -40,7 +40,10 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
 def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:
     """Clear the gradients of the units' parameters, reduced or not."""
     for handle in (handle for unit in units for handle in unit.handles):
-        handle.grads.drop()
+        if set_to_none:
+            handle.grads.drop()
+        else:
+            handle.grads.zero()
         for param in handle.views.visible_params():
             if param.grad is not None:
                 if set_to_none:
