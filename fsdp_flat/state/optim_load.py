@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.flat import clear_padding
-from fsdp_flat.state._torch import is_chunked, is_scalar, shape_of
-from fsdp_flat.state.codecs import BOXES, decoder_of
-from fsdp_flat.state.dtensors import dtensor_from, empty_dtensor, local_from
-from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
-from fsdp_flat.state.model_state import LOADING
-from fsdp_flat.state.optim_contents import check_groups, copied_state
-from fsdp_flat.state.param_index import IndexedParam, ParamIndex
-from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
-from fsdp_flat.state.shards import LoadPlan, StateShard
+from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
+from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
+from fsdp_flat.state.model_load import LOADING
+from fsdp_flat.state.optim_exchange import FromRankZero, refuse_split, shared_from_rank_zero
+from fsdp_flat.state.shards import IndexedParam, LoadPlan, ParamIndex, StateShard, copied_state, is_scalar, shape_of
 from fsdp_flat.user_warnings import warn_user
 
 _States = dict[str, dict[str, Any]]
@@ -82,7 +79,7 @@ def load_optim_state(
         result = loading.planned(params, given, keys, named=named)
         if own_groups and result.get("param_groups"):
             assert given is not None
-            check_groups(index, own_groups, given["param_groups"])
+            _check_groups(index, own_groups, given["param_groups"])
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
@@ -135,7 +132,7 @@ class _OptimLoad:
         """
         by_name = _checked_states(given)
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
-        positions = self._index.positions(params)
+        positions = {fqn: at for at, param in enumerate(params) for fqn in self._index.fqns_of(param)}
         held = {param.handle for param in self._index.params if param.fqn in positions}
         state: dict[Any, dict[str, Any]] = {}
         for visible, entries in self._index.managed.items():
@@ -180,9 +177,8 @@ class _OptimLoad:
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[0] or ()):
             values = [row[key] for row in rows if row is not None]
-            handler = handler_of(first, key) if owner is None else None
-            if handler is not None:
-                self._split(first, key, values[0], handler, found)
+            if owner is None and key in first.unit.optim_state_handlers:
+                self._split(first, key, values[0], found)
             elif not self._is_elementwise(key, values[0], first.shape if owner is None else (1,)):
                 found[key] = copied_state(values[0])
             elif first.is_original:
@@ -214,12 +210,11 @@ class _OptimLoad:
         else:
             decoder_of(value).decode(value, target, self.plan)
 
-    def _split(
-        self, param: IndexedParam, key: str, value: Any, handler: OptimStateHandler, result: dict[str, Any]
-    ) -> None:
+    def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
         """Split this rank's part of a state off with its handler, now or as part of the plan."""
         refuse_split(param, key)
         run, device = param.local_shard.in_param, param.handle.flat_param.device
+        handler = param.unit.optim_state_handlers[key]
 
         def put(full: torch.Tensor) -> None:
             result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
@@ -228,7 +223,7 @@ class _OptimLoad:
             value.plan_broadcast(device, self.plan, put)
         elif isinstance(value, DeferredState):
             self.plan.call(lambda: put(value.read()))
-        elif isinstance(value, torch.Tensor) and not is_chunked(value):
+        elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
             put(value)
         else:
             raise LoadError(
@@ -264,7 +259,7 @@ class _OptimLoad:
         """
         if not is_scalar(value):
             return True
-        if shape or not (isinstance(value, (torch.Tensor, FromRankZero)) or decoder_of(value).reads(value)):
+        if shape or not isinstance(value, (torch.Tensor, FromRankZero, *decoder_of(value).kinds)):
             return False
         return key in self._elementwise if self._elementwise else key != "step"
 
@@ -320,6 +315,35 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
     return groups
 
 
+def _check_groups(index: ParamIndex, own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
+    """Check that every parameter of an optimizer is in the group of a state dict that belongs to its own group.
+
+    ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
+    parameters that have changed groups would go to other parameters.
+    """
+    places: dict[str, int] = {}
+    for at, group in enumerate(given):
+        places.update(dict.fromkeys(group.get("params", ()), at))
+    lacking, moved = [], []
+    for at, group in enumerate(own):
+        for param in group["params"]:
+            fqns = index.fqns_of(param)
+            saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
+            if not saved:
+                lacking.append(f"{fqns[0]!r} (group {at})")
+            moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
+    if lacking or moved or len(own) != len(given):
+        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
+        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
+        raise OptionError(
+            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
+            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the state "
+            "dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
+        )
+
+
 def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
     """Allocate a flat shard with zeroed padding; everything else will be written."""
     layout = param.handle.layout
@@ -342,6 +366,21 @@ def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, A
             f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
             "use_orig_params=True."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState:
+    """Describes a merged state that is read only when it is split, so that no rank holds all of them at once.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        read: reads and returns the tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 def template_states(
@@ -378,7 +417,7 @@ def template_states(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if param is not None and (is_owned or handler_of(param, name) is not None):
+            if param is not None and (is_owned or name in param.unit.optim_state_handlers):
                 # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
                 read_it = partial(_read_full, read, fqn, name, shape, dtype)
                 deferred.setdefault(fqn, {})[name] = DeferredState(torch.Size(shape), dtype, read_it)
