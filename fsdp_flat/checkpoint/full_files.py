@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
-from fsdp_flat.checkpoint.progress import progress_bar
+from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
 from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_on, shard_group
 from fsdp_flat.comm import P2PChannels
@@ -66,7 +65,7 @@ def save_full(
             does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together = consensus_of(model, SAVING)
+    together = Consensus.of(model, SAVING)
     together.barrier("save_full")
     with together.propagate_errors():
         if max_file_bytes <= 0:
@@ -248,7 +247,7 @@ def load_full(
     """
     for unit in units_of(model):
         check_idle(unit, "load_full")
-    together = consensus_of(model, LOADING)
+    together = Consensus.of(model, LOADING)
     together.barrier("load_full")
     planned: dict[str, tuple[StateEntry, torch.Tensor]] = {}
     with ExitStack() as stack:

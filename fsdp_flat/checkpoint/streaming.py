@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.contents import boxed_state_dict
+from fsdp_flat.checkpoint.directory import boxed_state_dict
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.layout import clean_fqn
