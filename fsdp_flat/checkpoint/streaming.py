@@ -115,7 +115,7 @@ def full_tensor_on(entry: StateEntry, dst: int | None, channels: P2PChannels) ->
     if entry.param is None:
         return None if entry.value is None else entry.value.clone()
     rank_group, adapter = entry.param.rank_group, entry.param.adapter
-    shard = StateShard(entry.param, entry.held(), entry.name, entry.param.shape)
+    shard = StateShard(entry.param, entry.held(), entry.param.shape)
     # An unsharded parameter is complete on every rank already.
     dst = dst if rank_group.size > 1 else None
     if isinstance(entry.value, DTensor):

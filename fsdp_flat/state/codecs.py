@@ -89,25 +89,26 @@ class FullCodec(StateDictCodec):
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
-        is_read, run = isinstance(value, torch.Tensor), target.run.to_slice()
-        if not is_read and not is_tensor_like(value):
-            raise LoadError(
-                f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
-            )
-        if isinstance(value, ShardedTensor):
+        full, run, adapter = value, target.run.to_slice(), target.param.adapter
+        is_read = isinstance(value, torch.Tensor)
+        if not is_read:
+            if not is_tensor_like(value):
+                raise LoadError(
+                    f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
+                )
+            if run.start == run.stop:
+                return
+            # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
+            full = torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
+        elif isinstance(value, ShardedTensor):
             raise LoadError(
                 f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a full "
                 "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
             )
-        if run.start == run.stop and not is_read:
-            return
         # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
-        full = value if is_read else torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
-        adapter = target.param.adapter
         if adapter is not PLAIN:
             full = adapter.local_slice(full.detach().reshape(target.full_shape))
         local = full.reshape(-1)[run]
-        # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
         plan.copy(target.local, local if is_read else local.clone())
 
 

@@ -369,7 +369,7 @@ def _prepare_load(
         if not flats:
             report.missing.extend(fqn for fqn, value in given if value is None)
         value = next((value for _, value in given if value is not None and id(value) not in own), None)
-        found.append((StateShard.of_param(param), value))
+        found.append((StateShard(param, param.local, param.shape), value))
     return found
 
 

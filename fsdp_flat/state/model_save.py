@@ -224,7 +224,7 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
             handle.adopt_changes()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]
-    return [StateShard.of_param(param) for param in params_of(unit, prefix)]
+    return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
 
 
 def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
@@ -232,7 +232,7 @@ def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
     layout, name = handle.layout, prefix + flat_param_name(unit.handles.index(handle))
     own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
     local = handle.flat_param.detach()[: own.numel]
-    return StateShard(IndexedParam(unit, handle, 0, (name,)), local, name, (layout.unpadded_numel,))
+    return StateShard(IndexedParam(unit, handle, 0, (name,)), local, (layout.unpadded_numel,))
 
 
 def _save_unit(

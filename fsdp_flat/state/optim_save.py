@@ -283,7 +283,8 @@ class _ParamState:
         if tensor is None:
             numel = self.param.local_shard.numel if self.owner is None else 0
             tensor = torch.zeros(numel, dtype=dtype, device=self.param.handle.flat_param.device)
-        self.tensors[name] = StateShard.of_state(self.param, tensor, name, shape, self.owner)
+        shape = self.param.shape if self.owner is None else tuple(shape)
+        self.tensors[name] = StateShard(self.param, tensor, shape, name, self.owner)
 
     def digest(self) -> int:
         """Return a digest of the names and dtypes of the states; 0 if this rank has no elements of the parameter."""

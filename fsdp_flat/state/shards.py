@@ -36,12 +36,14 @@ from fsdp_flat.runtime import Unit, unit_of
 def shape_of(value: Any) -> tuple[int, ...]:
     """Return the full shape of a tensor of any type; ``()`` for a value that is not a tensor."""
     # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
+    if type(value) is torch.Tensor:
+        return tuple(value.shape)
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
 
 
 def is_scalar(value: Any) -> bool:
     """Return whether a state is a scalar or not a tensor, so is the same for every shard of a parameter."""
-    return len(shape_of(value)) == 0
+    return value.dim() == 0 if type(value) is torch.Tensor else not shape_of(value)
 
 
 def dtype_of(value: Any) -> torch.dtype:
@@ -180,16 +182,11 @@ class ParamIndex:
             kept = unsharded.get(param)
             names.setdefault(param if kept is None else kept, []).append(name)
         self.shown_names = {param: found[0] for param, found in names.items()}
-        self.others = {
-            param: clean_fqn(name)
-            for param, name in self.shown_names.items()
-            if param not in self.managed and param not in unsharded
-        }
+        others = [(param, found) for param, found in names.items() if param not in self.managed]
+        self.others = {param: clean_fqn(found[0]) for param, found in others if param not in unsharded}
         # A unit of several modules does not know their names.
         self.dtensors = {
-            param: replace(rows[param], fqns=tuple(map(clean_fqn, found)))
-            for param, found in names.items()
-            if param in rows
+            param: replace(rows[param], fqns=tuple(map(clean_fqn, found))) for param, found in others if param in rows
         }
 
     @cached_property
@@ -223,8 +220,9 @@ class ParamIndex:
         Raises:
             OptionError: it is no parameter of this model.
         """
-        if param in self.managed:
-            return tuple(each.fqn for each in self.managed[param])
+        found = self.managed.get(param)
+        if found is not None:
+            return tuple([each.fqn for each in found])
         if param in self.others:
             return (self.others[param],)
         raise OptionError(
@@ -309,29 +307,21 @@ class StateShard:
     Attributes:
         param: the parameter.
         local: this rank's elements (1-D), the source of a save or the target of a load.
-        label: the tensor's name in error texts.
         shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
+        state: name of the optimizer state; None for a parameter.
         owner: the rank of the shard group that has all elements; None if they are sharded as the parameter is.
     """
 
     param: IndexedParam
     local: torch.Tensor
-    label: str
     shape: tuple[int, ...]
+    state: str | None = None
     owner: int | None = None
 
-    @classmethod
-    def of_param(cls, param: IndexedParam) -> StateShard:
-        """Describe a parameter."""
-        return cls(param, param.local, param.fqn, param.shape)
-
-    @classmethod
-    def of_state(
-        cls, param: IndexedParam, local: torch.Tensor, name: str, shape: Sequence[int], owner: int | None
-    ) -> StateShard:
-        """Describe an optimizer state; without an owner it has the parameter's shape, whatever ``shape`` is."""
-        label = f"State {name!r} of {param.fqn!r}"
-        return cls(param, local, label, param.shape if owner is None else tuple(shape), owner)
+    @property
+    def label(self) -> str:
+        """Name of the tensor in error texts."""
+        return self.param.fqn if self.state is None else f"State {self.state!r} of {self.param.fqn!r}"
 
     @property
     def held(self) -> Partition:
@@ -408,17 +398,17 @@ class LoadPlan:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._copies: list[Callable[[], object]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls: tuple[list[Callable[[], object]], ...] = ([], [])
         self._stages: tuple[list[TensorTransfer], ...] = ([], [])
-        self._last: list[Callable[[], object]] = []
 
     def call(self, function: Callable[[], object], *, last: bool = False) -> None:
         """Plan a call, before all transfers or after them (``last``)."""
-        (self._last if last else self._copies).append(function)
+        self._calls[last].append(function)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Plan the copy of a tensor on this rank."""
-        self._copies.append(lambda: target.copy_(source))
+        self._copies.append((target, source))
 
     def transfer(self, first: TensorTransfer | None, second: TensorTransfer | None) -> None:
         """Plan a transfer in up to two groups; the second begins when all first ones have ended."""
@@ -429,11 +419,14 @@ class LoadPlan:
     def commit(self) -> None:
         """Run all copies and transfers; every rank that has planned transfers must call this."""
         with torch.no_grad():
-            for copied in self._copies:
-                copied()
+            for target, source in self._copies:
+                target.copy_(source)
+            first, last = self._calls
+            for function in first:
+                function()
             for stage in self._stages:
                 redistribute(stage)
-            for function in self._last:
+            for function in last:
                 function()
 
 
