@@ -411,8 +411,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        report = state.report_of(self, local_metadata, missing_keys, error_msgs)
-        state.load_unit(self._unit, state_dict, prefix, report)
+        state.load_unit(self, state_dict, prefix, local_metadata, missing_keys, error_msgs)
         lists = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 

@@ -2,7 +2,7 @@
 
 from fsdp_flat.state._torch import full_tensor, local_from
 from fsdp_flat.state.codecs import CODECS, BoxedTensor, CodecRow, codec_of, settings_for
-from fsdp_flat.state.model_load import ModelLoad, all_or_nothing, end_load, load_unit, report_of, with_wrapper_versions
+from fsdp_flat.state.model_load import ModelLoad, all_or_nothing, end_load, load_unit, with_wrapper_versions
 from fsdp_flat.state.model_save import (
     get_state_dict_type,
     save_model,
