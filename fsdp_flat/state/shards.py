@@ -403,7 +403,7 @@ class LoadPlan:
         self._stages: tuple[list[TensorTransfer], ...] = ([], [])
 
     def call(self, function: Callable[[], object], *, last: bool = False) -> None:
-        """Plan a call, before all transfers or after them (``last``)."""
+        """Plan a call, before all copies and transfers or after them (``last``)."""
         self._calls[last].append(function)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -419,11 +419,11 @@ class LoadPlan:
     def commit(self) -> None:
         """Run all copies and transfers; every rank that has planned transfers must call this."""
         with torch.no_grad():
-            for target, source in self._copies:
-                target.copy_(source)
             first, last = self._calls
             for function in first:
                 function()
+            for target, source in self._copies:
+                target.copy_(source)
             for stage in self._stages:
                 redistribute(stage)
             for function in last:
