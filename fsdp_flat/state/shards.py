@@ -1,4 +1,4 @@
-"""Locates a model's parameters, and describes tensors of which each rank holds a part.
+"""Locates the parameters of models and optimizers, and describes tensors of which each rank holds a part.
 
 A model's parameters and an optimizer's states are both such tensors: a codec (:class:`StateDictCodec`) turns them into
 the values of one state-dict type, and back.
