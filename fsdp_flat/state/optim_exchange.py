@@ -111,30 +111,30 @@ def refuse_split(param: IndexedParam, name: str) -> None:
 
 
 def merged_states(
-    states: Sequence[tuple[Place, torch.Tensor | None]],
-    dst_of: Callable[[int, int], int | None],
-    *,
-    offload: bool,
+    states: Mapping[Place, torch.Tensor | None], dst_of: Callable[[int, int], int | None], *, offload: bool
 ) -> dict[Place, torch.Tensor]:
     """Merge every state that has a handler on its destination rank, one after another.
 
     Every rank must call this with the same places in the same order.
 
     Args:
-        states: at least one place, each with this rank's part, or None if only other ranks have the state.
+        states: by place, at least one, this rank's part; None if only other ranks have the state.
         dst_of: given the position of a state among all and the size of its shard group, returns the destination rank
             in that group; None for every rank.
         offload: return merged states on the CPU.
     """
-    own = [_own_part(param, tensor) for (param, _), tensor in states]
-    kinds = _kinds_of([param for (param, _), _ in states], own)
+    own = {
+        (param, name): None
+        if tensor is None or param.local_shard.is_empty
+        else tensor.detach().to(param.unit.options.device).contiguous()
+        for (param, name), tensor in states.items()
+    }
     found: dict[Place, torch.Tensor] = {}
     error: Exception | None = None
-    for position, ((param, name), _) in enumerate(states):
+    for position, ((param, name), kinds) in enumerate(_kinds_of(own).items()):
         rank_group = param.rank_group
         dst = dst_of(position, rank_group.size)
-        parts = _gathered(param, own[position], kinds[position], dst)
-        own[position] = None
+        parts = _gathered(param, own.pop((param, name)), kinds, dst)
         handler = param.unit.optim_state_handlers.get(name)
         # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
         if handler is not None and error is None and dst in (None, rank_group.rank):
@@ -143,33 +143,23 @@ def merged_states(
                 found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
             except Exception as raised:
                 error = raised
-    units = list(dict.fromkeys(param.unit for (param, _), _ in states))
+    units = list(dict.fromkeys(param.unit for param, _ in states))
     agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
     return found
 
 
-def _own_part(param: IndexedParam, tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None or param.local_shard.is_empty:
-        return None
-    return tensor.detach().to(param.unit.options.device).contiguous()
-
-
-def _kinds_of(
-    params: Sequence[IndexedParam], own: Sequence[torch.Tensor | None]
-) -> list[list[tuple[str, list[int]] | None]]:
+def _kinds_of(own: Mapping[Place, torch.Tensor | None]) -> dict[Place, list[tuple[str, list[int]] | None]]:
     """Exchange dtype and shape of every rank's part of each state (by rank of its shard group), once per group."""
-    by_rank_group: dict[RankGroup, list[int]] = {}
-    for position, param in enumerate(params):
-        by_rank_group.setdefault(param.rank_group, []).append(position)
-    found: list[list[tuple[str, list[int]] | None]] = [[] for _ in own]
-    for rank_group, positions in by_rank_group.items():
-        mine = [own[position] for position in positions]
+    by_rank_group: dict[RankGroup, list[Place]] = {}
+    for param, name in own:
+        by_rank_group.setdefault(param.rank_group, []).append((param, name))
+    found: dict[Place, list[tuple[str, list[int]] | None]] = {place: [] for place in own}
+    for rank_group, places in by_rank_group.items():
+        mine = [own[place] for place in places]
         text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine]).encode()
-        device = params[positions[0]].unit.options.device
+        device = places[0][0].unit.options.device
         texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
-        rows = [json.loads(each) for each in texts]
-        for at, position in enumerate(positions):
-            found[position] = [row[at] for row in rows]
+        found.update(zip(places, map(list, zip(*map(json.loads, texts), strict=True)), strict=True))
     return found
 
 

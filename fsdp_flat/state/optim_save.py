@@ -120,7 +120,7 @@ def save_optim_state(
     order = _complete_groups(index, contents, groups or [], alone=alone)
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
-        handled = [((state.param, name), state.handled[name]) for state in states for name in sorted(state.handled)]
+        handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
         merged: dict[tuple[IndexedParam, str], torch.Tensor] = {}
         if handled:
             merged = merged_states(
