@@ -34,7 +34,6 @@ from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.extras.names import named_as_plain
 from fsdp_flat.flat import FlatParameter, unguarded
 from fsdp_flat.layout import CHECKPOINT_WRAPPED_MODULE, FLAT_PARAM, FSDP_PREFIX, FSDP_WRAPPED_MODULE
-from fsdp_flat.loading import ModelLoad, all_or_nothing, end_load, report_of
 from fsdp_flat.runtime import LOW_PRECISION_HOOKS, Arguments, Phase, Schedule, Unit
 from fsdp_flat.wrap import CustomPolicy, ModuleWrapPolicy
 
@@ -99,7 +98,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
     """
 
     # The load in which the wrapper takes part.
-    _load: ModelLoad | None = None
+    _load: state.ModelLoad | None = None
 
     def __init__(
         self,
@@ -152,7 +151,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         self.__dict__["_unit"] = unit
         describe_flat_params(unit)
         setattr(self, FSDP_WRAPPED_MODULE, unit.module)
-        self.register_load_state_dict_post_hook(end_load)
+        self.register_load_state_dict_post_hook(state.end_load)
 
     @property
     def module(self) -> nn.Module:
@@ -399,7 +398,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         """
         if not isinstance(state_dict, Mapping):
             raise OptionTypeError(f"state_dict must be a mapping of names to tensors; got {type(state_dict).__name__}.")
-        with all_or_nothing(self, strict=strict, assign=assign):
+        with state.all_or_nothing(self, strict=strict, assign=assign):
             return super().load_state_dict(state.with_wrapper_versions(self, state_dict), strict=strict, assign=assign)
 
     def _load_from_state_dict(
@@ -412,8 +411,7 @@ class FullyShardedDataParallel(UndocumentedMembers):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        report = report_of(self, local_metadata, missing_keys, error_msgs)
-        state.load_unit(self._unit, state_dict, prefix, report)
+        state.load_unit(self, state_dict, prefix, local_metadata, missing_keys, error_msgs)
         lists = missing_keys, unexpected_keys, error_msgs
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *lists)
 

@@ -113,10 +113,8 @@ def write_metadata(texts: Sequence[str], path: Path) -> None:
         plans.append(SavePlan(items, planner_data=keys_of))
         results.append(written)
     with _torch_warnings_ignored():
-        planner, writer = (
-            dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True),
-            dcp.FileSystemWriter(path, sync_files=True),
-        )
+        planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        writer = dcp.FileSystemWriter(path, sync_files=True)
         writer.set_up_storage_writer(True)
         _, metadata = planner.create_global_plan(plans)
         # The writer keeps the last result of each part.
@@ -133,28 +131,14 @@ def _item(fqn: str, kind: list[Any]) -> WriteItem:
 
 
 # The types in metadata of tensors and bytes (torch 2.8 to 2.15); everything else in such a file is refused.
-_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = {
-    *(
-        (_METADATA, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "WindowsPath"),
+    "torch.distributed.checkpoint.metadata": "BytesStorageMetadata ChunkStorageMetadata Metadata MetadataIndex "
+    "StorageMeta TensorProperties TensorStorageMetadata _MEM_FORMAT_ENCODING",
+    "torch.distributed.checkpoint.filesystem": "_StorageInfo",
+    "torch": "Size device",
+    "torch.serialization": "_get_layout",
+    "collections": "OrderedDict",
+    "pathlib": "PosixPath WindowsPath",
 }
 
 
@@ -162,7 +146,7 @@ class _SafeUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # A dotted name would resolve through an allowed module to another one, os.system for instance.
         is_dtype = module == "torch" and "." not in name and isinstance(getattr(torch, name, None), torch.dtype)
-        if (module, name) in _ALLOWED or is_dtype:
+        if name in _ALLOWED.get(module, "").split() or is_dtype:
             return super().find_class(module, name)
         raise LoadError(f"The checkpoint's .metadata refers to {module}.{name}, which no metadata of tensors does.")
 

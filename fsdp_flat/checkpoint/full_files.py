@@ -1,9 +1,12 @@
-"""Saves a full model as safetensors files one parameter at a time, and loads each rank's slices of it."""
+"""Streams full models between ranks and files, so that never more than one parameter is unsharded.
+
+``save_full`` writes safetensors files one parameter at a time; ``load_full`` reads each rank's slices of them.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -12,18 +15,158 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.consensus import LOADING, SAVING, consensus_of
-from fsdp_flat.checkpoint.progress import progress_bar
+from fsdp_flat.checkpoint.directory import LOADING, SAVING, Consensus, boxed_state_dict, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
-from fsdp_flat.checkpoint.streaming import StateEntry, entries_of, full_tensor_on, shard_group
-from fsdp_flat.comm import P2PChannels
-from fsdp_flat.errors import LoadError, OptionError, some_of
+from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
+from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import check_idle, units_of
-from fsdp_flat.state import local_from
+from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """Describes one entry of a model's state dict.
+
+    Attributes:
+        name: name in the unwrapped model.
+        value: a plain tensor that every rank has (a buffer, an ignored parameter), or the DTensor of a parameter that
+            ``fully_shard`` has sharded; None for any other managed parameter.
+        shape, dtype: those of the full stored tensor.
+        param: the managed parameter, or None.
+        same_as: an earlier name of the same tied parameter, or None.
+    """
+
+    name: str
+    value: torch.Tensor | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    param: IndexedParam | None = None
+    same_as: str | None = None
+
+    def dtype_in(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of the entry if floating-point tensors are converted to ``dtype``."""
+        return dtype if dtype is not None and self.dtype.is_floating_point else self.dtype
+
+    def held(self) -> torch.Tensor:
+        """Return this rank's tensor: the plain tensor, or a managed parameter's local shard (a view; 1-D if flat)."""
+        if self.value is not None:
+            return self.value.to_local() if isinstance(self.value, DTensor) else self.value
+        assert self.param is not None
+        return self.param.local
+
+
+def _entries_of(model: nn.Module, *, keep: Callable[[str], bool] | None, trainable_only: bool = False) -> list[_Entry]:
+    """List the entries of a model's state dict in its order, without communication; see :func:`save_full`."""
+    index = ParamIndex(model)
+    by_name = {**index.by_name, **index.dtensors_by_name}
+    # The state dict of a compiled model has torch.compile's prefix in its names.
+    template = {clean_fqn(name): value for name, value in boxed_state_dict(model).items()}
+    params = model.named_parameters() if trainable_only else ()
+    trainable = {clean_fqn(name) for name, param in params if param.requires_grad}
+    found: list[_Entry] = []
+    first: dict[IndexedParam, str] = {}
+    for name, value in template.items():
+        param = by_name.get(name)
+        if trainable_only:
+            is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
+            if not is_trainable:
+                continue
+        if keep is not None and not keep(name):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedError(
+                f"{name!r} of the state dict is a {type(value).__name__}; only tensors can be streamed. Leave it out "
+                "with keep=..., and save it beside the tensors."
+            )
+        if param is None:
+            found.append(_Entry(name, value.detach(), tuple(value.shape), value.dtype))
+            continue
+        same_as = None if first.setdefault(param, name) == name else first[param]
+        shown = value.detach() if isinstance(value, DTensor) else None
+        found.append(_Entry(name, shown, param.full_shape, param.handle.orig_dtype, param, same_as))
+    return found
+
+
+def _shard_group(entries: list[_Entry]) -> RankGroup:
+    """Return the one shard group of all entries; a group of one rank if none is sharded."""
+    rank_groups = {entry.param.rank_group for entry in entries if entry.param is not None}
+    sharded = [rank_group for rank_group in rank_groups if rank_group.size > 1]
+    if len(sharded) > 1:
+        raise UnsupportedError(
+            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
+            "Stream the parts one by one, or use SHARDED_STATE_DICT."
+        )
+    return sharded[0] if sharded else RankGroup(None, 0, 1)
+
+
+def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
+    """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
+
+    Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
+    tensor-parallel group must call this too, and all of them get the tensor.
+    """
+    if entry.param is None:
+        return None if entry.value is None else entry.value.clone()
+    rank_group, adapter = entry.param.rank_group, entry.param.adapter
+    shard = StateShard(entry.param, entry.held(), entry.param.shape)
+    # An unsharded parameter is complete on every rank already.
+    dst = dst if rank_group.size > 1 else None
+    if isinstance(entry.value, DTensor):
+        full = full_tensor(entry.value)
+        return full if dst in (None, rank_group.rank) else None
+    part = shard.local.new_empty(shard.shape) if dst in (None, rank_group.rank) else None
+    redistribute([shard.transfer_to(dst, part)], channels)
+    return None if part is None else adapter.full_tensor(adapter.from_local(part))
+
+
+def iter_full_state_dict(
+    model: nn.Module,
+    *,
+    dst: int | None = 0,
+    dtype: torch.dtype | None = None,
+    keep: Callable[[str], bool] | None = None,
+    trainable_only: bool = False,
+) -> Iterator[tuple[str, Any]]:
+    """Iterate over the full state dict as ``(name, full tensor)``, with one parameter in memory at a time.
+
+    Every rank must iterate, with the same arguments. If a rank leaves the loop early, closing the iterator runs the
+    remaining transfers (and drops their tensors), so that the other ranks do not hang.
+
+    Args:
+        model: a wrapped model, or a module that holds wrappers.
+        dst: rank of the shard group that receives the tensors; the others get None instead. None: every rank.
+        dtype: floating-point tensors are converted to it.
+        keep: returns whether to yield the entry of a name; the same on every rank.
+        trainable_only: yield only parameters with ``requires_grad``.
+
+    Yields:
+        Names in the order of ``state_dict()``; a new tensor on the parameters' device, or None for a managed
+        parameter on ranks other than ``dst``. A tied parameter is yielded once for each of its names.
+
+    Raises:
+        OptionError: ``dst`` is not a rank of the shard group.
+        UnsupportedError: units sharded over different groups, or an entry that is not a tensor.
+        PhaseError: called in the middle of a step.
+    """
+    entries = _entries_of(model, keep=keep, trainable_only=trainable_only)
+    rank_group = _shard_group(entries)
+    if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
+        raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
+    channels, position = P2PChannels(), 0
+    try:
+        for entry in entries:
+            position += 1
+            full = _full_tensor_on(entry, dst, channels)
+            yield entry.name, full if full is None or dtype is None else full.to(entry.dtype_in(dtype))
+    finally:
+        for entry in entries[position:]:
+            _full_tensor_on(entry, dst, channels)
 
 
 def save_full(
@@ -66,24 +209,25 @@ def save_full(
             does not have.
         PeerFailureError: another rank failed, because its disk is full for instance.
     """
-    together = consensus_of(model, SAVING)
+    together = Consensus.of(model, SAVING)
     together.barrier("save_full")
     with together.propagate_errors():
         if max_file_bytes <= 0:
             raise OptionError(f"max_file_bytes must be positive; got {max_file_bytes!r}.")
-        entries = entries_of(model, keep=keep, trainable_only=trainable_only)
+        entries = _entries_of(model, keep=keep, trainable_only=trainable_only)
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
-        rank_group = shard_group(entries)
+        rank_group = _shard_group(entries)
         # Replicas and ranks that do not write only take part in the transfers.
         rank = None if _is_replica(model) else rank_group.rank
-        files = _planned(entries, dtype, max_file_bytes, rank_group.size if spread else 1)
+        num_writers = rank_group.size if spread else 1
+        files = _planned(entries, dtype, max_file_bytes, num_writers)
         bar = progress_bar("Saving the model", asked=progress, here=rank == 0)
     directory = Path(directory)
     written = _Attempts()
     with bar(sum(file.nbytes for file in files)) as update:
-        for start in range(0, len(files), files[0].num_writers):
-            _write_batch(files[start : start + files[0].num_writers], rank, directory, written, update)
+        for start in range(0, len(files), num_writers):
+            _write_batch(files[start : start + num_writers], rank, directory, written, update)
     try:
         together.fail(written.error)
     except Exception:
@@ -91,8 +235,8 @@ def save_full(
             writer.discard()
         raise
     with together.propagate_errors():
+        # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
         if rank == 0:
-            # Until all files are renamed, a reader finds no index rather than a mixture of two saves.
             (directory / INDEX_NAME).unlink(missing_ok=True)
     with together.propagate_errors():
         for writer in written.writers:
@@ -110,15 +254,13 @@ class _File:
     Attributes:
         name: its name.
         writer: the rank of the shard group that writes it.
-        num_writers: the number of ranks that write.
         infos: by entry, dtype and shape in the file.
         aliases: by another name of a tied parameter, the name in this file.
     """
 
     name: str
     writer: int
-    num_writers: int
-    infos: dict[StateEntry, TensorInfo]
+    infos: dict[_Entry, TensorInfo]
     aliases: dict[str, str]
 
     @property
@@ -133,15 +275,13 @@ class _File:
         return FileWriter(directory / self.name, infos, {"format": "pt", **self.aliases})
 
 
-def _planned(
-    entries: list[StateEntry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int
-) -> list[_File]:
-    groups: list[dict[StateEntry, TensorInfo]] = [{}]
+def _planned(entries: list[_Entry], dtype: torch.dtype | None, max_file_bytes: int, num_writers: int) -> list[_File]:
+    groups: list[dict[_Entry, TensorInfo]] = [{}]
     size = 0
     for entry in entries:
         if entry.same_as is not None:
             continue
-        info = TensorInfo(dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype, entry.shape)
+        info = TensorInfo(entry.dtype_in(dtype), entry.shape)
         if groups[-1] and size + info.nbytes > max_file_bytes:
             groups.append({})
             size = 0
@@ -152,10 +292,8 @@ def _planned(
     files = []
     for index, (name, group) in enumerate(zip(names, groups, strict=True)):
         here = {entry.name for entry in group}
-        aliases = {
-            entry.name: entry.same_as for entry in entries if entry.same_as in here and entry.same_as is not None
-        }
-        files.append(_File(name, index % num_writers, num_writers, group, aliases))
+        aliases = {each.name: each.same_as for each in entries if each.same_as is not None and each.same_as in here}
+        files.append(_File(name, index % num_writers, group, aliases))
     return files
 
 
@@ -168,12 +306,7 @@ def _is_replica(model: nn.Module) -> bool:
 
 
 class _Attempts:
-    """Runs calls until one raises: a rank that fails still takes part in the remaining transfers.
-
-    Attributes:
-        error: the exception, or None.
-        writers: the files that were opened.
-    """
+    """Runs calls until one raises: a rank that fails still takes part in the remaining transfers."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -203,7 +336,7 @@ def _write_batch(
             if item is None:
                 continue
             entry, info = item
-            full = full_tensor_on(entry, file.writer, channels)
+            full = _full_tensor_on(entry, file.writer, channels)
             update(info.nbytes)
             if writer is not None and file is own and full is not None:
                 written.run(writer.write, entry.name, full.to(info.dtype))
@@ -248,16 +381,16 @@ def load_full(
     """
     for unit in units_of(model):
         check_idle(unit, "load_full")
-    together = consensus_of(model, LOADING)
+    together = Consensus.of(model, LOADING)
     together.barrier("load_full")
-    planned: dict[str, tuple[StateEntry, torch.Tensor]] = {}
+    planned: dict[str, tuple[_Entry, torch.Tensor]] = {}
     with ExitStack() as stack:
         for unit in units_of(model):
             # Load into the buffers in their registered dtype, not into copies in the compute dtype.
             stack.enter_context(unit.buffers.exact())
         with together.propagate_errors():
             source = _source(Path(path))
-            entries = entries_of(model, keep=keep)
+            entries = _entries_of(model, keep=keep)
             missing, unexpected = _compare(entries, source, strict=strict, path=path)
             for entry in entries:
                 # A tied parameter is read once, under any of its names in the file.
@@ -275,9 +408,7 @@ def load_full(
     return missing, unexpected
 
 
-def _compare(
-    entries: list[StateEntry], source: _Source, *, strict: bool, path: str | Path
-) -> tuple[list[str], list[str]]:
+def _compare(entries: list[_Entry], source: _Source, *, strict: bool, path: str | Path) -> tuple[list[str], list[str]]:
     known = {source.name_for(entry.name) for entry in entries}
     missing = [
         entry.name
@@ -285,11 +416,11 @@ def _compare(
         if source.name_for(entry.name) is None and (entry.same_as is None or source.name_for(entry.same_as) is None)
     ]
     unexpected = [name for name in source.tensors if name not in known]
-    problems = [
-        f"{entry.name!r} has shape {tuple(source.tensors[name].shape)} in the file, {entry.shape} in the model"
-        for entry in entries
-        if (name := source.name_for(entry.name)) is not None and source.tensors[name].shape != entry.shape
-    ]
+    problems = []
+    for entry in entries:
+        name = source.name_for(entry.name)
+        if name is not None and (shape := source.tensors[name].shape) != entry.shape:
+            problems.append(f"{entry.name!r} has shape {tuple(shape)} in the file, {entry.shape} in the model")
     if strict and missing:
         problems.append(f"missing: {some_of(list(map(repr, missing)), 5)}")
     if strict and unexpected:
@@ -301,12 +432,7 @@ def _compare(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Holds the tensors of files, whose elements are read when they are used.
-
-    Attributes:
-        tensors: the tensors by name.
-        aliases: by another name of a tied parameter, the name that the file has.
-    """
+    """Holds tensors of files, whose elements are read when they are used; ``aliases`` are other names of tied ones."""
 
     tensors: Mapping[str, torch.Tensor]
     aliases: Mapping[str, str]
@@ -316,7 +442,7 @@ class _Source:
         found = name if name in self.tensors else self.aliases.get(name)
         return found if found in self.tensors else None
 
-    def local_shard(self, name: str, entry: StateEntry) -> torch.Tensor:
+    def local_shard(self, name: str, entry: _Entry) -> torch.Tensor:
         """Return the elements of ``name`` of this rank's local shard of ``entry``, in its order, 1-D."""
         full = self.tensors[name]
         if entry.param is not None and entry.value is not None:

@@ -6,7 +6,7 @@ states stay on the owner as full tensors. Sharded states, as other optimizers ha
 unchanged. But a step would transfer five matrices in place of three (Muon's momentum to the owner and back), and states
 of another shape (Adafactor's factors, Shampoo's preconditioners) cannot be sharded like the parameter anyway. Instead
 state dicts read ``state_owners``: they save the states of the owner and load them there only
-(``state/param_states.py``).
+(``state/optim_save.py``).
 
 An owner is one of the ranks that hold elements of the parameter. So a parameter that lies on one rank is not
 transferred, and every rank of a transfer can check locally whether there is a gradient.

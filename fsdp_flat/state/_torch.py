@@ -19,8 +19,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.distributed.tensor.placement_types import Shard as ShardedDim
 
 from fsdp_flat.comm import RankGroup, global_ranks
-from fsdp_flat.errors import OptionError
+from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.flat import DTensorViews
 from fsdp_flat.layout import chunk_rows, chunk_shape
+from fsdp_flat.state.shards import IndexedParam, dtype_of, shape_of
 
 
 def dtensor(
@@ -131,18 +133,6 @@ def _placement(rank_group: RankGroup, rank: int, device: torch.device) -> str:
     return f"rank:{world_rank}/{device.type}:{rank % torch.accelerator.device_count()}"
 
 
-def is_chunked(value: Any) -> bool:
-    """Return whether a value is a DTensor or ShardedTensor."""
-    return isinstance(value, (DTensor, ShardedTensor))
-
-
-def describe_value(value: Any) -> str:
-    """Describe a value for error texts."""
-    if isinstance(value, DTensor):
-        return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
-    return f"{type(value).__name__} of shape {shape_of(value)}"
-
-
 def local_chunk(value: Any) -> torch.Tensor | None:
     """Return this rank's local tensor of a ShardedTensor or DTensor; None for any other value.
 
@@ -159,23 +149,6 @@ def local_chunk(value: Any) -> torch.Tensor | None:
     return None
 
 
-def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the full shape of a tensor of any type; ``()`` for a value that is not a tensor."""
-    # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
-    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
-
-
-def is_scalar(value: Any) -> bool:
-    """Return whether a state is a scalar or not a tensor, so is the same for every shard of a parameter."""
-    return len(shape_of(value)) == 0
-
-
-def dtype_of(value: Any) -> torch.dtype:
-    """Return the dtype of a tensor of any type."""
-    dtype: torch.dtype = (value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value).dtype
-    return dtype
-
-
 def root_mesh(mesh: DeviceMesh) -> Any:
     """Return the mesh that ``mesh`` was sliced from, or ``mesh`` itself; torch 2.8 to 2.15 name it differently."""
     if hasattr(mesh, "_get_root_mesh"):
@@ -183,3 +156,65 @@ def root_mesh(mesh: DeviceMesh) -> Any:
     from torch.distributed.device_mesh import _mesh_resources
 
     return _mesh_resources.get_root_mesh(mesh)
+
+
+def without_dtensors(value: Any, *, to_cpu: bool) -> Any:
+    """Return the full tensor of a DTensor, and any other value itself. Every rank of its mesh must call this."""
+    if not isinstance(value, DTensor):
+        return value
+    full = full_tensor(value).detach()
+    return full.cpu() if to_cpu else full
+
+
+def local_from(param: IndexedParam, full: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a full tensor, as the parameter is sharded; nothing is communicated."""
+    return _views(param).distribute(param.index, full).to_local()
+
+
+def empty_dtensor(param: IndexedParam, dtype: torch.dtype, device: torch.device) -> DTensor:
+    """Create a DTensor with the parameter's mesh and placements."""
+    full = torch.empty(param.shown.shape, dtype=dtype, device="meta")
+    local = torch.empty_like(local_from(param, full), device=device)
+    return _views(param).with_local(param.index, local)
+
+
+def dtensor_from(param: IndexedParam, value: Any, label: str) -> DTensor:
+    """Return a copy of a value of a state dict as a DTensor with the parameter's mesh and placements.
+
+    Args:
+        param: the parameter.
+        value: a DTensor with that mesh and these placements, or a full tensor.
+        label: the value's name, for the error text.
+
+    Raises:
+        LoadError: it is none of these, or has another shape.
+    """
+    shown = param.shown
+    assert isinstance(shown, DTensor)
+    if shape_of(value) != tuple(shown.shape):
+        raise LoadError(
+            f"{label} has shape {shape_of(value)}; expected {tuple(shown.shape)}, that of the parameter, which "
+            "fully_shard has sharded. Is it the state dict of another model?"
+        )
+    if isinstance(value, DTensor):
+        if (value.device_mesh, value.placements) != (shown.device_mesh, shown.placements):
+            raise LoadError(
+                f"{label} is a DTensor on {value.device_mesh} with placements {value.placements}; the parameter is on "
+                f"{shown.device_mesh} with {shown.placements}. Load full tensors, or read the checkpoint by "
+                "torch.distributed.checkpoint into the state dict of this optimizer."
+            )
+        local = value.to_local()
+    elif type(value) in (torch.Tensor, torch.nn.Parameter):
+        local = local_from(param, value)
+    else:
+        raise LoadError(
+            f"{label} is a {type(value).__name__}; a parameter that fully_shard has sharded takes a full tensor or a "
+            "DTensor. Save full tensors, or by torch.distributed.checkpoint."
+        )
+    return _views(param).with_local(param.index, local.detach().to(param.handle.flat_param.device, copy=True))
+
+
+def _views(param: IndexedParam) -> DTensorViews:
+    views = param.handle.views
+    assert isinstance(views, DTensorViews)
+    return views

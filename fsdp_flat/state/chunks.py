@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -33,9 +34,16 @@ from fsdp_flat.layout import (
     chunk_shape,
 )
 from fsdp_flat.runtime import Unit
-from fsdp_flat.state._torch import ShardedTensors, describe_value, dtensor, is_chunked, local_chunk, root_mesh, shape_of
-from fsdp_flat.state.param_index import IndexedParam
-from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute
+from fsdp_flat.state._torch import ShardedTensors, dtensor, local_chunk, root_mesh
+from fsdp_flat.state.shards import (
+    IndexedParam,
+    LoadPlan,
+    StateDictCodec,
+    StateShard,
+    TensorTransfer,
+    redistribute,
+    shape_of,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +65,13 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _ChunkSpec:
-    """Describes the chunks of one parameter of a unit, or of a state of it.
+    """Describes the chunks of one parameter, or of a state of it.
 
     Attributes:
-        exchanges: the exchanges from local shards to chunks: along the shard group, and if the chunk needs it along
-            the tensor-parallel group.
+        exchanges: from local shards to chunks: along the shard group, and if need be the tensor-parallel group.
         shape: shape of the full tensor.
         chunk_shape: shape of this rank's chunk.
-        mesh: the mesh of the DTensor; None for a ShardedTensor, or a plain tensor if nothing is sharded.
-        placements: placements of the DTensor.
+        mesh, placements: those of the DTensor; no mesh for a ShardedTensor, or a plain tensor if nothing is sharded.
     """
 
     exchanges: tuple[_Exchange, ...]
@@ -79,6 +85,7 @@ class ChunkCodec(StateDictCodec):
     """Encodes DTensors if the unit has a mesh, else ShardedTensors; plain tensors if nothing is sharded."""
 
     exchanges = True
+    kinds = (DTensor, ShardedTensor)
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
         """Exchange parts for chunks. Each rank sends at most its own elements."""
@@ -104,17 +111,9 @@ class ChunkCodec(StateDictCodec):
                 found.append(chunk if rank_group.size == 1 else tensors.make(chunk, spec.shape, rank_group))
         return found
 
-    def reads(self, value: Any) -> bool:
-        return is_chunked(value)
-
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the exchange of chunks for parts."""
-        spec = _as_given(_chunk_spec(target), target, value)
-        if spec.shape != shape_of(value):
-            raise LoadError(
-                f"{target.label}: a tensor of shape {shape_of(value)} in chunks; expected {spec.shape}, the "
-                "parameter's shape."
-            )
+        spec = _chunk_spec(target, value)
         local, device = target.local, target.param.unit.options.device
         chunk = _fitting_chunk(spec, target, value).detach().reshape(-1).to(dtype=local.dtype, device=local.device)
         stages: list[TensorTransfer] = []
@@ -129,25 +128,18 @@ class ChunkCodec(StateDictCodec):
 
 
 class FlatCodec(StateDictCodec):
-    """Encodes flat parameters, for the same wrapping and number of ranks: views of live memory without communication.
-
-    With ``offload_to_cpu`` they are copies, also on the CPU.
-    """
+    """Encodes flat parameters, for the same wrapping and number of ranks: views of live memory, or CPU copies."""
 
     communicates = False
     is_flat = True
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
         """Return ShardedTensors of the flat parameters."""
-        tensors = ShardedTensors()
-        return [
-            tensors.make(
-                shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local,
-                shard.shape,
-                shard.param.rank_group,
-            )
-            for shard in shards
-        ]
+        tensors, found = ShardedTensors(), []
+        for shard in shards:
+            local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
+            found.append(tensors.make(local, shard.shape, shard.param.rank_group))
+        return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
         """Plan the copy of this rank's flat shard."""
@@ -163,20 +155,8 @@ class FlatCodec(StateDictCodec):
         plan.copy(target.local, local)
 
 
-def _as_given(spec: _ChunkSpec, target: StateShard, value: Any) -> _ChunkSpec:
-    """Return the spec for a 0-dim ``value``: a DTensor is replicated, a ShardedTensor is held by one rank."""
-    rank_group = target.param.rank_group
-    if spec.shape or rank_group.size == 1:
-        return spec
-    if isinstance(value, DTensor):
-        chunks: Partition = ReplicatedPartition(1, None, rank_group.size)
-        return replace(spec, exchanges=(_Exchange(rank_group, target.held, chunks),), chunk_shape=())
-    chunks, own_shape = chunk_partition((), rank_group.size), chunk_shape((), rank_group.size, rank_group.rank)
-    return replace(spec, exchanges=(_Exchange(rank_group, target.held, chunks),), chunk_shape=own_shape)
-
-
-def _chunk_spec(shard: StateShard) -> _ChunkSpec:
-    """Return the spec of a tensor.
+def _chunk_spec(shard: StateShard, given: Any = None) -> _ChunkSpec:
+    """Return the spec of a tensor, for a load that of the value ``given``.
 
     Raises:
         UnsupportedError: tensor parallelism has split its parameter, and no mesh contains both groups.
@@ -186,16 +166,17 @@ def _chunk_spec(shard: StateShard) -> _ChunkSpec:
     if isinstance(param.adapter, DTensorAdapter):
         return _split_spec(shard, param.adapter)
     assert param.adapter is PLAIN
-    first = _Exchange(rank_group, shard.held, chunk_partition(shape, rank_group.size))
+    mesh: DeviceMesh | None = None
+    placements: tuple[Placement, ...] = ()
+    if unit.options.groups.mesh is not None and rank_group.size > 1:
+        mesh, dim = _mesh_of(unit)
+        placements = _placements(mesh, {dim: Shard(0)} if shape else {})
+    wanted: Partition = chunk_partition(shape, rank_group.size)
     own_shape = chunk_shape(shape, rank_group.size, rank_group.rank)
-    if unit.options.groups.mesh is None or rank_group.size == 1:
-        return _ChunkSpec((first,), shape, own_shape)
-    mesh, dim = _mesh_of(unit)
-    if not shape:
-        # A 0-dim tensor has no dimension to shard.
-        first = replace(first, wanted=ReplicatedPartition(1, None, rank_group.size))
-        return _ChunkSpec((first,), shape, shape, mesh, _placements(mesh, {}))
-    return _ChunkSpec((first,), shape, own_shape, mesh, _placements(mesh, {dim: Shard(0)}))
+    if not shape and (mesh is not None if given is None else isinstance(given, DTensor)):
+        # A DTensor has no dim to shard here; a 0-dim ShardedTensor is on one rank.
+        wanted, own_shape = ReplicatedPartition(1, None, rank_group.size), ()
+    return _ChunkSpec((_Exchange(rank_group, shard.held, wanted),), shape, own_shape, mesh, placements)
 
 
 def _mesh_of(unit: Unit) -> tuple[Any, int]:
@@ -263,12 +244,9 @@ def _joined_mesh(param: IndexedParam, adapter: DTensorAdapter) -> tuple[Any, int
 
 
 def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Tensor:
-    """Return this rank's chunk of a ShardedTensor or DTensor of the right shape.
+    """Return this rank's chunk of a ShardedTensor or DTensor, or raise a LoadError if it has other chunks.
 
     A DTensor on the spec's mesh with other placements is redistributed; every rank of the mesh must call this.
-
-    Raises:
-        LoadError: it has other chunks.
     """
     if isinstance(value, DTensor) and spec.mesh is not None and value.device_mesh == spec.mesh:
         if tuple(value.placements) != spec.placements:
@@ -276,7 +254,7 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
     elif len(spec.exchanges) > 1:
         raise LoadError(
             f"{target.label}: expected a DTensor on {spec.mesh} with placements {spec.placements}, got "
-            f"{describe_value(value)}."
+            f"{_described(value)}."
         )
     try:
         chunk = local_chunk(value)
@@ -288,6 +266,12 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
     rank_group = target.param.rank_group
     raise LoadError(
         f"{target.label}: rank {rank_group.rank} of the shard group holds a chunk of shape {tuple(chunk.shape)} in a "
-        f"{describe_value(value)}; expected {spec.chunk_shape} at {rank_group.size} ranks. Load checkpoints of another "
+        f"{_described(value)}; expected {spec.chunk_shape} at {rank_group.size} ranks. Load checkpoints of another "
         "number of ranks through torch.distributed.checkpoint, which reshards."
     )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, DTensor):
+        return f"DTensor with placements {tuple(value.placements)} on {value.device_mesh}"
+    return f"{type(value).__name__} of shape {shape_of(value)}"

@@ -1,4 +1,11 @@
-"""Maps each state-dict type to its codec and options, and checks the settings of ``set_state_dict_type``.
+"""Encodes full tensors and N-d boxes, and maps each state-dict type to its codec and options.
+
+A full tensor receives every rank's part directly at its place, so that peak memory is the result; a load copies this
+rank's part out of the given tensors and communicates nothing.
+
+A rank's local shard of a parameter is a flat interval, which splits into at most ``2 * ndim - 1`` boxes
+(``layout.boxes``). ``torch.distributed.checkpoint`` saves and loads any set of boxes that tile a tensor, so ranks
+exchange nothing to write a checkpoint that every sharding can read.
 
 A new state-dict type is a member of ``api.StateDictType``, two config classes, a subclass of ``StateDictCodec`` (of
 ``FullCodec`` for full tensors in another form), and a row of ``CODECS``; docs/architecture.md has the recipe.
@@ -6,44 +13,257 @@ A new state-dict type is a member of ``api.StateDictType``, two config classes, 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, final
 
 import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.overrides import is_tensor_like
 
-from fsdp_flat.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-    member_of,
-)
-from fsdp_flat.errors import UsageError
-from fsdp_flat.state.boxed import BoxCodec
+from fsdp_flat import api
+from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType, member_of
+from fsdp_flat.errors import LoadError, UnsupportedError, UsageError
+from fsdp_flat.flat import PLAIN, TensorAdapter
+from fsdp_flat.layout import Box, boxes
 from fsdp_flat.state.chunks import ChunkCodec, FlatCodec
-from fsdp_flat.state.full import FullCodec
-from fsdp_flat.state.shards import StateDictCodec
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, TensorTransfer, redistribute, shape_of
+
+_aten = torch.ops.aten
+
+
+class FullCodec(StateDictCodec):
+    """Encodes full tensors, on every rank or on rank 0 of each shard group.
+
+    While a model is saved, its modules and their hooks see full parameters, and :meth:`stored` encodes each as the
+    modules then hold it. A subclass that overrides ``stored`` stores full tensors in another form.
+    """
+
+    def gather(
+        self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
+    ) -> list[torch.Tensor]:
+        """Return the unsharded tensors; with ``config.rank0_only`` they are empty except on rank 0 of the groups.
+
+        Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
+        """
+        dst = 0 if config.rank0_only else None
+        found: list[torch.Tensor] = []
+
+        def transfers() -> Iterator[TensorTransfer]:
+            # Results are allocated one by one, as earlier transfers release their memory.
+            for shard in shards:
+                shape = shard.shape if dst in (None, shard.param.rank_group.rank) else (0,)
+                target = torch.empty(shape, dtype=shard.local.dtype, device=shard.param.unit.options.device)
+                found.append(target)
+                yield shard.transfer_to(dst, target)
+
+        with torch.no_grad():
+            redistribute(transfers())
+        return found
+
+    @final
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        return [
+            None
+            if config.rank0_only and shard.param.rank_group.rank
+            else self.stored(shard.param.adapter.from_local(unsharded), shard.param.adapter, config)
+            for shard, unsharded in zip(shards, self.gather(shards, config), strict=True)
+        ]
+
+    def stored(
+        self, tensor: torch.Tensor, adapter: TensorAdapter, config: StateDictConfig | OptimStateDictConfig
+    ) -> torch.Tensor:
+        """Return the value of an unsharded tensor; it may share memory with it.
+
+        Every rank of the adapter's mesh must call this.
+
+        Args:
+            tensor: a module's parameter, or an optimizer state; a DTensor under tensor parallelism.
+            adapter: the parameter's.
+            config: the options.
+        """
+        full = adapter.full_tensor(tensor)
+        return full.cpu() if config.offload_to_cpu else full
+
+    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+        """Plan the copy of this rank's part of a full tensor, or of a proxy of one."""
+        full, run, adapter = value, target.run.to_slice(), target.param.adapter
+        is_read = isinstance(value, torch.Tensor)
+        if not is_read:
+            if not is_tensor_like(value):
+                raise LoadError(
+                    f'While copying the parameter named "{target.label}", expected a tensor, but got {type(value)}.'
+                )
+            if run.start == run.stop:
+                return
+            # A proxy of a tensor in a file (Lightning's lazy loading) is read here; only this rank's part is kept.
+            full = torch.empty(shape_of(value), dtype=value.dtype).copy_(value)
+        elif isinstance(value, ShardedTensor):
+            raise LoadError(
+                f"{target.label}: a sharded tensor, where this load of unit {target.param.unit.name!r} expects a full "
+                "one. Load a SHARDED_STATE_DICT inside FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT)."
+            )
+        # Slicing a DTensor may communicate, so every rank does it now; plain tensors are only viewed.
+        if adapter is not PLAIN:
+            full = adapter.local_slice(full.detach().reshape(target.full_shape))
+        local = full.reshape(-1)[run]
+        plan.copy(target.local, local if is_read else local.clone())
+
+
+class BoxedTensor(torch.Tensor):
+    """Represents a tensor of which this process holds some boxes.
+
+    ``torch.distributed.checkpoint`` saves it, and loads into it, through the protocol of its
+    ``_checkpointable.py``. Beyond that it can be copied, detached and moved; arithmetic is not supported.
+
+    Attributes:
+        boxes: offsets and sizes of the parts in the full tensor.
+        parts: one tensor per box, of the box's sizes; views of the live shard unless they were copied.
+    """
+
+    boxes: tuple[Box, ...]
+    parts: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: Sequence[int],
+        found: Sequence[Box],
+        parts: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> BoxedTensor:
+        """Create a tensor of full shape ``shape`` of which this rank holds ``parts`` at the boxes ``found``."""
+        made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
+        made.boxes, made.parts = tuple(found), tuple(parts)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (_aten.detach.default, _aten.alias.default):
+            return args[0]._with(torch.Tensor.detach)
+        if func in (_aten.clone.default, _aten._to_copy.default, _aten.empty_like.default):
+            kwargs = {key: value for key, value in (kwargs or {}).items() if key != "memory_format"}
+            return args[0]._with(lambda part: func(part, **kwargs))
+        if func is _aten.new_empty.default and tuple(args[1]) == tuple(args[0].shape):
+            # ``dcp.async_save`` copies a tensor as an empty one, then its attributes.
+            return args[0]._with(lambda part: func(part, part.shape, **(kwargs or {})))
+        if func is _aten.copy_.default and isinstance(args[1], BoxedTensor) and args[0].boxes == args[1].boxes:
+            for part, source in zip(args[0].parts, args[1].parts, strict=True):
+                part.copy_(source)
+            return args[0]
+        raise UnsupportedError(
+            f"{func} on a tensor of a sharded state dict in the form of boxes, of which this rank holds "
+            f"{[box.sizes for box in args[0].boxes] if args and isinstance(args[0], BoxedTensor) else 'parts'}. It is "
+            "for torch.distributed.checkpoint to save and load; leave ShardedStateDictConfig(boxes=True) out to get "
+            "ShardedTensors or DTensors, or use FULL_STATE_DICT."
+        )
+
+    def _with(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> BoxedTensor:
+        parts = [fn(part) for part in self.parts]
+        kind = parts[0] if parts else self
+        return BoxedTensor(self.shape, self.boxes, parts, kind.dtype, kind.device)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        places = ", ".join(f"{box.sizes} at {box.offsets}" for box in self.boxes)
+        return f"BoxedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, boxes=[{places}])"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # A saver in another process gets its own copies.
+        return BoxedTensor, (tuple(self.shape), self.boxes, self.parts, self.dtype, self.device)
+
+    # torch.distributed.checkpoint is slow to import; callers of these three methods have imported it already.
+
+    def __create_write_items__(self, fqn: str, _object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(box.offsets)),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.shape),
+            )
+            for box in self.boxes
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [_chunk(box) for box in self.boxes]
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        for box, part in zip(self.boxes, self.parts, strict=True):
+            if index.offset is None or tuple(index.offset) == box.offsets:
+                return part
+        raise LoadError(f"{index.fqn!r}: this rank holds no box at {tuple(index.offset)}; it holds {self!r}.")
+
+
+def _chunk(box: Box) -> Any:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
+
+
+class BoxCodec(StateDictCodec):
+    """Encodes :class:`BoxedTensor` views of live memory, or copies on the CPU with ``offload_to_cpu``."""
+
+    communicates = False
+    kinds = (BoxedTensor,)
+
+    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+        """Return the boxes of this rank's elements.
+
+        A tensor without any elements is a plain empty one: without a box a checkpoint would not contain it.
+        """
+        found: list[torch.Tensor] = []
+        for shard in shards:
+            local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
+            shape, own = _boxes_of(shard)
+            if math.prod(shape) == 0:
+                found.append(local.new_empty(shape))
+                continue
+            parts = [local[box.interval.shift(-shard.run.start).to_slice()].view(box.sizes) for box in own]
+            found.append(BoxedTensor(shape, own, parts, local.dtype, local.device))
+        return found
+
+    def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
+        """Plan the copies of boxes that are this rank's elements, except of those that are views of it already."""
+        run = target.run
+        shape, expected = _boxes_of(target)
+        if tuple(value.shape) != shape:
+            raise LoadError(f"{target.label}: a tensor of shape {tuple(value.shape)}; expected {shape}.")
+        if value.boxes != expected:
+            raise LoadError(
+                f"{target.label}: {value!r} does not hold what rank {target.param.rank_group.rank} of "
+                f"{target.param.rank_group.size} holds, the elements {run.start} to {run.stop}. Boxes fit the sharding "
+                "that they were made for: load the checkpoint into this model's own state_dict() "
+                "with torch.distributed.checkpoint, which reshards."
+            )
+        for box, part in zip(value.boxes, value.parts, strict=True):
+            own = target.local[box.interval.shift(-run.start).to_slice()]
+            if own.data_ptr() != part.data_ptr():
+                plan.copy(own, part.reshape(-1))
+
+
+def _boxes_of(shard: StateShard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """Return the shape of the full tensor, and the boxes of it that this rank holds."""
+    param = shard.param
+    start, found = param.adapter.offsets(param.shape), boxes(param.shape, shard.run)
+    return param.full_shape, tuple(box.within(start) for box in found) if any(start) else found
+
 
 FULL, BOXES, _CHUNKS, _FLAT = FullCodec(), BoxCodec(), ChunkCodec(), FlatCodec()
 
 
 @dataclass(frozen=True, slots=True)
 class CodecRow:
-    """Holds the codecs and options of one state-dict type.
+    """Holds the codecs and classes of options of one state-dict type, for models and for optimizers.
 
-    Attributes:
-        model: codec of model state dicts.
-        optim: codec of optimizer state dicts.
-        model_config: class of the options for model state dicts.
-        optim_config: class of the options for optimizer state dicts.
-        boxed: codec of both with the option ``boxes=True``.
+    ``boxed`` is the codec of both with the option ``boxes=True``.
     """
 
     model: StateDictCodec
@@ -55,10 +275,12 @@ class CodecRow:
 
 CODECS = MappingProxyType(
     {
-        StateDictType.FULL_STATE_DICT: CodecRow(FULL, FULL, FullStateDictConfig, FullOptimStateDictConfig),
-        StateDictType.LOCAL_STATE_DICT: CodecRow(_FLAT, _CHUNKS, LocalStateDictConfig, LocalOptimStateDictConfig),
+        StateDictType.FULL_STATE_DICT: CodecRow(FULL, FULL, api.FullStateDictConfig, api.FullOptimStateDictConfig),
+        StateDictType.LOCAL_STATE_DICT: CodecRow(
+            _FLAT, _CHUNKS, api.LocalStateDictConfig, api.LocalOptimStateDictConfig
+        ),
         StateDictType.SHARDED_STATE_DICT: CodecRow(
-            _CHUNKS, _CHUNKS, ShardedStateDictConfig, ShardedOptimStateDictConfig, boxed=BOXES
+            _CHUNKS, _CHUNKS, api.ShardedStateDictConfig, api.ShardedOptimStateDictConfig, boxed=BOXES
         ),
     }
 )
@@ -78,7 +300,7 @@ def decoder_of(value: Any) -> StateDictCodec:
         return FULL
     for row in CODECS.values():
         for codec in (row.boxed, row.model, row.optim):
-            if codec is not None and codec.reads(value):
+            if codec is not None and isinstance(value, codec.kinds):
                 return codec
     return FULL
 
@@ -98,18 +320,12 @@ def settings_for(
     for given, expected in ((state_dict_config, row.model_config), (optim_state_dict_config, row.optim_config)):
         if given is not None and type(given).__name__ != expected.__name__:
             raise UsageError(f"{kind} takes a {expected.__name__}; got a {type(given).__name__}.")
-    return StateDictSettings(
-        kind, _ours(state_dict_config, row.model_config), _ours(optim_state_dict_config, row.optim_config)
-    )
+    configs = _ours(state_dict_config, row.model_config), _ours(optim_state_dict_config, row.optim_config)
+    return StateDictSettings(kind, *configs)
 
 
 def _ours(given: Any, expected: type[Any]) -> Any:
-    """Return ``given``, converted to this library's config class if it is another library's class of that name."""
-    if given is None or isinstance(given, expected):
-        return expected() if given is None else given
-    return expected(
-        **{field.name: getattr(given, field.name) for field in fields(expected) if hasattr(given, field.name)}
-    )
-
-
-DEFAULT_SETTINGS = settings_for(StateDictType.FULL_STATE_DICT, None, None)
+    """Return ``given`` as this library's config, if it is another library's class of that name; defaults for None."""
+    if isinstance(given, expected):
+        return given
+    return expected(**{each.name: getattr(given, each.name) for each in fields(expected) if hasattr(given, each.name)})

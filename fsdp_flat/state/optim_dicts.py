@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType
-from fsdp_flat.errors import PhaseError
-from fsdp_flat.state.codecs import DEFAULT_SETTINGS, codec_of
-from fsdp_flat.state.full import FullCodec
-from fsdp_flat.state.load_states import load_optim_state
-from fsdp_flat.state.model_dicts import get_state_dict_type
-from fsdp_flat.state.optim_contents import contents_of, ordered_params, rekey
-from fsdp_flat.state.param_index import ParamIndex
-from fsdp_flat.state.save_states import save_optim_state
+from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType, member_of
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
+from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
+from fsdp_flat.state.model_save import get_state_dict_type
+from fsdp_flat.state.optim_load import load_optim_state
+from fsdp_flat.state.optim_save import save_optim_state
+from fsdp_flat.state.shards import ParamIndex, StateDictCodec, contents_of
 from fsdp_flat.user_warnings import warn_user
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -49,9 +47,7 @@ def optim_state_dict(
         UnsupportedError: a state fits neither its parameter's local shard nor a scalar.
         UsageError: (a RuntimeError) a rank lacks a state, which others have, of elements that it holds.
     """
-    settings = get_state_dict_type(model) or DEFAULT_SETTINGS
-    config = settings.optim_state_dict_config
-    codec = codec_of(settings.state_dict_type, config)
+    codec, config = _codec_for(model)
     index = ParamIndex(model)
     return save_optim_state(index, contents_of(optim, optim_state_dict, index), codec, config)
 
@@ -88,9 +84,7 @@ def optim_state_dict_to_load(
         OptionError: (a ValueError) not an optimizer state dict, or one of other parameter groups.
         LoadError: (a RuntimeError) a value does not fit its parameter.
     """
-    settings = get_state_dict_type(model) or DEFAULT_SETTINGS
-    config = settings.optim_state_dict_config
-    codec = codec_of(settings.state_dict_type, config)
+    codec, config = _codec_for(model)
     if not isinstance(codec, FullCodec):
         _warn_if_empty(optim, optim_state_dict)
     contents = contents_of(optim)
@@ -107,6 +101,12 @@ def optim_state_dict_to_load(
     if load_directly:
         optim.load_state_dict(loaded)
     return loaded
+
+
+def _codec_for(model: nn.Module) -> tuple[StateDictCodec, OptimStateDictConfig]:
+    settings = get_state_dict_type(model) or settings_for(StateDictType.FULL_STATE_DICT, None, None)
+    config = settings.optim_state_dict_config
+    return codec_of(settings.state_dict_type, config), config
 
 
 def rekey_optim_state_dict(
@@ -133,9 +133,33 @@ def rekey_optim_state_dict(
         PhaseError: (an AssertionError) no such key type.
     """
     _warn_optim_input(optim_input, stacklevel=3)
-    params = ordered_params(model, optim, optim_input)
+    params = _ordered_params(model, optim, optim_input)
     owned = () if optim is None else contents_of(optim).owners
-    return rekey(optim_state_dict, optim_state_key_type, model, params, any_shape=owned)
+    wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
+    given = optim_state_dict["state"]
+    kinds = {type(key) for key in given}
+    if len(kinds) > 1:
+        raise OptionError(
+            f"An optimizer state dict must be keyed by names or by positions, not both; got {list(given)}."
+        )
+    index = ParamIndex(model)
+    order = [index.fqns_of(param)[0] for param in params]
+    to_names = wanted is OptimStateKeyType.PARAM_NAME
+    # States of an owned parameter may have any shape.
+    any_shape = {position for position, param in enumerate(params) if param in owned}
+    _check_shapes({key: row for key, row in given.items() if key not in any_shape}, index, params, order)
+    if kinds and (str in kinds) == to_names:
+        return optim_state_dict
+    table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
+    try:
+        state = {table[key]: value for key, value in given.items()}
+        groups = [
+            {**group, "params": sorted(table[key] for key in group["params"])}
+            for group in optim_state_dict["param_groups"]
+        ]
+    except KeyError as error:
+        raise OptionError(f"Key {error} of the optimizer state dict belongs to no parameter of this model.") from None
+    return {"state": state, "param_groups": groups}
 
 
 def save_full_or_sharded(
@@ -173,7 +197,7 @@ def load_full_or_sharded(
     _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
     return load_optim_state(
         model,
-        ordered_params(model, optim, optim_input),
+        _ordered_params(model, optim, optim_input),
         optim_state_dict,
         own_groups=None if optim is None or is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
@@ -209,3 +233,56 @@ def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int) -> None:
             FutureWarning,
             stacklevel=stacklevel,
         )
+
+
+def _ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
+    """Return the parameters of ``optim``; without it those of ``optim_input``, the arguments it was built from.
+
+    Raises:
+        OptionTypeError: ``optim_input`` is neither parameters nor groups.
+        OptionError: ``optim_input`` is empty.
+    """
+    if optim is not None:
+        return contents_of(optim).params
+    if optim_input is None:
+        return tuple(model.parameters())
+    if isinstance(optim_input, (torch.Tensor, dict, str)):
+        raise OptionTypeError(f"optim_input must be parameters or parameter groups; got {type(optim_input).__name__}.")
+    entries = list(optim_input)
+    if not entries:
+        raise OptionError("optim_input is empty; pass what the optimizer was built from, or the optimizer.")
+    if all(isinstance(entry, dict) for entry in entries):
+        return tuple(param for group in entries for param in group["params"])
+    if all(isinstance(entry, torch.Tensor) for entry in entries):
+        return tuple(entries)
+    raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
+
+
+def _check_shapes(
+    state: dict[Any, Any], index: ParamIndex, params: Sequence[nn.Parameter], order: Sequence[str]
+) -> None:
+    """Raise if a state and the parameter at its position differ in shape, so that it belongs to another parameter."""
+    shapes = {_shape_at(index, param) for param in params}
+    # States of other shapes (Adafactor's factors) do not reveal the order.
+    unlike = {
+        name
+        for row in state.values()
+        for name, value in row.items()
+        if (shape := tuple(getattr(value, "shape", ()))) and shape not in shapes
+    }
+    for key, row in state.items():
+        if not isinstance(key, int) or key >= len(params):
+            continue
+        managed = index.managed.get(params[key], ())
+        expected = _shape_at(index, params[key])
+        for name, value in row.items():
+            shape = tuple(getattr(value, "shape", ()))
+            if shape and shape != expected and name not in unlike and len(managed) <= 1:
+                raise OptionError(
+                    f"State {name!r} at position {key} has shape {shape}, but the parameter there, {order[key]!r}, has "
+                    f"{expected}. The optimizer state was saved with another order of parameters."
+                )
+
+
+def _shape_at(index: ParamIndex, param: nn.Parameter) -> tuple[int, ...]:
+    return index.managed[param][0].shape if param in index.managed else tuple(param.shape)

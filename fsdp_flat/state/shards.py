@@ -1,4 +1,4 @@
-"""Describes tensors of which each rank holds a part, and moves them between partitions.
+"""Locates the parameters of models and optimizers, and describes tensors of which each rank holds a part.
 
 A model's parameters and an optimizer's states are both such tensors: a codec (:class:`StateDictCodec`) turns them into
 the values of one state-dict type, and back.
@@ -6,19 +6,298 @@ the values of one state-dict type, and back.
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.flat import PLAIN
-from fsdp_flat.layout import Interval, Partition, ReplicatedPartition, plan_transfer
-from fsdp_flat.state._torch import dtype_of
-from fsdp_flat.state.param_index import IndexedParam
+from fsdp_flat.errors import OptionError
+from fsdp_flat.flat import PLAIN, FlatParamHandle, TensorAdapter
+from fsdp_flat.layout import (
+    EvenPartition,
+    Interval,
+    LocalShard,
+    Partition,
+    ReplicatedPartition,
+    clean_fqn,
+    plan_transfer,
+)
+from fsdp_flat.runtime import Unit, unit_of
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Return the full shape of a tensor of any type; ``()`` for a value that is not a tensor."""
+    # Every tensor attribute of a ShardedTensor warns that the class is deprecated; its own metadata do not.
+    if type(value) is torch.Tensor:
+        return tuple(value.shape)
+    return tuple(value.metadata().size if isinstance(value, ShardedTensor) else getattr(value, "shape", ()))
+
+
+def is_scalar(value: Any) -> bool:
+    """Return whether a state is a scalar or not a tensor, so is the same for every shard of a parameter."""
+    return value.dim() == 0 if type(value) is torch.Tensor else not shape_of(value)
+
+
+def dtype_of(value: Any) -> torch.dtype:
+    """Return the dtype of a tensor of any type."""
+    dtype: torch.dtype = (value.metadata().tensor_properties if isinstance(value, ShardedTensor) else value).dtype
+    return dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexedParam:
+    """Locates one parameter that a unit manages.
+
+    Attributes:
+        unit: its unit.
+        handle: the handle that holds it.
+        index: its index in the handle.
+        fqns: its names, relative to a model and without wrapper components; several for a tied parameter.
+    """
+
+    unit: Unit
+    handle: FlatParamHandle
+    index: int
+    fqns: tuple[str, ...]
+
+    @property
+    def fqn(self) -> str:
+        """First name, under which optimizer states are saved."""
+        return self.fqns[0]
+
+    @property
+    def rank_group(self) -> RankGroup:
+        """Shard group of its unit."""
+        return self.unit.options.groups.shard
+
+    @property
+    def adapter(self) -> TensorAdapter:
+        """Adapter of the tensor that its modules hold."""
+        return self.handle.views.params[self.index].adapter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Unsharded shape; that of this rank's part if tensor parallelism has split the parameter."""
+        return self.handle.layout.param_infos[self.index].shape
+
+    @property
+    def full_shape(self) -> tuple[int, ...]:
+        """Shape in state dicts of full tensors."""
+        return self.adapter.full_shape(self.shape)
+
+    @property
+    def local_shard(self) -> LocalShard:
+        """Elements of this rank."""
+        return self.handle.views.local_shards[self.index]
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's local shard (1-D), a view of the flat shard; see ``Views.local``."""
+        return self.handle.views.local(self.index)
+
+    @property
+    def partition(self) -> EvenPartition:
+        """Partition of the flattened parameter over the shard group."""
+        return self.handle.layout.partition(self.index)
+
+    @property
+    def shown(self) -> nn.Parameter:
+        """The tensor that its modules hold outside of compute."""
+        return self.handle.views.params[self.index].param
+
+    @property
+    def is_original(self) -> bool:
+        """Return whether optimizers hold it itself, and not a flat parameter."""
+        return self.handle.spec.use_orig_params
+
+    @property
+    def is_on_other_ranks(self) -> bool:
+        """Return whether it is an original parameter without elements on this rank: no gradient, no state."""
+        if not self.is_original or not self.local_shard.is_empty:
+            return False
+        return self.handle.layout.param_infos[self.index].numel > 0
+
+    def __str__(self) -> str:
+        return f"{self.fqn!r} of unit {self.unit.name!r}"
+
+
+def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
+    """Return the parameters of one unit in the order of its handles; ``prefix`` (with its dot) precedes their names."""
+    return [
+        IndexedParam(unit, handle, index, tuple(prefix + site.fqn for site in entry.sites))
+        for handle in unit.handles
+        for index, entry in enumerate(handle.views.params)
+    ]
+
+
+class ParamIndex:
+    """Maps the parameters of a model, which is a wrapper, holds wrappers, or is a plain module.
+
+    Attributes:
+        params: all parameters that units manage, in the model's order.
+        managed: by parameter that an optimizer holds, the parameters in it: one with original parameters, else all of
+            its handle.
+        others: by parameter that no unit manages in state dicts, its name: those outside of units, and DTensors.
+        dtensors: by DTensor that a unit of ``fully_shard`` shows, where it is. Its values in state dicts are DTensors
+            too, so torch can save and load them.
+        shown_names: by parameter, its first name in ``model.named_parameters()``, wrapper components included.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.params: list[IndexedParam] = []
+        self.managed: dict[nn.Parameter, tuple[IndexedParam, ...]] = {}
+        rows: dict[nn.Parameter, IndexedParam] = {}
+        # By parameter that modules hold while their unit is unsharded, the one that an optimizer holds; or None.
+        unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
+        for path, module in model.named_modules():
+            unit = unit_of(module)
+            if unit is None:
+                continue
+            if unit.shows_dtensors:
+                rows.update((param.shown, param) for param in params_of(unit, ""))
+                unsharded.update(
+                    {param.handle.views.unsharded_params[param.index]: param.shown for param in rows.values()}
+                )
+                continue
+            prefix = clean_fqn(path)
+            found = params_of(unit, prefix + "." if prefix else "")
+            self.params += found
+            for handle in unit.handles:
+                own = [(param,) for param in found if param.handle is handle]
+                unsharded.update(dict.fromkeys(handle.views.unsharded_params))
+                if handle.spec.use_orig_params:
+                    self.managed.update(zip(handle.views.visible_params(), own, strict=True))
+                else:
+                    self.managed[handle.flat_param] = tuple(param for (param,) in own)
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            kept = unsharded.get(param)
+            names.setdefault(param if kept is None else kept, []).append(name)
+        self.shown_names = {param: found[0] for param, found in names.items()}
+        others = [(param, found) for param, found in names.items() if param not in self.managed]
+        self.others = {param: clean_fqn(found[0]) for param, found in others if param not in unsharded}
+        # A unit of several modules does not know their names.
+        self.dtensors = {
+            param: replace(rows[param], fqns=tuple(map(clean_fqn, found))) for param, found in others if param in rows
+        }
+
+    @cached_property
+    def by_name(self) -> dict[str, IndexedParam]:
+        """Managed parameters under all their names."""
+        return {fqn: param for param in self.params for fqn in param.fqns}
+
+    @cached_property
+    def dtensors_by_name(self) -> dict[str, IndexedParam]:
+        """DTensors of ``fully_shard`` under all their names."""
+        return {fqn: param for param in self.dtensors.values() for fqn in param.fqns}
+
+    @cached_property
+    def units(self) -> list[Unit]:
+        """Units that have parameters, each once, in the model's order."""
+        return list(dict.fromkeys(param.unit for param in (*self.params, *self.dtensors.values())))
+
+    @property
+    def device(self) -> torch.device:
+        """Compute device of the units; the CPU if there are none."""
+        return self.units[0].options.device if self.units else torch.device("cpu")
+
+    @cached_property
+    def rank_groups(self) -> list[RankGroup]:
+        """Groups over which the units' ranks must agree."""
+        return rank_groups_of(self.units)
+
+    def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
+        """Return the first names of the parameters that a parameter of an optimizer holds.
+
+        Raises:
+            OptionError: it is no parameter of this model.
+        """
+        found = self.managed.get(param)
+        if found is not None:
+            return tuple([each.fqn for each in found])
+        if param in self.others:
+            return (self.others[param],)
+        raise OptionError(
+            f"The optimizer holds a parameter of shape {tuple(param.shape)} that is none of this model's. Pass "
+            "the model that the optimizer was built from, and build optimizers after wrapping."
+        )
+
+
+def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
+    """Return every group over which the units' ranks must agree: their own, and those of tensor parallelism."""
+    found: dict[RankGroup, None] = {}
+    for unit in units:
+        found.update(dict.fromkeys(unit.options.groups.rank_groups))
+        for handle in unit.handles:
+            for entry in handle.views.params:
+                found.update(dict.fromkeys(RankGroup.of(group) for group in entry.adapter.groups))
+    return [rank_group for rank_group in found if rank_group.size > 1]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimContents:
+    """Holds the parameters, states and parameter groups of an optimizer.
+
+    Attributes:
+        params: its parameters, in the order in which its state dict numbers them.
+        state: by parameter, its states.
+        groups: its groups, with parameters; None for a state dict without ``param_groups``.
+        owners: by parameter whose states one rank of the shard group has in full, that rank.
+    """
+
+    params: tuple[nn.Parameter, ...]
+    state: Mapping[nn.Parameter, Mapping[str, Any]]
+    groups: tuple[dict[str, Any], ...] | None
+    owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
+
+
+def contents_of(
+    optim: Any, state_dict: Mapping[str, Any] | None = None, index: ParamIndex | None = None
+) -> OptimContents:
+    """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
+
+    Args:
+        optim: the optimizer.
+        state_dict: replaces the optimizer's own state and settings; keyed by position, or by the names of
+            ``model.named_parameters()``, as in torch's named optimizer.
+        index: the parameters of the model that these names belong to.
+
+    Raises:
+        OptionError: a key is neither a position nor such a name.
+    """
+    params = tuple(param for group in optim.param_groups for param in group["params"])
+    owners = getattr(optim, "state_owners", {})
+    if state_dict is None:
+        return OptimContents(params, optim.state, tuple(optim.param_groups), owners)
+    shown_names = {} if index is None else index.shown_names
+    by_name = {clean_fqn(name): param for param, name in shown_names.items()}
+
+    def of(key: Any) -> nn.Parameter:
+        found = params[key] if isinstance(key, int) else by_name.get(clean_fqn(str(key)))
+        if found is None:
+            raise OptionError(f"An optimizer state dict has the key {key!r}, which is no parameter of this model.")
+        return found
+
+    state = {of(key): value for key, value in state_dict["state"].items()}
+    given = state_dict.get("param_groups")
+    groups = None if given is None else tuple({**g, "params": [of(key) for key in g["params"]]} for g in given)
+    return OptimContents(params, state, groups, owners)
+
+
+def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
+    """Return a copy of an optimizer's state on ``device`` (None: its own), detached if it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        return copy.deepcopy(value)
+    value = value.detach()
+    return value.clone() if device is None else value.to(device, copy=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,24 +307,21 @@ class StateShard:
     Attributes:
         param: the parameter.
         local: this rank's elements (1-D), the source of a save or the target of a load.
-        label: the tensor's name in error texts.
         shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
+        state: name of the optimizer state; None for a parameter.
         owner: the rank of the shard group that has all elements; None if they are sharded as the parameter is.
     """
 
     param: IndexedParam
     local: torch.Tensor
-    label: str
     shape: tuple[int, ...]
+    state: str | None = None
     owner: int | None = None
 
-    @classmethod
-    def of_state(
-        cls, param: IndexedParam, local: torch.Tensor, name: str, shape: Sequence[int], owner: int | None
-    ) -> StateShard:
-        """Describe an optimizer state; without an owner it has the parameter's shape, whatever ``shape`` is."""
-        label = f"State {name!r} of {param.fqn!r}"
-        return cls(param, local, label, param.shape if owner is None else tuple(shape), owner)
+    @property
+    def label(self) -> str:
+        """Name of the tensor in error texts."""
+        return self.param.fqn if self.state is None else f"State {self.state!r} of {self.param.fqn!r}"
 
     @property
     def held(self) -> Partition:
@@ -66,12 +342,7 @@ class StateShard:
         return self.shape if adapter is PLAIN else adapter.full_shape(self.shape)
 
     def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
-        """Describe the transfer of the tensor to rank ``dst`` of the shard group; None for every rank.
-
-        Args:
-            dst: the rank.
-            target: receives the tensor, of :attr:`shape`; empty or None on other ranks.
-        """
+        """Describe the transfer of the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
         rank_group, numel = self.param.rank_group, math.prod(self.shape)
         return TensorTransfer(
             rank_group,
@@ -108,13 +379,10 @@ class TensorTransfer:
 def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
-    Every rank of the groups must call this with the same tensors in the same order.
-
-    Args:
-        transfers: the transfers.
-        channels: those of earlier calls, to create none; they are free again afterwards.
+    Every rank of the groups must call this with the same tensors in the same order; ``channels`` serve any number of
+    calls.
     """
-    channels = P2PChannels() if channels is None else channels
+    channels = channels or P2PChannels()
     for each in transfers:
         transfer_plan = plan_transfer(each.held, each.wanted, each.rank_group.rank)
         channels.add(each.rank_group, each.device, transfer_plan, each.source, each.target, nbytes=each.nbytes)
@@ -130,17 +398,17 @@ class LoadPlan:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._copies: list[Callable[[], object]] = []
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._calls: tuple[list[Callable[[], object]], ...] = ([], [])
         self._stages: tuple[list[TensorTransfer], ...] = ([], [])
-        self._last: list[Callable[[], object]] = []
 
     def call(self, function: Callable[[], object], *, last: bool = False) -> None:
-        """Plan a call, before all transfers or after them (``last``)."""
-        (self._last if last else self._copies).append(function)
+        """Plan a call, before all copies and transfers or after them (``last``)."""
+        self._calls[last].append(function)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Plan the copy of this rank's elements out of a tensor on this rank."""
-        self._copies.append(lambda: target.copy_(source))
+        """Plan the copy of a tensor on this rank."""
+        self._copies.append((target, source))
 
     def transfer(self, first: TensorTransfer | None, second: TensorTransfer | None) -> None:
         """Plan a transfer in up to two groups; the second begins when all first ones have ended."""
@@ -151,11 +419,14 @@ class LoadPlan:
     def commit(self) -> None:
         """Run all copies and transfers; every rank that has planned transfers must call this."""
         with torch.no_grad():
-            for copied in self._copies:
-                copied()
+            first, last = self._calls
+            for function in first:
+                function()
+            for target, source in self._copies:
+                target.copy_(source)
             for stage in self._stages:
                 redistribute(stage)
-            for function in self._last:
+            for function in last:
                 function()
 
 
@@ -166,11 +437,13 @@ class StateDictCodec:
         communicates: encoding takes every rank of the shard groups.
         exchanges: decoding takes every rank of the shard groups.
         is_flat: model state dicts have one value for each flat parameter, not for each parameter.
+        kinds: classes of its values, whichever type is set; values of no codec's kinds are decoded as full tensors.
     """
 
     communicates = True
     exchanges = False
     is_flat = False
+    kinds: tuple[type, ...] = ()
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
         """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
@@ -184,12 +457,8 @@ class StateDictCodec:
         """
         raise NotImplementedError
 
-    def reads(self, value: Any) -> bool:
-        """Return whether ``value`` is of this codec's own kind; values of no codec's kind are decoded as full."""
-        return False
-
     def decoded_dtype(self, value: Any) -> torch.dtype:
-        """Return the dtype of the optimizer state that ``value`` is decoded into, by default its own."""
+        """Return the dtype of the optimizer state that ``value`` is decoded into."""
         return dtype_of(value)
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:

@@ -22,7 +22,7 @@ from tests.support.kit import Block, wrapped
 
 MOST = 12
 # Files above the lower layers, and of the folder checkpoint/, that a checkpoint enters; the aim is 12 in all.
-MOST_IN_CHECKPOINTS = {"save": (23, 6), "load": (23, 5)}
+MOST_IN_CHECKPOINTS = {"save": (12, 3), "load": (13, 3)}
 PACKAGE = Path(fsdp_flat.__file__).parent
 
 
@@ -109,9 +109,9 @@ def test_state_dicts_enter_few_files_above_the_lower_layers(use_orig_params: boo
     optimizer.step()
     states: list[dict[str, Any]] = [FullyShardedDataParallel.optim_state_dict(model, optimizer)]
     calls: dict[str, Callable[[], Any]] = {
-        "model_state.py": model.state_dict,
-        "save_states.py": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
-        "load_states.py": lambda: FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states[0]),
+        "model_save.py": model.state_dict,
+        "optim_save.py": lambda: FullyShardedDataParallel.optim_state_dict(model, optimizer),
+        "optim_load.py": lambda: FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, states[0]),
     }
     for file, call in calls.items():
         files = upper_files(call)

@@ -22,7 +22,7 @@ from fsdp_flat.api import FullStateDictConfig, OptimStateDictConfig, StateDictCo
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import TensorAdapter
 from fsdp_flat.state import CodecRow, LoadPlan, StateDictCodec, StateShard, codecs
-from fsdp_flat.state.full import FullCodec
+from fsdp_flat.state.codecs import FullCodec
 from tests.state_dict.kit import FULL, OPTIMIZERS, TASKS, save, train
 from tests.support import assert_equal, on_ranks
 from tests.wrapper.models import seeded, shard, whole_state
@@ -57,12 +57,10 @@ class NegatedCodec(StateDictCodec):
     """Encodes each rank's own elements, so that nothing is communicated."""
 
     communicates = False
+    kinds = (Negated,)
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
         return [Negated(-shard.local.double(), shard.run.start, shard.full_shape) for shard in shards]
-
-    def reads(self, value: Any) -> bool:
-        return isinstance(value, Negated)
 
     def decoded_dtype(self, value: Any) -> torch.dtype:
         return torch.float32

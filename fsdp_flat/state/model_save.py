@@ -1,27 +1,25 @@
-"""Saves and loads models in the state-dict type that is set on their units, through torch's hooks."""
+"""Saves models in the state-dict type that is set on their units, through torch's own recursion and hooks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 from fsdp_flat.comm import barrier
-from fsdp_flat.errors import PhaseError
-from fsdp_flat.flat import modules_of
-from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import Unit, unit_of, units_of
-from fsdp_flat.state.codecs import codec_of, settings_for
-from fsdp_flat.state.dtensors import without_dtensors
-from fsdp_flat.state.full import FullCodec
-from fsdp_flat.state.model_state import gather_units, save_unit
-from fsdp_flat.state.param_index import ParamIndex
+from fsdp_flat.errors import PhaseError, UnsupportedError
+from fsdp_flat.flat import FlatParamHandle, modules_of
+from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
+from fsdp_flat.runtime import Unit, check_idle, full_params, unit_of, units_of
+from fsdp_flat.state._torch import without_dtensors
+from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
+from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -103,7 +101,6 @@ _forced: ContextVar[Mapping[Unit, StateDictSettings]] = ContextVar("fsdp_flat_fo
 
 
 def _settings_of(unit: Unit) -> StateDictSettings:
-    """Return the settings by which a unit is saved now."""
     return _forced.get().get(unit, unit.state_dict_settings)
 
 
@@ -165,10 +162,10 @@ def save_model(wrapper: nn.Module, wrapped: nn.Module, *args: Any, **kwargs: Any
             # Hooks of inner modules may change parameters, so they must run before the all-gather.
             if not any(module._state_dict_pre_hooks for module in modules_of(wrapper) if module is not wrapper):
                 # A nested wrapper with different settings all-gathers by itself.
-                alike = [each for each in units if _settings_of(each) == settings]
-                gathered.update(gather_units(alike, codec, config))
+                alike = [each for each in gathering if _settings_of(each) == settings]
+                gathered.update(_gather_units(alike, codec, config))
         inner, own = (lambda: wrapped.state_dict(**kwargs)), gathered.pop(unit, None)
-        state = save_unit(unit, settings, prefix, inner, gathered=own)
+        state = _save_unit(unit, settings, prefix, inner, gathered=own)
     finally:
         _saves.reset(token)
     if outermost:
@@ -204,13 +201,153 @@ def _record_versions(wrapper: nn.Module, state: dict[str, Any], prefix: str) -> 
                 versions.setdefault((prefix + name).rstrip("."), saved)
 
 
-def with_wrapper_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``state`` with the versions of its modules also under the names that they have inside wrappers."""
-    versions = getattr(state, "_metadata", None)
-    if versions is None:
-        return state
-    names = {name: clean_fqn(name) for name, _ in wrapper.named_modules()}
-    copied = OrderedDict(state)
-    added = {name: versions[clean] for name, clean in names.items() if clean in versions}
-    copied._metadata = {**versions, **added}  # type: ignore[attr-defined]
-    return copied
+def _gather_units(units: Sequence[Unit], codec: StateDictCodec, config: StateDictConfig) -> dict[Unit, Sequence[Any]]:
+    """Exchange the values of several units at once; return an empty dict if device memory might not hold them."""
+    if config.offload_to_cpu and any(unit.context.streams.is_accelerator for unit in units):
+        return {}
+    values = iter(_gathered((shard for unit in units for shard in _shards_of(unit, codec, "")), codec, config))
+    return {unit: [next(values) for handle in unit.handles for _ in handle.layout.param_infos] for unit in units}
+
+
+def _gathered(shards: Iterable[StateShard], codec: StateDictCodec, config: StateDictConfig) -> Sequence[Any]:
+    with torch.no_grad():
+        return codec.gather(shards, config) if isinstance(codec, FullCodec) else codec.encode(list(shards), config)
+
+
+def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
+    """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
+    if not isinstance(codec, FullCodec):
+        check_idle(unit, "state_dict")
+    if unit.is_sharded:
+        # While the unit is unsharded the modules hold unsharded parameters, so the user cannot assign sharded ones.
+        for handle in unit.handles:
+            handle.adopt_changes()
+    if codec.is_flat:
+        return [flat_shard(unit, handle, prefix) for handle in unit.handles]
+    return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
+
+
+def flat_shard(unit: Unit, handle: FlatParamHandle, prefix: str) -> StateShard:
+    """Return this rank's part of a flat parameter."""
+    layout, name = handle.layout, prefix + flat_param_name(unit.handles.index(handle))
+    own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
+    local = handle.flat_param.detach()[: own.numel]
+    return StateShard(IndexedParam(unit, handle, 0, (name,)), local, (layout.unpadded_numel,))
+
+
+def _save_unit(
+    unit: Unit,
+    settings: StateDictSettings,
+    prefix: str,
+    inner: Callable[[], dict[str, Any]],
+    *,
+    gathered: Sequence[Any] | None,
+) -> dict[str, Any]:
+    """Return the state dict of one unit's subtree. Every rank of the shard group must call this.
+
+    ``inner`` runs the wrapped module's own ``state_dict``, in which nested units save themselves. ``gathered`` are the
+    unit's values if :func:`_gather_units` has them.
+    """
+    config = settings.state_dict_config
+    codec = codec_of(settings.state_dict_type, config)
+    if isinstance(codec, FullCodec):
+        return _save_full(unit, codec, config, prefix, inner, gathered)
+    check_idle(unit, "state_dict")
+    if codec.is_flat and unit.options.groups.mesh is not None:
+        raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
+    if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
+        warn_user(
+            f"Unit {unit.name!r} is not sharded, so its entries of the {settings.state_dict_type.name} are full "
+            "tensors.",
+            stacklevel=4,
+        )
+        if codec.is_flat:
+            return _save_full(unit, FULL, config, prefix, inner, None)
+    with _names_shown(() if codec.is_flat else unit.handles):
+        destination = inner()
+    shards = _shards_of(unit, codec, prefix)
+    if codec.is_flat:
+        for name in [name for param in params_of(unit, prefix) for name in param.fqns]:
+            destination.pop(name, None)
+        destination.update(dict.fromkeys(shard.label for shard in shards))
+    values = _gathered(shards, codec, config) if gathered is None else gathered
+    for shard, value in zip(shards, values, strict=True):
+        for name in shard.param.fqns:
+            if value is None:
+                destination.pop(name, None)
+            elif name in destination:
+                destination[name] = value
+    unit.buffers.restore(destination, prefix)
+    return destination
+
+
+@contextmanager
+def _names_shown(handles: Sequence[FlatParamHandle]) -> Iterator[None]:
+    """Register a placeholder under every original name, so that the dict gets its keys in their order."""
+    try:
+        for handle in handles:
+            handle.views.show_names()
+        yield
+    finally:
+        for handle in handles:
+            handle.views.unregister_full_params()
+
+
+def _save_full(
+    unit: Unit,
+    codec: FullCodec,
+    config: StateDictConfig,
+    prefix: str,
+    inner: Callable[[], dict[str, Any]],
+    gathered: Sequence[Any] | None,
+) -> dict[str, Any]:
+    """Save full tensors, which the wrapped modules and their hooks see as their parameters."""
+    keep = not config.rank0_only or unit.options.groups.primary.rank == 0
+    with _full_params_registered(unit, codec, gathered, config, keep=keep) as is_fresh:
+        destination = inner()
+        for param in params_of(unit, prefix):
+            present = [name for name in param.fqns if name in destination]
+            if not keep:
+                for name in present:
+                    del destination[name]
+            elif present:
+                stored = codec.stored(destination[present[0]].detach(), param.adapter, config)
+                # Inside summon_full_params a value is a view of the summoned parameter, unless a hook replaced it.
+                if not is_fresh and _shares_memory(stored, param.handle.views.shown(param.index)):
+                    stored = stored.clone()
+                destination.update(dict.fromkeys(present, stored))
+        if keep:
+            unit.buffers.restore(destination, prefix)
+        else:
+            for path, _ in unit.module.named_buffers(remove_duplicate=False):
+                destination.pop(prefix + clean_fqn(path), None)
+    return destination
+
+
+def _shares_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _full_params_registered(
+    unit: Unit, codec: FullCodec, gathered: Sequence[Any] | None, config: StateDictConfig, *, keep: bool
+) -> Iterator[bool]:
+    """Register full parameters in the modules if ``keep``; yield whether they are freshly allocated."""
+    if unit.whole is not None:
+        with full_params(unit):
+            yield False
+        return
+    was_unsharded = not unit.is_sharded
+    tensors = iter(_gathered(_shards_of(unit, codec, ""), codec, config) if gathered is None else gathered)
+    try:
+        for handle in unit.handles:
+            if keep:
+                handle.views.use_full_tensors([next(tensors) for _ in handle.layout.param_infos])
+            else:
+                handle.views.show_names()
+        yield True
+    finally:
+        for handle in unit.handles:
+            handle.views.unregister_full_params()
+        if was_unsharded:
+            unit.use_unsharded_views()

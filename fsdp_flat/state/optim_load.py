@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,17 +19,13 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
-from fsdp_flat.errors import LoadError, OptionError
+from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.flat import clear_padding
-from fsdp_flat.state._torch import is_chunked, is_scalar, shape_of
-from fsdp_flat.state.codecs import BOXES, decoder_of
-from fsdp_flat.state.dtensors import dtensor_from, empty_dtensor, local_from
-from fsdp_flat.state.handlers import DeferredState, OptimStateHandler, handler_of, refuse_split
-from fsdp_flat.state.model_state import LOADING
-from fsdp_flat.state.optim_contents import check_groups, copied_state
-from fsdp_flat.state.param_index import IndexedParam, ParamIndex
-from fsdp_flat.state.rank_zero import FromRankZero, shared_from_rank_zero
-from fsdp_flat.state.shards import LoadPlan, StateShard
+from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
+from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
+from fsdp_flat.state.model_load import LOADING
+from fsdp_flat.state.optim_exchange import FromRankZero, refuse_split, shared_from_rank_zero
+from fsdp_flat.state.shards import IndexedParam, LoadPlan, ParamIndex, StateShard, copied_state, is_scalar, shape_of
 from fsdp_flat.user_warnings import warn_user
 
 _States = dict[str, dict[str, Any]]
@@ -82,7 +79,7 @@ def load_optim_state(
         result = loading.planned(params, given, keys, named=named)
         if own_groups and result.get("param_groups"):
             assert given is not None
-            check_groups(index, own_groups, given["param_groups"])
+            _check_groups(index, own_groups, given["param_groups"])
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
@@ -108,10 +105,6 @@ def _takes_exchange(given: Any) -> bool:
 class _OptimLoad:
     """Plans the load of one optimizer state dict.
 
-    Args:
-        index: the model's parameters.
-        owners: by parameter that one rank owns, that rank.
-
     Attributes:
         plan: fills the tensors of the result, once everything fits.
     """
@@ -125,7 +118,7 @@ class _OptimLoad:
     def planned(
         self, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, keys: Sequence[Any], *, named: bool
     ) -> dict[str, Any]:
-        """Return the state dict of the optimizer; the plan will fill its tensors.
+        """Return the state dict of the optimizer over ``params``; the plan will fill its tensors.
 
         Args:
             params: the optimizer's parameters.
@@ -135,17 +128,21 @@ class _OptimLoad:
         """
         by_name = _checked_states(given)
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
-        positions = self._index.positions(params)
+        positions = {fqn: at for at, param in enumerate(params) for fqn in self._index.fqns_of(param)}
+        # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
         held = {param.handle for param in self._index.params if param.fqn in positions}
+        devices = {handle: handle.flat_param.device for handle in held}
         state: dict[Any, dict[str, Any]] = {}
         for visible, entries in self._index.managed.items():
             first, rows = entries[0], [by_name.get(entry.fqn) for entry in entries]
-            # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
             if first.handle not in held or not any(row is not None for row in rows):
                 continue
-            owner = self._owners.get(visible)
-            row = self._planned_row(visible, entries, rows, owner)
-            is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
+            device, owner = devices[first.handle], self._owners.get(visible) if self._owners else None
+            if owner is not None:
+                row, is_here = self._owned_row(first, rows[0] or {}, owner, device), owner == first.rank_group.rank
+            else:
+                row = self._planned_row(visible, entries, rows, device)
+                is_here = named or not first.is_on_other_ranks
             if is_here and first.fqn in positions:
                 state[keys[positions[first.fqn]]] = row
         for param, name in self._index.others.items():
@@ -163,41 +160,59 @@ class _OptimLoad:
         visible: nn.Parameter,
         params: Sequence[IndexedParam],
         rows: Sequence[Mapping[str, Any] | None],
-        owner: int | None,
+        device: torch.device,
     ) -> dict[str, Any]:
-        """Return the states of a parameter of the optimizer, put together from those of the parameters in it.
-
-        Args:
-            visible: the optimizer's parameter.
-            params: the parameters in it.
-            rows: their states.
-            owner: the rank of the shard group that has full states of any shape, if there is one.
-        """
+        """Return the states of a parameter of the optimizer, put together from those of the parameters in it."""
         first, found = params[0], dict[str, Any]()
         if not first.is_original:
             _check_uniform(params, rows)
-        is_owner, visible_shape = owner == first.rank_group.rank, visible.shape
+        shape, handlers = visible.shape, first.unit.optim_state_handlers
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[0] or ()):
             values = [row[key] for row in rows if row is not None]
-            handler = handler_of(first, key) if owner is None else None
-            if handler is not None:
-                self._split(first, key, values[0], handler, found)
-            elif not self._is_elementwise(key, values[0], first.shape if owner is None else (1,)):
-                found[key] = copied_state(values[0])
+            value = values[0]
+            if key in handlers:
+                self._split(first, key, value, found)
+            elif is_scalar(value) and not (first.shape == () and self._is_zero_dim_state(key, value)):
+                found[key] = copied_state(value)
             elif first.is_original:
-                shape = visible_shape if owner is None else shape_of(values[0])
-                numel = first.local_shard.numel if owner is None else math.prod(shape) if is_owner else 0
-                local = torch.empty(numel, dtype=_target_dtype(values[0]), device=first.handle.flat_param.device)
-                if owner is None or is_owner:
-                    found[key] = local.view(shape)
-                self._fill(StateShard.of_state(first, local, key, shape, owner), values[0])
+                local = torch.empty(first.local_shard.numel, dtype=_target_dtype(value), device=device)
+                found[key] = local if len(shape) == 1 else local.view(shape)
+                self._fill(StateShard(first, local, first.shape, key), value)
             else:
-                found[key] = shard = _new_shard(values[0], first)
-                for param, value in zip(params, values, strict=True):
+                # The padding is zero; everything else will be written.
+                layout = first.handle.layout
+                found[key] = shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=device)
+                clear_padding(shard, layout, first.rank_group.rank)
+                for param, each in zip(params, values, strict=True):
                     local = shard[param.local_shard.in_shard.to_slice()]
-                    self._fill(StateShard.of_state(param, local, key, (), None), value)
+                    self._fill(StateShard(param, local, param.shape, key), each)
         return found
+
+    def _owned_row(
+        self, param: IndexedParam, row: Mapping[str, Any], owner: int, device: torch.device
+    ) -> dict[str, Any]:
+        """Return the states of a parameter that one rank of the shard group has in full, of any shape."""
+        found: dict[str, Any] = {}
+        for key, value in sorted(row.items()):
+            if is_scalar(value):
+                found[key] = copied_state(value)
+                continue
+            shape, is_here = shape_of(value), owner == param.rank_group.rank
+            local = torch.empty(math.prod(shape) if is_here else 0, dtype=_target_dtype(value), device=device)
+            if is_here:
+                found[key] = local.view(shape)
+            self._fill(StateShard(param, local, shape, key, owner), value)
+        return found
+
+    def _is_zero_dim_state(self, key: str, value: Any) -> bool:
+        """Return whether a state of a parameter of shape () has one value per element: the number of dims says nothing.
+
+        The states of the other parameters decide, or else the name "step", torch's name of the step count.
+        """
+        if not isinstance(value, (torch.Tensor, FromRankZero, *decoder_of(value).kinds)):
+            return False
+        return key in self._elementwise if self._elementwise else key != "step"
 
     def _fill(self, target: StateShard, value: Any) -> None:
         """Plan the copy or transfer that fills this rank's part of a state."""
@@ -214,12 +229,11 @@ class _OptimLoad:
         else:
             decoder_of(value).decode(value, target, self.plan)
 
-    def _split(
-        self, param: IndexedParam, key: str, value: Any, handler: OptimStateHandler, result: dict[str, Any]
-    ) -> None:
+    def _split(self, param: IndexedParam, key: str, value: Any, result: dict[str, Any]) -> None:
         """Split this rank's part of a state off with its handler, now or as part of the plan."""
         refuse_split(param, key)
         run, device = param.local_shard.in_param, param.handle.flat_param.device
+        handler = param.unit.optim_state_handlers[key]
 
         def put(full: torch.Tensor) -> None:
             result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
@@ -228,7 +242,7 @@ class _OptimLoad:
             value.plan_broadcast(device, self.plan, put)
         elif isinstance(value, DeferredState):
             self.plan.call(lambda: put(value.read()))
-        elif isinstance(value, torch.Tensor) and not is_chunked(value):
+        elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
             put(value)
         else:
             raise LoadError(
@@ -255,18 +269,6 @@ class _OptimLoad:
         device = param.unit.options.device
         value.plan_broadcast(device, self.plan, lambda full: found.to_local().copy_(local_from(param, full)))
         return found
-
-    def _is_elementwise(self, key: str, value: Any, shape: tuple[int, ...]) -> bool:
-        """Return whether a state has one value per element of its parameter.
-
-        For a parameter of shape () the number of dims does not decide: the states of the other parameters do, or else
-        the name "step", torch's name of the step count.
-        """
-        if not is_scalar(value):
-            return True
-        if shape or not (isinstance(value, (torch.Tensor, FromRankZero)) or decoder_of(value).reads(value)):
-            return False
-        return key in self._elementwise if self._elementwise else key != "step"
 
 
 def _checked_states(given: Mapping[str, Any] | None) -> _States:
@@ -320,12 +322,33 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
     return groups
 
 
-def _new_shard(value: Any, param: IndexedParam) -> torch.Tensor:
-    """Allocate a flat shard with zeroed padding; everything else will be written."""
-    layout = param.handle.layout
-    shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=param.handle.flat_param.device)
-    clear_padding(shard, layout, param.rank_group.rank)
-    return shard
+def _check_groups(index: ParamIndex, own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
+    """Check that every parameter of an optimizer is in the group of a state dict that belongs to its own group.
+
+    ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
+    parameters that have changed groups would go to other parameters.
+    """
+    places: dict[str, int] = {}
+    for at, group in enumerate(given):
+        places.update(dict.fromkeys(group.get("params", ()), at))
+    lacking, moved = [], []
+    for at, group in enumerate(own):
+        for param in group["params"]:
+            fqns = index.fqns_of(param)
+            saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
+            if not saved:
+                lacking.append(f"{fqns[0]!r} (group {at})")
+            moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
+    if lacking or moved or len(own) != len(given):
+        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
+        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
+        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
+        raise OptionError(
+            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
+            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
+            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the state "
+            "dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
+        )
 
 
 def _target_dtype(value: Any) -> torch.dtype:
@@ -342,6 +365,21 @@ def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, A
             f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
             "use_orig_params=True."
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState:
+    """Describes a merged state that is read only when it is split, so that no rank holds all of them at once.
+
+    Attributes:
+        shape: its shape.
+        dtype: its dtype.
+        read: reads and returns the tensor.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
 
 def template_states(
@@ -378,7 +416,7 @@ def template_states(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if param is not None and (is_owned or handler_of(param, name) is not None):
+            if param is not None and (is_owned or name in param.unit.optim_state_handlers):
                 # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
                 read_it = partial(_read_full, read, fqn, name, shape, dtype)
                 deferred.setdefault(fqn, {})[name] = DeferredState(torch.Size(shape), dtype, read_it)
@@ -397,7 +435,7 @@ def template_states(
                 value = torch.zeros(shape, dtype=dtype)
             else:
                 local = torch.zeros(param.local_shard.numel, dtype=dtype)
-                (value,) = BOXES.encode([StateShard(param, local, fqn, param.shape)], _LIVE)
+                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE)
             found.setdefault(fqn, {})[name] = value
     return found, deferred
 

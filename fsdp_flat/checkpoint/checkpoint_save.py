@@ -1,0 +1,408 @@
+"""Saves checkpoints of a training run that survive a crash at any moment."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import astuple
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
+from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint.directory import (
+    SAVING,
+    Consensus,
+    ProgressBar,
+    boxed_state_dict,
+    progress_bar,
+    serialized,
+    unpacked,
+    wait_for_background,
+)
+from fsdp_flat.comm import digest_of
+from fsdp_flat.errors import FsdpFlatError, OptionError
+from fsdp_flat.layout import clean_fqn
+from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
+from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
+
+# The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
+
+
+class CheckpointSave:
+    """Tracks a save, finished or running in the background.
+
+    Attributes:
+        step: the checkpoint's number.
+        path: its directory once it is complete.
+    """
+
+    def __init__(self, step: int, path: Path) -> None:
+        self.step = step
+        self.path = path
+        self._work: Future[None] | None = None
+        self._is_reported = False
+
+    def _run(self, work: Callable[[], None]) -> None:
+        # The thread is joined at exit: a script that ends must not interrupt its last checkpoint.
+        executor = ThreadPoolExecutor(1, thread_name_prefix=f"fsdp_flat checkpoint {self.step}")
+        self._work = executor.submit(work)
+        executor.shutdown(wait=False)
+
+    @property
+    def done(self) -> bool:
+        """True once the save has succeeded or failed."""
+        return self._work is None or self._work.done()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is complete and return its directory.
+
+        Raises:
+            Exception: the error of the save, on this rank or on another one (PeerFailureError).
+        """
+        self._is_reported = True
+        if self._work is not None:
+            self._work.result()
+        return self.path
+
+    def _finish(self) -> str:
+        """Wait until the save is over; return its error if it has one that :meth:`wait` has not raised."""
+        error = None if self._work is None else self._work.exception()
+        if error is None or self._is_reported:
+            return ""
+        self._is_reported = True
+        return f"The save of {self.path} in the background failed: {error!r}."
+
+
+def save_checkpoint(
+    directory: str | Path,
+    model: nn.Module,
+    optim: torch.optim.Optimizer | None = None,
+    extra: Any = None,
+    *,
+    step: int | None = None,
+    keep_last: int = 3,
+    background: bool = False,
+    progress: bool = False,
+) -> CheckpointSave:
+    """Save model, optimizer and extra values as the newest checkpoint in ``directory``.
+
+    Each rank writes its own shards; nothing is all-gathered. The files have the format of
+    ``torch.distributed.checkpoint``, so ``dcp.load`` reads them too, into any sharding, under ``"model"`` and
+    ``"optim"``. A checkpoint is valid only once all of it is on disk with sizes and checksums; a crash at any moment
+    leaves the earlier ones intact.
+
+    Every rank must call this, between steps.
+
+    Args:
+        directory: directory of all checkpoints of the run, on a file system shared by all ranks.
+        model: a wrapped model, or a module that holds wrappers.
+        optim: its optimizer.
+        extra: other values of this rank to save (step counts, random states, a learning-rate scheduler's state dict):
+            tensors, numbers, strings, None, and lists, tuples and dicts of them.
+        step: the checkpoint's number; by default one more than the highest in the directory.
+        keep_last: number of checkpoints to keep; older ones are removed once this one is complete.
+        background: copy the shards to the CPU and return; a thread writes them while training continues. The next
+            save waits for it. Call ``wait()`` on the result to find out whether it succeeded.
+        progress: show a progress bar on rank 0 (needs tqdm).
+
+    Returns:
+        The save; :meth:`CheckpointSave.wait` returns its directory, or raises the error of the background save.
+
+    Raises:
+        OptionError: bad arguments, an optimizer of another model, or values that cannot be read back safely: in
+            ``extra``, of the optimizer, or from a module's ``get_extra_state``.
+        PeerFailureError: another rank failed; then nothing is saved.
+        PhaseError: called in the middle of a step.
+    """
+    directory, together = Path(directory), Consensus.of(model, SAVING)
+    wait_for_background(model)
+    together.barrier("save_checkpoint")
+    values = CheckpointValues(model, together)
+    values.collect(directory, optim, extra, step=step, keep_last=keep_last, copy=background, progress=progress)
+    save = CheckpointSave(values.step, disk.path_of(directory, values.step))
+    if not background:
+        _write(values, directory, keep_last, together)
+        return save
+    unit = units_of(model)[0]
+    if unit.background is None:
+        group = dist.new_group(together.ranks, backend="gloo", use_local_synchronization=True)
+        assert group is not None
+        unit.background = BackgroundWork(group)
+    # A gloo group communicates CPU tensors.
+    in_thread = Consensus(unit.background.group, SAVING, torch.device("cpu"))
+    save._run(partial(_write, values, directory, keep_last, in_thread))
+    unit.background.finish = save._finish
+    return save
+
+
+class CheckpointValues:
+    """Collects this rank's values, and compares all ranks in one collective before anything is written.
+
+    It is the ``Peers`` of optimizer states.
+
+    Attributes:
+        bar: shows the progress of a number of bytes.
+        ranks: the global ranks.
+        step: the checkpoint's number, as rank 0 has chosen it.
+        error: the exception that stopped this rank. One from after the comparison is raised like those of the writing,
+            at which ranks meet again.
+        file_error: the exception of rank 0 that the file system raised; it is raised like those of the writing.
+        is_prepared: rank 0 has no such exception.
+        tensors: nested dicts of this rank's tensors.
+        rows_text: the optimizer states that are no tensors and that this rank sends, as a text for :meth:`plain_of`;
+            empty if there are none.
+        plain: all other values that are no tensors; rank 0's are saved.
+    """
+
+    bar: ProgressBar
+
+    def __init__(self, model: nn.Module, together: Consensus) -> None:
+        self.ranks = together.ranks
+        self.step = 0
+        self.error: Exception | None = None
+        self.file_error: Exception | None = None
+        self.is_prepared = False
+        self.tensors: dict[str, Any] = {}
+        self.rows_text = ""
+        self.plain: dict[str, Any] = {}
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._model = model
+        self._index = ParamIndex(model)
+        self._together = together
+        self._handled = {name for unit in units_of(model) for name in unit.optim_state_handlers}
+        self._same = [f"a handler of {name!r}" for name in sorted(self._handled)]
+        self._unmanaged: list[str] = []
+        self._is_alike = True
+        self._is_compared = False
+
+    def collect(
+        self,
+        directory: Path,
+        optim: torch.optim.Optimizer | None,
+        extra: Any,
+        *,
+        step: int | None,
+        keep_last: int,
+        copy: bool,
+        progress: bool,
+    ) -> None:
+        """Collect the values that this rank writes; raise on every rank if any cannot save.
+
+        An exception on one rank alone after the comparison is kept in ``error``.
+        """
+        self._same.append(f"{'an' if optim is not None else 'no'} optimizer")
+        rank, contents = self._together.rank, None
+        try:
+            if step is not None and (isinstance(step, bool) or not isinstance(step, int) or step < 0):
+                raise OptionError(f"step must be a number of at least 0, or None; got {step!r}.")
+            if keep_last < 1:
+                raise OptionError(f"keep_last must be at least 1; got {keep_last!r}.")
+            self.bar = progress_bar("Saving", asked=progress, here=rank == 0)
+            self._add_model(copy=copy)
+            self.tensors["extra"] = {str(rank): _packed(extra, "extra")}
+            if optim is not None:
+                contents = contents_of(optim)
+                _check_readable(contents)
+            if rank == 0:
+                self._prepare(directory, step)
+            # Names of the model's tensors that no unit manages.
+            self._unmanaged = [name for name in self.tensors["model"] if name not in self._index.by_name]
+        except Exception as error:
+            self.error = error
+        if contents is None or self.error is not None:
+            # As many as save_optim_state exchanges: a digest of the groups, and one for each parameter.
+            self.integers([0] * (1 + len(self._index.params)), None)
+        else:
+            self._add_optim(contents, copy=copy)
+        if self.error is None:
+            try:
+                self._keep_share()
+            except Exception as error:
+                self.error = error
+
+    def _prepare(self, directory: Path, step: int | None) -> None:
+        """Choose the number, and remove files of an earlier attempt."""
+        self.step = 1 + max(disk.list_steps(directory), default=-1) if step is None else step
+        try:
+            disk.remove_attempt(directory, self.step)
+            self.is_prepared = True
+        except OSError as error:
+            self.file_error = error
+
+    def _add_model(self, *, copy: bool) -> None:
+        """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
+        for unit in units_of(self._model):
+            check_idle(unit, "save_checkpoint")
+        # The state dict of a compiled model has torch.compile's prefix in its names.
+        found = {clean_fqn(name): value for name, value in boxed_state_dict(self._model, copy=copy).items()}
+        self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        plain = {name: value for name, value in found.items() if name not in self.tensors["model"]}
+        # A copy: a thread may write them while training changes the live ones.
+        self.plain["model"] = unpacked(_packed(plain, "The state dict's values that are no tensors (get_extra_state)"))
+
+    def _add_optim(self, contents: OptimContents, *, copy: bool) -> None:
+        """Compare all ranks, and add the states of the optimizer; one with a handler is merged on one rank."""
+        config = ShardedOptimStateDictConfig(offload_to_cpu=copy, boxes=True)
+        codec = codec_of(StateDictType.SHARDED_STATE_DICT, config)
+        found: dict[str, Any] = {"state": {}}
+        error: Exception | None = None
+        try:
+            found = save_optim_state(self._index, contents, codec, config, peers=self)
+        except Exception as raised:
+            error = raised
+        # Once ranks have compared, only merges and transfers may fail on one rank alone.
+        if self._is_compared and (contents.owners or self._handled):
+            self._together.fail(error)
+        elif error is not None and (not self._is_compared or isinstance(error, FsdpFlatError)):
+            # The comparison raises on every rank.
+            raise error
+        self.error = error
+        tensors: dict[str, dict[str, Any]] = {}
+        for fqn, row in found["state"].items():
+            tensors[fqn] = {name: value for name, value in row.items() if self._is_tensor(name, value)}
+            self._rows[fqn] = {name: value for name, value in row.items() if name not in tensors[fqn]}
+        self.tensors["optim"] = {"state": tensors}
+        self.plain["optim"] = {"param_groups": found.get("param_groups")}
+
+    def _is_tensor(self, name: str, value: Any) -> bool:
+        """Return whether an optimizer state is saved as a tensor, and not with the other values of its parameter."""
+        # Merged states are on one rank each, so they are tensors whatever their shape; a 0-dim parameter has boxes.
+        return isinstance(value, torch.Tensor) and (
+            name in self._handled or value.dim() > 0 or isinstance(value, BoxedTensor)
+        )
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, with rank 0's number; raise on every rank if any has an error."""
+        own = [self.step, int(self.is_prepared), digest_of(json.dumps(self._unmanaged).encode()), *values]
+        rows = self._together.integers(own, self.error or error, self._same)
+        self._is_compared = True
+        self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
+        self._is_alike = len({row[2] for row in rows}) == 1
+        return [row[3:] for row in rows]
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
+        return self._together.texts(text)
+
+    def _keep_share(self) -> None:
+        """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.
+
+        Rows are serialized, so that training can change the live ones while a thread writes.
+        """
+        index, rank = self._index, self._together.rank
+        by_name = {**index.by_name, **index.dtensors_by_name}
+
+        def is_mine(name: str, value: Any) -> bool:
+            param = by_name.get(name)
+            if param is None:
+                return rank == 0 or not self._is_alike or isinstance(value, (BoxedTensor, DTensor))
+            if param.full_shape == param.shape and not param.adapter.is_first_of_mesh:
+                return False
+            replicas = param.unit.options.groups.replicate
+            return zlib.crc32(name.encode()) % replicas.size == replicas.rank
+
+        def has_own_rows(name: str) -> bool:
+            # Ranks with elements of a parameter have the same row: the one with the first element sends it.
+            param = by_name.get(name)
+            if param is None:
+                return True
+            if name in index.dtensors_by_name:
+                return param.rank_group.rank == 0
+            run = param.local_shard.in_param
+            return param.rank_group.rank == 0 if math.prod(param.shape) == 0 else run.start == 0 and not run.is_empty
+
+        def mine(values: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in values.items() if is_mine(name, value)}
+
+        self.tensors["model"] = mine(self.tensors["model"])
+        if "optim" in self.tensors:
+            self.tensors["optim"]["state"] = mine(self.tensors["optim"]["state"])
+        rows = mine({fqn: row for fqn, row in self._rows.items() if row and has_own_rows(fqn)})
+        self.rows_text = base64.b64encode(serialized(rows)).decode() if rows else ""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of this rank's tensors in bytes."""
+        states = self.tensors.get("optim", {"state": {}})["state"]
+        tensors = [*self.tensors["model"].values(), *(value for row in states.values() for value in row.values())]
+        return sum(part.nbytes for each in tensors for part in _parts(each))
+
+    def plain_of(self, each_rows: Sequence[str]) -> bytes:
+        """Serialize the plain values with the rows of all ranks, which :attr:`rows_text` holds."""
+        if "optim" in self.plain:
+            state: dict[str, dict[str, Any]] = {}
+            for text in filter(None, each_rows):
+                state = {**unpacked(base64.b64decode(text)), **state}
+            self.plain["optim"]["state"] = state
+        return serialized(self.plain)
+
+
+def _parts(value: torch.Tensor) -> Sequence[torch.Tensor]:
+    """Return this rank's tensors of a value."""
+    if isinstance(value, BoxedTensor):
+        return value.parts
+    return (value.to_local() if isinstance(value, DTensor) else value,)
+
+
+def _packed(value: Any, source: str) -> bytes:
+    """Serialize ``value``; raise an OptionError if it cannot be read back with ``weights_only``."""
+    data = serialized(value)
+    try:
+        unpacked(data)
+    except Exception as error:
+        raise OptionError(
+            f"{source} holds something that torch.load(weights_only=True) refuses to read back, for safety: "
+            f"{str(error).splitlines()[0]}. Keep to tensors, numbers, strings and containers of them."
+        ) from error
+    return data
+
+
+def _check_readable(contents: OptimContents) -> None:
+    """Raise if an optimizer's settings, or its states that are no tensors, cannot be read back; see :func:`_packed`."""
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in contents.groups or ()]
+    states = [[each for each in row.values() if not isinstance(each, torch.Tensor)] for row in contents.state.values()]
+    _packed([groups, states], "The optimizer")
+
+
+def _write(values: CheckpointValues, directory: Path, keep_last: int, together: Consensus) -> None:
+    """Write this rank's files, and on rank 0 everything else once all ranks have written theirs."""
+    from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
+
+    writing = disk.writing_path(directory, values.step)
+    text, error = "", values.error or values.file_error
+    with values.bar(values.nbytes) as update:
+        try:
+            if error is None and values.is_prepared:
+                written = write_files(values.tensors, writing, together.rank, update)
+                text = json.dumps([written, _records(writing, together.rank), values.rows_text])
+        except Exception as raised:
+            error = raised
+        texts = together.gather_texts(text)
+        try:
+            if texts and all(texts):
+                each_written, each_records, each_rows = zip(*map(json.loads, texts), strict=True)
+                # One more file, as if of a further rank.
+                last = write_files({"plain": values.plain_of(each_rows)}, writing, together.size, update)
+                write_metadata([*each_written, last], writing)
+                records = [record for records in each_records for record in records] + _records(writing, together.size)
+                metadata = disk.record_of(writing / ".metadata")
+                disk.commit(directory, values.step, [*(disk.FileRecord(*record) for record in records), metadata])
+                disk.prune(directory, keep_last)
+        except Exception as raised:
+            error = raised
+        together.fail(error)
+
+
+def _records(writing: Path, rank: int) -> list[tuple[str, int, int]]:
+    return [astuple(disk.record_of(path)) for path in sorted(writing.glob(f"__{rank}_*.distcp"))]

@@ -1,0 +1,365 @@
+"""Loads models through torch's own recursion: everything below a wrapper is checked, then written, or nothing is.
+
+If ``load_state_dict`` is called on a wrapper, nothing is written for missing or unexpected names either. If it is
+called on a plain module around wrappers, each outermost wrapper checks its own values, and torch goes on to the next
+module; it raises in the end for names and for other modules, and what fitted until then stays written, as in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+from torch.overrides import is_tensor_like
+
+from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
+from fsdp_flat.errors import LoadError
+from fsdp_flat.flat import modules_of
+from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
+from fsdp_flat.runtime import Unit, check_idle, unit_of, units_of
+from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
+from fsdp_flat.state.model_save import flat_shard
+from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, params_of, rank_groups_of, shape_of
+
+LOADING = ErrorTexts(
+    "loading a state dict",
+    "Ranks were given state dicts with different entries, so nothing was loaded.",
+    "Load the same checkpoint on every rank.",
+)
+
+
+class ModelLoad:
+    """Loads a wrapper and those nested in it, each of which refers to this object meanwhile.
+
+    It keeps copies of the tensors that torch may overwrite besides flat shards: buffers, and parameters that no wrapper
+    manages.
+
+    Attributes:
+        wrapper: the outermost wrapper of the load.
+        missing, errors: the lists from which torch builds its error, once it has begun: missing names, and a line per
+            value that does not fit.
+        plan: the writes to run if everything fits.
+        units: units whose ranks may have to exchange values.
+        has_chunks: some value for ``units`` takes an exchange.
+        has_own: some value for ``units`` can be loaded without another rank.
+    """
+
+    def __init__(self, wrapper: nn.Module, *, strict: bool, assign: bool) -> None:
+        self.wrapper = wrapper
+        self.missing: list[str] = []
+        self.errors: list[str] = []
+        self._is_begun = False
+        self.plan = LoadPlan()
+        self.units: list[Unit] = []
+        self.has_chunks = self.has_own = False
+        self._strict = strict
+        self._is_put_off = False
+        managed: set[nn.Parameter] = set()
+        for unit in units_of(wrapper):
+            if not unit.shows_dtensors:
+                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
+            else:
+                check_idle(unit, "load_state_dict")
+                unit.reshard()
+        self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+        for module in modules_of(wrapper):
+            for tensors in (module._buffers, module._parameters):
+                for name, tensor in tensors.items():
+                    if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:
+                        continue
+                    if is_lazy(tensor):
+                        continue
+                    # A DTensor of fully_shard that takes the place of another one takes its memory too.
+                    copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
+                    self._held.append((tensors, name, tensor, copied))
+        units = ((child, unit_of(child)) for child in modules_of(wrapper))
+        # Modules of fully_shard load as torch's do.
+        self._wrappers = [child for child, unit in units if unit is not None and not unit.shows_dtensors]
+        for child in self._wrappers:
+            child._load = self  # type: ignore[assignment]
+
+    def begin(self, missing: list[str], errors: list[str]) -> None:
+        """Use the lists of torch's call, unless an earlier one has begun."""
+        if not self._is_begun:
+            self.missing, self.errors, self._is_begun = missing, errors, True
+
+    def release(self) -> None:
+        """End the load of the wrappers."""
+        for child in self._wrappers:
+            if child._load is self:
+                del child._load
+
+    def undo(self) -> None:
+        """Restore the tensors that have changed, unless the values were written."""
+        with torch.no_grad():
+            for tensors, name, tensor, copied in self._held:
+                tensors[name] = tensor
+                if copied is not None and not _is_equal(tensor, copied):
+                    tensor.copy_(copied)
+
+    @property
+    def exchanging_units(self) -> list[Unit]:
+        """Units whose ranks exchange chunks; none if all values are full tensors, which need no communication."""
+        if self.has_chunks:
+            return self.units
+        # This rank was given no value; other ranks may have been given chunks, and then all of them communicate.
+        is_sharded = any(unit.options.groups.shard.size > 1 for unit in self.units)
+        return self.units if is_sharded and not self.has_own else []
+
+    def end(self, keys: Any) -> None:
+        """Write all values unless one does not fit; with missing or unexpected names put this off until torch raises.
+
+        Hooks that run later may take such names off the list. Where ranks exchange chunks, they agree now.
+        """
+        self._is_put_off = self._strict and bool(keys.missing_keys or keys.unexpected_keys)
+        if not self._is_put_off:
+            self.release()
+        if not self._is_put_off or self.exchanging_units:
+            self._commit()
+
+    def write_late(self) -> None:
+        """Write the values that were put off, since torch has not raised.
+
+        Raises:
+            LoadError: ranks exchange chunks, and had to agree earlier that nothing is written.
+        """
+        if not self._is_put_off:
+            return
+        self._is_put_off = False
+        if self.exchanging_units:
+            raise LoadError(
+                "; ".join(self.errors)
+                or "Names were missing or unexpected, so nothing was loaded, but a load hook has taken them off the "
+                "list. Load sharded state dicts with strict=False instead."
+            )
+        self._commit()
+
+    def _commit(self) -> None:
+        """Run all writes, or none on any error. Where chunks are exchanged, an error on one rank stops every rank."""
+        error: Exception | None = LoadError("; ".join(self.errors[:3])) if self.errors else None
+        if self._is_put_off and error is None:
+            error = LoadError("keys are missing or unexpected")
+        if units := self.exchanging_units:
+            rank_groups = rank_groups_of(units)
+            for rank_group in rank_groups:
+                barrier("load_state_dict", rank_group)
+            found = find_disagreement(self.plan.lines, error, rank_groups, units[0].options.device, LOADING)
+            if found is not error:
+                self.errors.append(str(found))
+                error = found
+        if error is None:
+            self.plan.commit()
+        else:
+            self.undo()
+        # If an exception follows a commit, new buffers belong to the new shards.
+        self._held.clear()
+
+
+@contextmanager
+def all_or_nothing(wrapper: nn.Module, *, strict: bool, assign: bool) -> Iterator[None]:
+    """Load ``wrapper`` by torch's ``load_state_dict`` inside the block; after an exception nothing has changed."""
+    outer: ModelLoad | None = wrapper._load  # type: ignore[assignment]
+    if outer is not None:
+        # A hook of that load calls this: its values come first, as in torch.
+        outer.write_late()
+    load = ModelLoad(wrapper, strict=strict, assign=assign)
+    try:
+        yield
+        load.write_late()
+    except BaseException:
+        load.undo()
+        raise
+    finally:
+        load.release()
+
+
+def end_load(module: nn.Module, keys: Any) -> None:
+    """Clean the names in errors, as a load hook; at the outermost wrapper end the load.
+
+    Raises:
+        LoadError: the wrapper was loaded again by a hook below it, so that the values of the outer load are lost.
+    """
+    keys.missing_keys[:] = map(clean_fqn, keys.missing_keys)
+    keys.unexpected_keys[:] = map(clean_fqn, keys.unexpected_keys)
+    load: ModelLoad | None = module._load  # type: ignore[assignment]
+    if load is None or load.missing is not keys.missing_keys:
+        raise LoadError(
+            f"A load hook inside of {type(module).__name__} called load_state_dict on it, or on a module around it, "
+            "before its own load was over. Load it after the outer load."
+        )
+    if load.wrapper is module:
+        # The wrapped modules have added their errors by now.
+        load.errors[:] = map(clean_text, load.errors)
+        load.end(keys)
+
+
+def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare the values that this rank has of two tensors."""
+    if isinstance(one, DTensor) and isinstance(other, DTensor):
+        one, other = one.to_local(), other.to_local()
+    return torch.equal(one, other)
+
+
+def with_wrapper_versions(wrapper: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``state`` with the versions of its modules also under the names that they have inside wrappers."""
+    versions = getattr(state, "_metadata", None)
+    if versions is None:
+        return state
+    names = {name: clean_fqn(name) for name, _ in wrapper.named_modules()}
+    copied = OrderedDict(state)
+    added = {name: versions[clean] for name, clean in names.items() if clean in versions}
+    copied._metadata = {**versions, **added}  # type: ignore[attr-defined]
+    return copied
+
+
+def load_unit(
+    wrapper: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    missing: list[str],
+    errors: list[str],
+) -> None:
+    """Remove one unit's entries from ``state_dict``, and plan their loads; the arguments are those of torch's method.
+
+    If any value takes an exchange, every rank of the shard group must call this, with the same names. Except for FULL
+    and LOCAL, the unit's state-dict type allows values of any type's kind. Other names become those of the wrapped
+    module.
+    """
+    load: ModelLoad | None = wrapper._load  # type: ignore[assignment]
+    if load is not None and load.wrapper is wrapper:
+        load.begin(missing, errors)
+    if load is None or load.errors is not errors:
+        # Called on a plain module, whose ``strict`` torch does not pass on.
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        load = ModelLoad(wrapper, strict=False, assign=assign)
+        load.begin(missing, errors)
+    unit = unit_of(wrapper)
+    assert unit is not None
+    check_idle(unit, "load_state_dict")
+    settings = unit.state_dict_settings
+    # Boxes are loaded as such, whichever type is set.
+    has_boxes = any(isinstance(value, BoxedTensor) for value in state_dict.values())
+    codec = BOXES if has_boxes else codec_of(settings.state_dict_type, settings.state_dict_config)
+    if codec.is_flat:
+        _load_flats(unit, codec, state_dict, prefix, load)
+    else:
+        if unit.handles and not isinstance(codec, FullCodec):
+            load.units.append(unit)
+        for target, value in _prepare_load(unit, state_dict, prefix, load):
+            if value is None:
+                continue
+            decoder = codec if isinstance(codec, FullCodec) else decoder_of(value)
+            load.has_chunks = load.has_chunks or decoder.exchanges
+            load.has_own = load.has_own or not decoder.exchanges
+            _decode(decoder, value, target, load)
+    _finish_load(unit, state_dict, prefix + FSDP_PREFIX)
+
+
+def _decode(codec: StateDictCodec, value: Any, target: StateShard, load: ModelLoad) -> None:
+    shape, expected, is_full = shape_of(value), target.full_shape, isinstance(codec, FullCodec)
+    is_one_element = is_full and math.prod(shape) == 1 and math.prod(expected) == 1
+    if shape != expected and not is_one_element and (not is_full or is_tensor_like(value)):
+        load.errors.append(
+            f"size mismatch for {target.label}: copying a param with shape {torch.Size(shape)} from checkpoint, "
+            f"the shape in current model is {torch.Size(expected)}."
+        )
+        return
+    try:
+        codec.decode(value, target, load.plan)
+    except LoadError as error:
+        load.errors.append(str(error))
+
+
+def _load_flats(unit: Unit, codec: StateDictCodec, state_dict: dict[str, Any], prefix: str, load: ModelLoad) -> None:
+    """Load flat parameters; an unsharded unit takes full parameters too."""
+    flats = []
+    for handle in unit.handles:
+        target = flat_shard(unit, handle, prefix)
+        inner = prefix + FSDP_PREFIX + target.label.removeprefix(prefix)
+        flats.append((target, state_dict.pop(target.label, state_dict.pop(inner, None))))
+    # Parameter names are not expected here, so that they are missing is no error.
+    values = _prepare_load(unit, state_dict, prefix, load, loads_flats=True)
+    for target, flat in flats:
+        named = [(each, value) for each, value in values if each.param.handle is target.param.handle]
+        if flat is not None:
+            try:
+                codec.decode(flat, target, load.plan)
+            except LoadError as error:
+                load.errors.append(str(error))
+        elif unit.options.groups.shard.size == 1 and all(value is not None for _, value in named):
+            for each, value in named:
+                _decode(FULL, value, each, load)
+        elif any(value is not None for _, value in named):
+            load.errors.append(
+                f"{target.label}: this load is of a LOCAL_STATE_DICT, and the state dict has entries by parameter "
+                f"names for unit {unit.name!r}: it is a FULL_STATE_DICT or a SHARDED_STATE_DICT. Load it inside "
+                "FSDP.state_dict_type(model, ...) with the type that it was saved with."
+            )
+        else:
+            load.missing.append(target.label)
+
+
+def _prepare_load(
+    unit: Unit, state_dict: dict[str, Any], prefix: str, load: ModelLoad, *, loads_flats: bool = False
+) -> list[tuple[StateShard, Any]]:
+    """Remove this unit's entries from ``state_dict`` and rename the rest for the wrapped module.
+
+    Flat parameters are an error unless the caller ``loads_flats``. Returns each parameter with the value found under
+    any of its names, or None.
+    """
+    unit.reshard()
+    for handle in unit.handles:
+        # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
+        handle.adopt_changes()
+        load.plan.call(handle.views.bump_version)
+    unit.use_sharded_views()
+    inner = prefix + FSDP_PREFIX
+    for key in list(state_dict):
+        if key.startswith(prefix) and not key.startswith(inner):
+            name = key[len(prefix) :]
+            # Names here are without wrapper prefixes; FSDP1 leaves torch.compile's "_orig_mod." in its state dicts.
+            state_dict[inner + (clean_fqn(name) if "_orig_mod." in name else name)] = state_dict.pop(key)
+    flats = [key for key in state_dict if key.startswith(inner) and is_flat_param_name(key[len(inner) :])]
+    params = params_of(unit, prefix)
+    if flats and params and not loads_flats:
+        for key in flats:
+            del state_dict[key]
+        load.errors.append(
+            f"{prefix + flats[0].removeprefix(inner)}: an entry of a LOCAL_STATE_DICT, which is loaded as it was "
+            "saved: inside FSDP.state_dict_type(model, StateDictType.LOCAL_STATE_DICT), with the wrapping and number "
+            f"of ranks that wrote it. This load of unit {unit.name!r} expects entries by parameter names, "
+            f"{params[0].fqn!r} the first."
+        )
+    for remember in unit.buffers.remember(state_dict, inner):
+        load.plan.call(remember)
+    # For a missing name torch.distributed.checkpoint inserts the model's own parameter: nothing to load.
+    own = {id(param) for handle in unit.handles for param in handle.views.visible_params()}
+    found = []
+    for param in params:
+        given = [(fqn, state_dict.pop(inner + fqn.removeprefix(prefix), None)) for fqn in param.fqns]
+        if not flats and not loads_flats:
+            load.missing.extend(fqn for fqn, value in given if value is None)
+        value = next((value for _, value in given if value is not None and id(value) not in own), None)
+        found.append((StateShard(param, param.local, param.shape), value))
+    return found
+
+
+def _finish_load(unit: Unit, state_dict: dict[str, Any], inner: str) -> None:
+    """Insert each visible parameter itself into ``state_dict``, so that the modules' own load finds every name."""
+    for handle in unit.handles:
+        for entry in handle.views.params:
+            for site in entry.sites:
+                param = site.module._parameters.get(site.name)
+                if param is not None:
+                    state_dict[inner + site.fqn] = param
+        flat = handle.spec.module._parameters.get(FLAT_PARAM)
+        if flat is not None:
+            state_dict[inner + FLAT_PARAM] = flat

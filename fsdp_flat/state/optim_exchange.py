@@ -1,0 +1,351 @@
+"""Exchanges optimizer states of other forms than shards between ranks.
+
+States that are neither scalars nor shaped like the parameter have handlers: Adafactor keeps one number per row and one
+per column, 8-bit optimizers keep blocks, and only the optimizer's author can define how a rank's part of such a state
+corresponds to its slice of the parameter. A state dict that rank 0 alone has is distributed by a description of it, so
+that tensors can be sent as shards.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, dtype_from_name, exchange_bytes
+from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.flat import PLAIN
+from fsdp_flat.layout import Partition, ReplicatedPartition
+from fsdp_flat.runtime import Unit, units_of
+from fsdp_flat.state.shards import IndexedParam, LoadPlan, StateShard, TensorTransfer, rank_groups_of, redistribute
+
+_ERROR_TEXTS = ErrorTexts(
+    "merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank."
+)
+
+# A parameter and the name of one of its states.
+Place = tuple[IndexedParam, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Holds one rank's part of a state.
+
+    Attributes:
+        tensor: the state as the rank's optimizer keeps it, of any shape.
+        start: first element of the rank's slice of the flattened parameter.
+        stop: the element after its last; the slices of all ranks are contiguous.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStateHandler:
+    """Holds the functions that merge and split one state.
+
+    Attributes:
+        merge: ``merge(parts, shape)`` returns the tensor to save, made from every rank's part. ``parts`` are in the
+            order of the slices, without ranks that hold no elements or no such state. ``shape`` is the parameter's.
+        split: ``split(saved, shape, start, stop)`` returns the state of a rank's optimizer for the elements ``start``
+            to ``stop`` of the flattened parameter.
+    """
+
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor]
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor]
+
+
+def register_optim_state_handler(
+    model: nn.Module,
+    name: str,
+    *,
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor],
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor],
+) -> None:
+    """Register how to save and load an optimizer state that is neither a scalar nor shaped like its parameter.
+
+    Without a handler, saving such a state is an error. With one, every optimizer state dict of ``model`` holds the
+    full merged tensor under the state's name. One handler serves all parameters that have a state of this name. Needs
+    ``use_orig_params=True`` or units of one parameter: the state of a flat parameter belongs to no single one.
+
+    Every rank must register the same handlers.
+
+    Args:
+        model: a wrapped model, or a module that holds wrapped ones.
+        name: the state's name in ``optimizer.state[param]``.
+        merge: see :class:`OptimStateHandler`; must be pure, so that every rank gets the same result.
+        split: the inverse of ``merge``.
+
+    Raises:
+        OptionTypeError: (a TypeError) ``merge`` or ``split`` is not callable, or ``name`` is not a string.
+        OptionError: (a ValueError) nothing at or below ``model`` is wrapped.
+    """
+    if not isinstance(name, str) or not callable(merge) or not callable(split):
+        raise OptionTypeError(f"A handler has a name and two functions; got {name!r}, {merge!r} and {split!r}.")
+    units = units_of(model)
+    if not units:
+        raise OptionError(
+            "register_optim_state_handler takes a wrapped model; nothing at or below this one is wrapped."
+        )
+    handler = OptimStateHandler(merge, split)
+    for unit in units:
+        unit.optim_state_handlers[name] = handler
+
+
+def refuse_split(param: IndexedParam, name: str) -> None:
+    """Raise an UnsupportedError if tensor parallelism has split the parameter of a state that has a handler."""
+    if param.adapter.groups:
+        raise UnsupportedError(
+            f"State {name!r} of {param.fqn!r} (unit {param.unit.name!r}) has a handler, which is given local shards of "
+            "a full parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
+            "parallelism, or out of the optimizer that keeps such states."
+        )
+
+
+def merged_states(
+    states: Mapping[Place, torch.Tensor | None], dst_of: Callable[[int, int], int | None], *, offload: bool
+) -> dict[Place, torch.Tensor]:
+    """Merge every state that has a handler on its destination rank, one after another.
+
+    Every rank must call this with the same places in the same order.
+
+    Args:
+        states: by place, at least one, this rank's part; None if only other ranks have the state.
+        dst_of: given the position of a state among all and the size of its shard group, returns the destination rank
+            in that group; None for every rank.
+        offload: return merged states on the CPU.
+    """
+    own = {
+        (param, name): None
+        if tensor is None or param.local_shard.is_empty
+        else tensor.detach().to(param.unit.options.device).contiguous()
+        for (param, name), tensor in states.items()
+    }
+    found: dict[Place, torch.Tensor] = {}
+    error: Exception | None = None
+    for position, ((param, name), kinds) in enumerate(_kinds_of(own).items()):
+        rank_group = param.rank_group
+        dst = dst_of(position, rank_group.size)
+        parts = _gathered(param, own.pop((param, name)), kinds, dst)
+        handler = param.unit.optim_state_handlers.get(name)
+        # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
+        if handler is not None and error is None and dst in (None, rank_group.rank):
+            try:
+                merged = handler.merge(parts, torch.Size(param.shape)).detach()
+                found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
+            except Exception as raised:
+                error = raised
+    units = list(dict.fromkeys(param.unit for param, _ in states))
+    agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
+    return found
+
+
+def _kinds_of(own: Mapping[Place, torch.Tensor | None]) -> dict[Place, list[tuple[str, list[int]] | None]]:
+    """Exchange dtype and shape of every rank's part of each state (by rank of its shard group), once per group."""
+    by_rank_group: dict[RankGroup, list[Place]] = {}
+    for param, name in own:
+        by_rank_group.setdefault(param.rank_group, []).append((param, name))
+    found: dict[Place, list[tuple[str, list[int]] | None]] = {place: [] for place in own}
+    for rank_group, places in by_rank_group.items():
+        mine = [own[place] for place in places]
+        text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine]).encode()
+        device = places[0][0].unit.options.device
+        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
+        found.update(zip(places, map(list, zip(*map(json.loads, texts), strict=True)), strict=True))
+    return found
+
+
+def _gathered(
+    param: IndexedParam, own: torch.Tensor | None, kinds: Sequence[tuple[str, list[int]] | None], dst: int | None
+) -> list[StatePart]:
+    """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
+    rank_group, runs, device = param.rank_group, param.partition, param.unit.options.device
+    is_wanted = dst in (None, rank_group.rank)
+    found, transfers = [], []
+    for rank, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        dtype, numel = dtype_from_name(kind[0]), torch.Size(kind[1]).numel()
+        is_own = rank == rank_group.rank
+        part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype, device=device)
+        assert part is not None
+        held, wanted = (ReplicatedPartition(numel, each, rank_group.size) for each in (rank, dst))
+        # This rank's own part is not copied to itself.
+        source, target = part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
+        transfers.append(TensorTransfer(rank_group, device, held, wanted, source, target, numel * dtype.itemsize))
+        if is_wanted:
+            found.append(StatePart(part, runs[rank].start, runs[rank].stop))
+    redistribute(transfers)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class FromRankZero:
+    """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
+
+    tensor: torch.Tensor | None
+    shape: torch.Size
+    dtype: torch.dtype
+    groups: ShardingGroups
+    device: torch.device
+
+    def plan_scatter(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how every rank gets its part."""
+        adapter, run = target.param.adapter, target.run.to_slice()
+        if adapter is PLAIN:
+            self._plan_transfer(target.held, target.local, plan)
+        else:
+            self.plan_broadcast(
+                target.local.device, plan, lambda full: target.local.copy_(adapter.local_slice(full).reshape(-1)[run])
+            )
+
+    def plan_broadcast(
+        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
+    ) -> torch.Tensor:
+        """Plan how every rank gets the full tensor, which is returned, and given to ``then`` once it is there."""
+        full = torch.empty(self.shape, dtype=self.dtype, device=device)
+        self._plan_transfer(ReplicatedPartition(full.numel(), None, self.groups.shard.size), full.view(-1), plan)
+        if then is not None:
+            plan.call(lambda: then(full), last=True)
+        return full
+
+    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
+        shard, replicate, first, second = self.groups.shard, self.groups.replicate, None, None
+        numel = self.shape.numel()
+        if replicate.rank == 0:
+            source = None if self.tensor is None else self.tensor.detach().reshape(-1)
+            held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
+            first = TensorTransfer(shard, self.device, held, wanted, source, target, nbytes)
+        if replicate.size > 1:
+            # Each rank of the first shard group has its part now; send them to the other replicas.
+            held = ReplicatedPartition(target.numel(), 0, replicate.size)
+            wanted = ReplicatedPartition(target.numel(), None, replicate.size)
+            source, received = (None, target) if replicate.rank else (target, None)
+            second = TensorTransfer(replicate, self.device, held, wanted, source, received, target.nbytes)
+        plan.transfer(first, second)
+
+
+def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
+
+    Every rank must call this.
+
+    Raises:
+        UsageError: rank 0 has no optimizer state dict.
+        UnsupportedError: rank 0 has a value that cannot be encoded.
+        PeerFailureError: rank 0 raised one of these.
+    """
+    groups, device = unit.options.groups, unit.options.device
+    if groups.num_ranks == 1:
+        return dict(given or {})
+    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
+    error: Exception | None = None
+    payload = b""
+    if is_first:
+        try:
+            payload = json.dumps({"given": _described(given)}).encode()
+        except Exception as raised:
+            error = raised
+            payload = json.dumps({"error": f"{type(raised).__name__}: {raised}"}).encode()
+    for rank_group in groups.rank_groups:
+        if rank_group.group is not None:
+            payload = exchange_bytes(payload, rank_group.group, device)[0]
+    described = json.loads(payload)
+    if error is not None:
+        raise error
+    if "error" in described:
+        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
+    rows, settings = described["given"]["state"], described["given"]["param_groups"]
+    own = given["state"] if given is not None and is_first else {name: dict.fromkeys(row) for name, row in rows.items()}
+    state = {
+        name: {key: _decoded(value, own[name][key], unit) for key, value in row.items()} for name, row in rows.items()
+    }
+    if settings is None:
+        return {"state": state}
+    decoded = [{key: _decoded(value, None, unit) for key, value in group.items()} for group in settings]
+    return {"state": state, "param_groups": decoded}
+
+
+def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    if not given or "state" not in given:
+        has = "nothing" if not given else sorted(map(str, given))
+        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
+    state = {
+        name: {key: _encoded(value, f"State {key!r} of {name!r}", tensors=True) for key, value in row.items()}
+        for name, row in given["state"].items()
+    }
+    groups = given.get("param_groups")
+    settings = [
+        {key: _encoded(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+        for group in groups or ()
+    ]
+    return {"state": state, "param_groups": None if groups is None else settings}
+
+
+def _encoded(value: Any, what: str, *, tensors: bool = False) -> list[Any]:
+    """Encode a value as JSON, which has neither tensors nor tuples (Adam's betas)."""
+    if isinstance(value, torch.Tensor) and value.dim() and tensors:
+        return ["tensor", str(value.dtype), list(value.shape)]
+    if isinstance(value, torch.Tensor) and value.dim() == 0:
+        return ["scalar", str(value.dtype), value.item()]
+    if isinstance(value, (list, tuple)):
+        return ["list" if isinstance(value, list) else "tuple", [_encoded(entry, what) for entry in value]]
+    if isinstance(value, (int, float, str, bool, type(None))):
+        return ["value", value]
+    raise UnsupportedError(
+        f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
+        "rank0_only=False."
+    )
+
+
+def _decoded(encoded: list[Any], own: torch.Tensor | None, unit: Unit) -> Any:
+    kind, *rest = encoded
+    if kind == "value":
+        return rest[0]
+    if kind in ("list", "tuple"):
+        values = [_decoded(entry, None, unit) for entry in rest[0]]
+        return values if kind == "list" else tuple(values)
+    dtype = dtype_from_name(rest[0])
+    if kind == "scalar":
+        return torch.tensor(rest[1], dtype=dtype)
+    return FromRankZero(own, torch.Size(rest[1]), dtype, unit.options.groups, unit.options.device)
+
+
+class Peers(Protocol):
+    """Exchanges values with all ranks of a model.
+
+    Attributes:
+        ranks: their global ranks.
+    """
+
+    ranks: list[int]
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
+
+
+def plain_to_json(value: Any) -> list[Any]:
+    """Encode a non-tensor state, equal on every rank for equal values; pickled if JSON lacks the type."""
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        return [str(value.dtype), value.item()]
+    if type(value) in (int, float, str, bool, type(None)):
+        return ["", value]
+    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+
+
+def plain_from_json(kind: str, value: Any) -> Any:
+    """Decode a value that :func:`plain_to_json` encoded on a rank of the same job."""
+    if kind == "pickle":
+        return pickle.loads(base64.b64decode(value))
+    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
