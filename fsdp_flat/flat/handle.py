@@ -403,11 +403,12 @@ class FlatParamHandle:
         self._move(ShardState.UNSHARDING)
         self._move(ShardState.UNSHARDED)
 
-    def reset(self) -> None:
-        """Reset to the sharded state from any state after an exception, and drop all gradients."""
+    def reset(self, *, frees: bool) -> None:
+        """Reset to the sharded state from any state after an exception, drop all gradients, and free the buffer."""
         self._state = ShardState.SHARDED
         self.rows = None
-        self.free()
+        if frees:
+            self.free()
         self.views.use_sharded_views()
         self.grads.drop()
 

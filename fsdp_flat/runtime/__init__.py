@@ -25,7 +25,7 @@ from fsdp_flat.runtime.reduction_settings import (
     without_reduction,
 )
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
-from fsdp_flat.runtime.sharded_module import ShardedModule, share_comm_ctx
+from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, share_comm_ctx
 from fsdp_flat.runtime.smaller_group import SmallerGroup
 from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
 from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
@@ -36,6 +36,7 @@ __all__ = [
     "LOW_PRECISION_HOOKS",
     "Arguments",
     "BackgroundWork",
+    "GradientReductionHandle",
     "Ignored",
     "Phase",
     "Schedule",
