@@ -77,6 +77,11 @@ class FSDPState:
     def _state_ctx(self) -> FSDPStateContext:
         return FSDPStateContext([FSDPState(unit.module, unit) for unit in schedule_of(self.module, self.unit).units])
 
+    @property
+    def _comm_ctx(self) -> object:
+        """Return the object that units with shared streams and memory have in common, which pipelines compare."""
+        return self.unit.context.streams
+
     def _root_post_backward_final_callback(self) -> None:
         """Reduce and set the gradients that backwards have left. Every rank must call this."""
         schedule_of(self.module, self.unit).complete_accumulation()

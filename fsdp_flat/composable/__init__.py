@@ -9,13 +9,14 @@ from fsdp_flat.composable.sharding_policies import (
     OffloadPolicy,
 )
 from fsdp_flat.composable.tracing import trace
-from fsdp_flat.runtime import UnshardHandle, share_comm_ctx
+from fsdp_flat.runtime import GradientReductionHandle, UnshardHandle, share_comm_ctx
 from fsdp_flat.runtime import register_forward_method as register_fsdp_forward_method
 
 __all__ = [
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
+    "GradientReductionHandle",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "UnshardHandle",

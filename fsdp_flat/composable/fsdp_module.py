@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat import runtime
 from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.errors import OptionTypeError
-from fsdp_flat.flat import DTensorViews, FlatParamHandle
-from fsdp_flat.runtime import ShardedModule, Unit
+from fsdp_flat.flat import DTensorViews, FlatParamHandle, ShardState
+from fsdp_flat.runtime import Phase, ShardedModule, Unit
 
 
 class FSDPModule(ShardedModule):
@@ -64,50 +64,71 @@ def sharded_class(kind: type[nn.Module]) -> type[nn.Module]:
 _classes: WeakKeyDictionary[type[nn.Module], type[nn.Module]] = WeakKeyDictionary()
 
 
-# A parameter that a module holds: its name there, and its handle, views and index.
-_Held: TypeAlias = tuple[str, FlatParamHandle, DTensorViews, int]
+_PreHook: TypeAlias = Callable[[nn.Module, str, bool], None]
 
 
 def hook_state_dicts(unit: Unit) -> None:
     """Have the state dicts of a unit's modules show sharded parameters."""
     assert unit.options.rows is not None
     hooks = unit.options.rows.hooks
-    held: dict[nn.Module, list[_Held]] = {}
     for handle in unit.handles:
+        assert isinstance(handle.views, DTensorViews)
+        indices: dict[nn.Module, dict[str, int]] = {}
         for index, entry in enumerate(handle.views.params):
             for site in entry.sites:
-                assert isinstance(handle.views, DTensorViews)
-                held.setdefault(site.module, []).append((site.name, handle, handle.views, index))
-    for module, params in held.items():
-        hooks.append(module.register_state_dict_pre_hook(partial(_show_shards, unit, params)))
-        hooks.append(module.register_load_state_dict_pre_hook(partial(_prepare_load, unit, params)))
+                indices.setdefault(site.module, {})[site.name] = index
+        for module, by_name in indices.items():
+            show_shards = _shows_shards(unit, handle, module)
+            hooks.append(module.register_state_dict_pre_hook(show_shards))
+            hooks.append(
+                module.register_load_state_dict_pre_hook(partial(_prepare_load, show_shards, handle.views, by_name))
+            )
 
 
-def _show_shards(unit: Unit, params: list[_Held], *_: Any) -> None:
-    """Reshard a unit before a module's state dict is taken or loaded; adopt what was assigned to its parameters."""
-    runtime.check_idle(unit, "state_dict or load_state_dict")
-    if not unit.is_sharded:
-        # What a forward has kept for its backward stays: one rank alone may take a state dict in between.
-        unit.reshard()
-    # The parameters of this module alone: those of the whole unit for each module would take quadratic time.
-    for _name, handle, views, index in params:
-        if not views.is_adopted(index):
-            handle.adopt_changes()
+def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _PreHook:
+    """Create the hook that reshards a unit before a module's state dict is taken, and adopts assigned parameters."""
+    assert isinstance(handle.views, DTensorViews)
+    held, parameters = handle.views.held_by(module), module._parameters
+    idle, sharded = Phase.IDLE, ShardState.SHARDED
+
+    def show_shards(_module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+        # It runs for every module of a state dict: nothing here is slower than torch's hook, which does not look.
+        if unit.phase is idle and handle.state is sharded:
+            for name, param, pointer in held:
+                if parameters.get(name) is not param or param._local_tensor.data_ptr() != pointer:  # type: ignore[attr-defined]
+                    break
+            else:
+                return
+        runtime.check_idle(unit, "state_dict or load_state_dict")
+        if not unit.is_sharded:
+            # What a forward has kept for its backward stays: one rank alone may take a state dict in between.
+            unit.reshard()
+        handle.adopt_changes()
+
+    return show_shards
 
 
 def _prepare_load(
-    unit: Unit, params: list[_Held], _module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+    show_shards: _PreHook,
+    views: DTensorViews,
+    indices: dict[str, int],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    *_: Any,
 ) -> None:
     """Reshard a unit before a state dict is loaded, and replace full tensors by DTensors of this rank's parts.
 
     Args:
-        unit: the unit.
-        params: the parameters that the module holds.
+        show_shards: the hook that shows the module's shards.
+        views: the views of a handle.
+        indices: the indices of the handle's parameters that the module holds, by name.
+        module: the module.
         state_dict: the state dict.
         prefix: the module's prefix in it.
     """
-    _show_shards(unit, params)
-    for name, _handle, views, index in params:
+    show_shards(module, prefix, False)
+    for name, index in indices.items():
         value = state_dict.get(prefix + name)
         if isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or type(value.data) is not torch.Tensor:
             continue

@@ -64,7 +64,7 @@ def fully_shard(
         ignored_params: parameters that are not sharded and whose gradients are not reduced.
         dp_mesh_dims: a :class:`DataParallelMeshDims` with the data-parallel dims of ``mesh``, which may have others
             too. Every parameter must be a DTensor over ``mesh``, replicated over these dims; it stays one over that
-            mesh, sharded over the dim to shard over.
+            mesh, sharded over the dim to shard over. With none to shard over, gradients are averaged.
 
     Returns:
         ``module``.
@@ -72,13 +72,14 @@ def fully_shard(
     Raises:
         OptionError: (a ValueError) arguments or a model that cannot be used.
         OptionTypeError: (a TypeError) an argument of the wrong type.
-        UnsupportedError: (a NotImplementedError) parameters of several meshes, or ``dp_mesh_dims`` that only replicate.
+        UnsupportedError: (a NotImplementedError) parameters of several meshes.
         UsageError: (a RuntimeError) no process group.
     """
     members = _members(module)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims))
-    strategy = strategy_from(ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD)
+    kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
     device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
     # By the field, so that torch's policy, which a client may have bound before install(), is not ignored.
     offloads = hasattr(offload_policy, "pin_memory")
@@ -164,7 +165,6 @@ def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
 
     Raises:
         OptionError: ``mesh`` has no such dims.
-        UnsupportedError: none to shard over.
     """
     shard, replicate = (
         (names,) if isinstance(names, str) else tuple(names or ()) for names in (given.shard, given.replicate)
@@ -176,15 +176,12 @@ def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
             f"dp_mesh_dims names {missing}, but the dims of mesh are {known}. Pass the mesh of the parameters, made "
             "with mesh_dim_names, and names of its dims."
         )
-    if not shard:
-        raise UnsupportedError(
-            f"dp_mesh_dims={given!r} replicates parameters and shards none. Name a dim to shard over, or average the "
-            "gradients by torch.distributed._composable.replicate."
-        )
     return DataParallelDims(mesh, shard, replicate)
 
 
 def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
+    if not dims.shard:
+        return flattened_mesh(dims.mesh[dims.replicate])
     shard = flattened_mesh(dims.mesh[dims.shard])
     return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
 

@@ -24,7 +24,7 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
 from fsdp_flat.flat.arrangement import clear_padding, local_part
-from fsdp_flat.flat.params import DataParallelDims, ManagedParam, check_adapter
+from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter
 from fsdp_flat.flat.views import Views, VisibleParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
@@ -117,6 +117,7 @@ class DTensorViews(Views):
             replaced = entry.replaced or TensorWeakRef(entry.param)
             entries.append(replace(entry, param=shown, replaced=replaced))
         super().__init__(entries, unsharded_params, layout, *args)
+        self._held: dict[nn.Module, list[tuple[str, nn.Parameter, int]]] = {}
         self._show(self.params)
 
     def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
@@ -137,6 +138,13 @@ class DTensorViews(Views):
             for index, entry in enumerate(self.params)
         )
         self._pointers = [_data(entry.param).data_ptr() for entry in self.params]
+        for held in self._held.values():
+            held.clear()
+        for entry, param_info, pointer in zip(self.params, self.layout.param_infos, self._pointers, strict=True):
+            # Conversions of an inner module swap the attributes of its parameters away.
+            entry.mark(FlattenedBy(entry.fqn, self.unit_name, param_info.shape))
+            for site in entry.sites:
+                self._held.setdefault(site.module, []).append((site.name, entry.param, pointer))
         self._bindings = self._bind()
         self.use_sharded_views()
 
@@ -246,7 +254,6 @@ class DTensorViews(Views):
             current = self._assigned(index)
             if current is not entry.param:
                 self._check_assigned(index, current)
-                _mark_like(current, entry.param)
             params.append(replace(entry, param=current))
         self._show(params)
         left = any(entry.param.is_meta for entry in params)
@@ -260,13 +267,12 @@ class DTensorViews(Views):
         clear_padding(self.flat_param.data, self.layout, self.rank)
         self.bump_version()
 
-    def is_adopted(self, index: int) -> bool:
-        """Return whether the modules hold parameter ``index`` as it was shown, a view of the shard."""
-        entry = self.params[index]
-        for site in entry.sites:
-            if site.module._parameters.get(site.name) is not entry.param:
-                return False
-        return _data(entry.param).data_ptr() == self._pointers[index]
+    def held_by(self, module: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
+        """Return the name, the parameter and its address for each parameter of ``module``.
+
+        The list is updated when the parameters change; a state dict compares it with the module in every hook.
+        """
+        return self._held[module]
 
     def adopt_changes(self) -> None:
         unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
@@ -292,7 +298,6 @@ class DTensorViews(Views):
             template = self._rows.template(old, self.layout.dims[index], local)
             return nn.Parameter(template, requires_grad=current.requires_grad)
         current._local_tensor = local  # type: ignore[attr-defined]
-        _mark_like(current, self.params[index].param)
         return current
 
     def _check_assigned(self, index: int, current: nn.Parameter) -> None:
@@ -335,10 +340,6 @@ def _parameter(data: torch.Tensor, *, like: nn.Parameter) -> nn.Parameter:
     param = nn.Parameter(data, requires_grad=like.requires_grad)
     param.__dict__.update({key: value for key, value in like.__dict__.items() if key != "_is_param"})
     return param
-
-
-def _mark_like(param: nn.Parameter, before: nn.Parameter) -> None:
-    param._fsdp_flattened = before._fsdp_flattened  # type: ignore[attr-defined]
 
 
 def _data(tensor: torch.Tensor) -> torch.Tensor:

@@ -354,11 +354,12 @@ class FlatParamHandle:
         """Mark the parameters as unsharded again; the buffer was not freed yet."""
         self._move(ShardState.SHARDED, ShardState.UNSHARDED)
 
-    def reset(self) -> None:
-        """Reset to the sharded state from any state after an exception, and drop all gradients."""
+    def reset(self, *, frees: bool) -> None:
+        """Reset to the sharded state from any state after an exception, drop all gradients, and free the buffer."""
         self.state = ShardState.SHARDED
         self.rows = None
-        self.free()
+        if frees:
+            self.free()
         self.views.use_sharded_views()
         self.grads.drop()
 

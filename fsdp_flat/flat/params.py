@@ -232,7 +232,7 @@ class _WholeMeshAdapter(DTensorAdapter):
         for name in shard:
             index = self.data_dims.index(name)
             placements[index] = self._sharded_again(dim, index + 1)
-        if len(shard) == 1:
+        if len(shard) <= 1:
             return self.mesh, tuple(placements)
         # The data-parallel mesh, in which the dims are one, takes the place of the first of them.
         meshes, found = [], []

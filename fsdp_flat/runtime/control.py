@@ -21,6 +21,8 @@ class UnitControl:
         sync_gradients: reduce gradients at the end of the unit's backward; False accumulates unreduced ones.
         unshard_in_backward: unshard the parameters for backward; False where backward does not read them.
         is_last_backward: at a root: the end of a backward waits for reductions and sets gradients.
+        finalizes_by_hand: at a root: no backward does so; ``finalize_backward`` does.
+        keeps_unsharded_storage: a reshard leaves the memory of the unsharded parameters, so that it stays in place.
         keeps_last: as the last unit of a forward, keep the buffers for the backward that follows.
         forward_prefetch: modules whose units' all-gathers begin once this unit is unsharded in forward; empty: the next
             one of the last forward.
@@ -33,6 +35,8 @@ class UnitControl:
     sync_gradients: bool = True
     unshard_in_backward: bool = True
     is_last_backward: bool = True
+    finalizes_by_hand: bool = False
+    keeps_unsharded_storage: bool = False
     keeps_last: bool = True
     forward_prefetch: tuple[nn.Module, ...] = ()
     backward_prefetch: tuple[nn.Module, ...] = ()

@@ -40,6 +40,7 @@ class Schedule(CommContext):
         backward: the running backward, or None.
         rank_checks: what ranks compare in their first steps.
         open_groups: open forwards of units of several modules.
+        is_left_open: a backward has ended whose gradients ``finalize_backward`` sets.
         looked_for_compiled: every module of the tree was searched for the mark of torch.compile.
         warned_uncompiled: a warning has said that torch.compile skips units.
     """
@@ -61,6 +62,7 @@ class Schedule(CommContext):
         self._prefetched: list[Unit] = []
         self._last_run: Unit | None = None
         self.open_groups: dict[Unit, Any] = {}
+        self.is_left_open = False
         self.looked_for_compiled = False
         self.warned_uncompiled = False
         self._buffers_full: bool | None = None
@@ -217,6 +219,7 @@ class Schedule(CommContext):
         self._pending = PendingIterations()
         self.backward = None
         self._callback = None
+        self.is_left_open = False
         self._used.clear()
         self._prefetched = []
         self._last_run = None
@@ -299,7 +302,7 @@ class Schedule(CommContext):
         if self.backward is None:
             with torch.no_grad():
                 self.backward = self._begin_backward()
-                self._end_of_backward()
+                self._end_of_backward(by_hand=True)
 
     def outputs_reached(self, record: ForwardRecord) -> None:
         """Unshard a unit for the backward of a forward whose outputs autograd has reached."""
@@ -383,7 +386,7 @@ class Schedule(CommContext):
         return has_any
 
     @dynamo_disabled
-    def _end_of_backward(self) -> None:
+    def _end_of_backward(self, *, by_hand: bool = False) -> None:
         """Pass all remaining events; reduce all remaining gradients and set the sharded ones, unless left open."""
         backward = self.backward
         assert backward is not None
@@ -394,7 +397,9 @@ class Schedule(CommContext):
             for unit in self.units:
                 if unit.phase is Phase.BACKWARD or not backward.keeps_graph:
                     unit.end_backward(keeps_graph=backward.keeps_graph)
-            if self.root.control.is_last_backward:
+            control = self.root.control
+            self.is_left_open = control.finalizes_by_hand and not by_hand
+            if not self.is_left_open and (control.is_last_backward or control.finalizes_by_hand):
                 self._finalize()
         self.backward = None
         self._callback = None

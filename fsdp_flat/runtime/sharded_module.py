@@ -8,10 +8,18 @@ from dataclasses import replace
 from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
+from fsdp_flat.flat import in_backward
 from fsdp_flat.runtime import collective_settings, reduction_settings
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+
+
+class GradientReductionHandle:
+    """Stands for the gradients that ``finalize_backward(async_op=True)`` has set."""
+
+    def wait(self) -> None:
+        """Do nothing: the gradients are set in the order of the current stream once ``finalize_backward`` returns."""
 
 
 class ShardedModule(nn.Module):
@@ -109,7 +117,9 @@ class ShardedModule(nn.Module):
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Free unsharded parameters after backward, or keep them for the next forward.
 
-        Kept parameters are all-gathered again in that forward if an optimizer has changed the shards.
+        Kept parameters are all-gathered again in that forward if an optimizer, a load or an in-place change by all
+        ranks has changed the shards. Call ``reshard`` before changes that raise no version counter
+        (``param.data.mul_(2)``), or that only some ranks make.
 
         Args:
             reshard_after_backward: whether to free them.
@@ -117,6 +127,18 @@ class ShardedModule(nn.Module):
         """
         for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_backward = reshard_after_backward
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Keep the memory of unsharded parameters after a reshard, so that their addresses do not change.
+
+        CUDA graphs need it. A unit is sharded all the same, and unsharding it all-gathers.
+
+        Args:
+            keep: whether to keep it; after False the next reshard frees it.
+            recurse: set it for the units below, too.
+        """
+        for unit in units_of(self, recurse=recurse):
+            unit.control.keeps_unsharded_storage = keep
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Unshard this unit's parameters for backward, or leave them sharded because backward does not read them.
@@ -167,6 +189,55 @@ class ShardedModule(nn.Module):
         unit = own_unit(self)
         root = unit.context.root if isinstance(unit.context, Schedule) else unit
         root.control.is_last_backward = is_last_backward
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Leave gradients to :meth:`finalize_backward` instead of setting them at the end of a backward.
+
+        Backwards then reduce as they go, unless gradient synchronization is off, and keep the results. It supersedes
+        :meth:`set_is_last_backward`.
+
+        Args:
+            enabled: whether the caller finalizes.
+
+        Raises:
+            UsageError: (a RuntimeError) not the outermost unit, inside a backward, or after one that is not finalized.
+        """
+        unit = _outermost(self, "set_manual_backward_finalization")
+        if enabled != unit.control.finalizes_by_hand:
+            schedule = unit.context
+            if in_backward() != -1 or (isinstance(schedule, Schedule) and schedule.is_left_open):
+                raise UsageError(
+                    f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
+                    "or after one whose gradients are not set yet. Call finalize_backward first."
+                )
+            unit.control.finalizes_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Reduce the gradients that backwards have left, set them, and reshard, by the switches as they are now.
+
+        Every rank must call this after all backwards of a step; before the first forward it does nothing. With several
+        backwards, switch gradient synchronization off for them and on before this call, to reduce once.
+
+        Args:
+            async_op: return a handle, to be waited for before gradients are used.
+
+        Returns:
+            The handle with ``async_op``, else None.
+
+        Raises:
+            UsageError: (a RuntimeError) not the outermost unit, inside a backward, or without
+                ``set_manual_backward_finalization(True)``.
+        """
+        unit = _outermost(self, "finalize_backward")
+        if isinstance(unit.context, Schedule):
+            if not unit.control.finalizes_by_hand or in_backward() != -1:
+                raise UsageError(
+                    f"finalize_backward was called on unit {unit.name!r} inside a backward, or without "
+                    "set_manual_backward_finalization(True), without which backwards set gradients at their ends. "
+                    "Call that before the forward, and finalize_backward after the backward."
+                )
+            unit.context.complete_accumulation()
+        return GradientReductionHandle() if async_op else None
 
     def set_backend_collectives(self, enable: bool = True) -> None:
         """Issue the all-gathers and reduce-scatters that FSDP2 issues, in this unit and those below.
@@ -228,6 +299,18 @@ def _unit_for(module: nn.Module, action: str) -> Unit:
         unit.context.recover()
     if unit.phase is Phase.SUMMONED:
         raise PhaseError(f"{action} was called while unit {unit.name!r} is {unit.phase.value}. Leave that first.")
+    return unit
+
+
+def _outermost(module: nn.Module, action: str) -> Unit:
+    """Return the unit of a module that is the outermost one, or is not used yet."""
+    unit = own_unit(module)
+    if isinstance(unit.context, Schedule):
+        unit.context.recover()
+        if unit.context.root is not unit:
+            raise UsageError(
+                f"{action} must be called on the outermost unit; {unit.name!r} is nested in {unit.context.root.name!r}."
+            )
     return unit
 
 

@@ -361,8 +361,9 @@ class Unit:
 
     def _free_buffers(self) -> None:
         self.log_event("reshard")
-        for handle in self.handles:
-            handle.free()
+        if not self.control.keeps_unsharded_storage:
+            for handle in self.handles:
+                handle.free()
         self.context.streams.buffers_freed()
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -460,7 +461,7 @@ class Unit:
             with suppress(RuntimeError):
                 pending.wait()
         for handle in self.handles:
-            handle.reset()
+            handle.reset(frees=not self.control.keeps_unsharded_storage)
         self.phase = Phase.IDLE
         self.context.streams.buffers_freed()
 

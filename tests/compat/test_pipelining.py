@@ -139,3 +139,12 @@ def test_states_are_equal_for_one_unit_and_missing_without_one() -> None:
     assert not model.head._get_fsdp_state()._is_root
     assert len(model._get_fsdp_state()._state_ctx.all_states) == 4
     assert state.state(nn.Linear(2, 2)) is None
+
+
+@on_ranks(2)
+def test_states_tell_which_stages_share_streams() -> None:
+    stages = [fsdp_flat.fully_shard(Block()) for _ in range(3)]
+    fsdp_flat.share_comm_ctx(stages[:2])
+    first, second, third = (stage._get_fsdp_state()._comm_ctx for stage in stages)
+    assert first is second
+    assert first is not third

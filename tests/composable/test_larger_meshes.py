@@ -24,6 +24,9 @@ MESHES: dict[str, tuple[dict[str, int], Any, Any]] = {
     "hybrid": ({"replicate": 2, "shard": 2}, "shard", "replicate"),
     "two_shard_dims": ({"dp": 2, "cp": 2}, ("dp", "cp"), None),
     "hybrid_tp": ({"replicate": 1, "shard": 2, "tp": 2}, "shard", "replicate"),
+    "replicate": ({"dp": 4}, None, "dp"),
+    "replicate_tp": ({"dp": 2, "tp": 2}, None, "dp"),
+    "two_replicate_dims": ({"dp": 2, "cp": 2}, None, ("dp", "cp")),
     "two_shard_dims_tp": ({"dp": 1, "cp": 2, "tp": 2}, ("dp", "cp"), None),
 }
 DIM = 4
@@ -105,8 +108,6 @@ def test_what_does_not_fit_raises() -> None:
         fully_shard(Mlp(4, 6), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("fsdp"))
     with pytest.raises(ValueError, match="got neither"):
         DataParallelMeshDims()
-    with pytest.raises(NotImplementedError, match="shards none"):
-        fully_shard(Mlp(4, 6), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="dp"))
     module = Mlp(4, 6)
     module.inner.weight = nn.Parameter(distribute_tensor(module.inner.weight.data, mesh, [Shard(0), Replicate()]))
     with pytest.raises(ValueError, match=r"not Replicate\(\) on the data-parallel dim 'dp'"):

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_flat.composable import MixedPrecisionPolicy, fully_shard
 from fsdp_flat.errors import OptionError, PhaseError
@@ -217,6 +217,47 @@ def test_parameters_kept_after_backward_are_not_gathered_again_until_they_change
         sides.ours(batch_of(1))
     assert record.count("gather") == 0
     sides.ours.zero_grad()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["in place", "data", "foreach", "one rank", "state dict", "load"])
+def test_changes_of_parameters_that_are_kept_after_backward_are_seen(way: str, rank: int) -> None:
+    def change(model: Any) -> None:
+        if way in ("data", "foreach", "one rank"):
+            for module in model.modules():
+                if hasattr(module, "reshard"):
+                    module.reshard()
+        params = list(model.parameters())
+        if way == "in place":
+            for param in params:
+                param.mul_(1.1)
+        elif way == "data":
+            for param in params:
+                param.data.mul_(1.1)
+        elif way == "foreach":
+            torch._foreach_mul_(params, 1.1)
+        elif way == "one rank":
+            # The first row is on rank 0.
+            for param in params if rank == 0 or not isinstance(params[0], DTensor) else ():
+                local = param.to_local() if isinstance(param, DTensor) else param
+                local[0] *= 1.1
+        else:
+            state = model.state_dict()
+            for value in state.values():
+                value.mul_(1.1)
+            if way == "load":
+                model.load_state_dict({name: value.clone() for name, value in state.items()})
+
+    def run(model: Any, step: int) -> None:
+        if hasattr(model, "set_reshard_after_backward"):
+            model.set_reshard_after_backward(False)
+        for micro_batch in range(2):
+            square_loss(model, batch_of(2 * step + micro_batch)).backward()
+            with torch.no_grad():
+                change(model)
+
+    # Modules of torch's fully_shard hold unsharded parameters here, whose changes are lost.
+    Sides(Stack(), with_torch=False).step(run, num_steps=2)
 
 
 @on_ranks(4)

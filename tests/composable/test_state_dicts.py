@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -335,3 +336,49 @@ def test_full_tensors_load_and_wrong_shapes_are_refused(assign: bool) -> None:
     model[0].inner.weight = nn.Parameter(torch.zeros(7, 3))
     with pytest.raises(UsageError, match=r"'inner\.weight'.*distribute_tensor"):
         model(torch.ones(2, 3))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("way", ["assigned", "data", "emptied", "reloaded by assignment"])
+def test_a_state_dict_of_an_inner_module_notices_changes_of_its_parameters(way: str) -> None:
+    model = sharded(mlps(4))
+    inner = model[1].inner
+    model.state_dict()
+    other = distribute_tensor(torch.ones(9, 4), inner.weight.device_mesh, inner.weight.placements)
+    if way == "assigned":
+        inner.weight = nn.Parameter(other)
+    elif way == "data":
+        inner.weight.data.copy_(other)
+    elif way == "emptied":
+        inner.to_empty(device="cpu")
+        with torch.no_grad():
+            inner.weight.to_local().copy_(other.to_local())
+            inner.bias.to_local().zero_()
+    else:
+        inner.load_state_dict({"weight": other}, strict=False, assign=True)
+    state = inner.state_dict()
+    assert_full({"weight": state["weight"]}, {"weight": torch.ones(9, 4)})
+    own = pointers(state)
+    step(model, 4)
+    assert pointers(inner.state_dict()) == own
+    assert not torch.equal(state["weight"].full_tensor(), torch.ones(9, 4))
+    assert_full(state, {name: value.full_tensor() for name, value in inner.named_parameters()})
+
+
+@on_ranks(2)
+def test_a_state_dict_looks_once_at_each_module() -> None:
+    model = sharded(mlps(4))
+    step(model, 4)
+    called = []
+
+    def count(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/fsdp_flat/" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(count)
+    try:
+        model.state_dict()
+    finally:
+        sys.setprofile(None)
+    # The hook and the state of the handle, for each of six modules with two parameters each.
+    assert len(called) == 2 * 6, called

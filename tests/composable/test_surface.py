@@ -17,6 +17,7 @@ Parameters = list[tuple[str, Any]]
 
 # Parameters after ``self`` with their defaults; ``*`` stands before those that are by keyword only.
 METHODS: dict[str, Parameters] = {
+    "finalize_backward": [("*", None), ("async_op", False)],
     "reset_iter_state": [],
     "reshard": [],
     "set_all_reduce_hook": [("hook", REQUIRED), ("*", None), ("stream", None)],
@@ -26,6 +27,8 @@ METHODS: dict[str, Parameters] = {
     "set_force_sum_reduction_for_comms": [("enable", REQUIRED)],
     "set_gradient_divide_factor": [("factor", REQUIRED)],
     "set_is_last_backward": [("is_last_backward", REQUIRED)],
+    "set_keep_unsharded_storage": [("keep", REQUIRED), ("*", None), ("recurse", True)],
+    "set_manual_backward_finalization": [("enabled", REQUIRED)],
     "set_modules_to_backward_prefetch": [("modules", REQUIRED)],
     "set_modules_to_forward_prefetch": [("modules", REQUIRED)],
     "set_post_optim_event": [("event", REQUIRED)],
@@ -41,8 +44,6 @@ METHODS: dict[str, Parameters] = {
     "set_unshard_in_backward": [("unshard_in_backward", REQUIRED)],
     "unshard": [("async_op", False)],
 }
-# Of torch 2.15; the library has none of them.
-NEWER = {"finalize_backward", "set_keep_unsharded_storage", "set_manual_backward_finalization"}
 FUNCTIONS: dict[str, Parameters] = {
     "fully_shard": [
         ("module", REQUIRED),
@@ -120,7 +121,7 @@ def test_a_handle_waits() -> None:
 
 def test_these_are_all_public_methods_of_the_installed_torch() -> None:
     public = {name for name in vars(peer_library.FSDPModule) if not name.startswith("_")}
-    assert public - NEWER <= set(METHODS)
+    assert public <= set(METHODS)
 
 
 def test_the_guide_names_every_public_method() -> None:

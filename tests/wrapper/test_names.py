@@ -24,6 +24,7 @@ PUBLIC = {
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "MatrixOptimizer",
