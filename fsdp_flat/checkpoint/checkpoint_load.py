@@ -15,7 +15,7 @@ from fsdp_flat.checkpoint import directory as disk
 from fsdp_flat.checkpoint.directory import LOADING, Consensus, boxed_state_dict, unpacked, wait_for_background
 from fsdp_flat.errors import LoadError, some_of
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import OptimContents, contents_of, load_optim_state, template_states
 from fsdp_flat.user_warnings import warn_user
 
@@ -76,7 +76,7 @@ def load_checkpoint(
     cut_off: list[str] = []
     with together.propagate_errors():
         for unit in units_of(model):
-            check_idle(unit, "load_checkpoint")
+            unit.check_idle("load_checkpoint")
         if together.rank == 0 and step is None:
             disk.recover(directory)
             steps, cut_off = disk.list_steps(directory), disk.unfinished(directory)

@@ -33,7 +33,7 @@ from fsdp_flat.checkpoint.directory import (
 from fsdp_flat.comm import digest_of
 from fsdp_flat.errors import FsdpFlatError, OptionError
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import BackgroundWork, check_idle, units_of
+from fsdp_flat.runtime import BackgroundWork, units_of
 from fsdp_flat.state import BoxedTensor, OptimContents, ParamIndex, codec_of, contents_of, save_optim_state
 
 # The module dcp_files is imported where it is used, because the import of torch.distributed.checkpoint is slow.
@@ -243,7 +243,7 @@ class CheckpointValues:
     def _add_model(self, *, copy: bool) -> None:
         """Add the model's tensors, as boxes, and its other values (results of ``get_extra_state``)."""
         for unit in units_of(self._model):
-            check_idle(unit, "save_checkpoint")
+            unit.check_idle("save_checkpoint")
         # The state dict of a compiled model has torch.compile's prefix in its names.
         found = {clean_fqn(name): value for name, value in boxed_state_dict(self._model, copy=copy).items()}
         self.tensors["model"] = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}

@@ -22,7 +22,7 @@ from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 from fsdp_flat.layout import clean_fqn
-from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import IndexedParam, ParamIndex, StateShard, full_tensor, local_from, redistribute
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -380,7 +380,7 @@ def load_full(
         PhaseError: called in the middle of a step.
     """
     for unit in units_of(model):
-        check_idle(unit, "load_full")
+        unit.check_idle("load_full")
     together = Consensus.of(model, LOADING)
     together.barrier("load_full")
     planned: dict[str, tuple[_Entry, torch.Tensor]] = {}

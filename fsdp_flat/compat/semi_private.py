@@ -20,7 +20,7 @@ from fsdp_flat.comm import STRATEGIES
 from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.flat import have_grads, sharded_grad_of
 from fsdp_flat.layout import Interval, LocalShard
-from fsdp_flat.runtime import Phase, Unit, check_idle
+from fsdp_flat.runtime import Phase, Unit
 
 HYBRID_SHARDING_STRATEGIES = [row.member for row in STRATEGIES.values() if row.is_hybrid]
 """Strategies that shard within groups of ranks and replicate between them."""
@@ -213,7 +213,7 @@ class FlatParamHandle(GroupMember):
 
     def reshard(self, free_unsharded_flat_param: bool = True) -> None:
         """Free the unsharded parameters of the unit if ``free_unsharded_flat_param``; between steps."""
-        check_idle(self._unit, "reshard")
+        self._unit.check_idle("reshard")
         if free_unsharded_flat_param:
             self._unit.reshard()
 
@@ -223,7 +223,7 @@ class FlatParamHandle(GroupMember):
         self.flat_param.__dict__["_local_shard"] = self._real.flat_param.data
 
     def _convert(self, fn: Any) -> None:
-        check_idle(self._unit, "converting a flat parameter")
+        self._unit.check_idle("converting a flat parameter")
         self._unit.reshard()
         self._real.adopt_changes()
         self._real.convert(fn)

@@ -27,7 +27,7 @@ from fsdp_flat.compat.semi_private import (
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.extras.clipping import local_norm
 from fsdp_flat.layout import FSDP_WRAPPED_MODULE, clean_fqn, flat_param_name
-from fsdp_flat.runtime import Schedule, ShardedModule, Unit, UnshardHandle, check_idle, reset_schedule, units_of
+from fsdp_flat.runtime import Schedule, ShardedModule, Unit, UnshardHandle, reset_schedule, units_of
 from fsdp_flat.state import CODECS, OptimInput, load_full_or_sharded, save_full_or_sharded
 from fsdp_flat.user_warnings import warn_user
 
@@ -207,7 +207,7 @@ class UndocumentedMembers(GroupMember, ShardedModule):
         """
         units = units_of(self)
         for unit in units:
-            check_idle(unit, "_deregister_orig_params_ctx")
+            unit.check_idle("_deregister_orig_params_ctx")
             if not unit.options.use_orig_params:
                 raise PhaseError(f"Unit {unit.name!r} was made with use_orig_params=False: it shows flat parameters.")
         for unit in units:

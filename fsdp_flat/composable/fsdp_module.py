@@ -99,7 +99,7 @@ def _shows_shards(unit: Unit, handle: FlatParamHandle, module: nn.Module) -> _Pr
                     break
             else:
                 return
-        runtime.check_idle(unit, "state_dict or load_state_dict")
+        unit.check_idle("state_dict or load_state_dict")
         if not unit.is_sharded:
             # What a forward has kept for its backward stays: one rank alone may take a state dict in between.
             unit.reshard()

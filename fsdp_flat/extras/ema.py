@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import LoadError, OptionError
-from fsdp_flat.runtime import check_idle, units_of
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import ParamIndex
 
 
@@ -157,7 +157,7 @@ class ShardedEMA:
 
     def _check_idle(self, what: str) -> None:
         for unit in units_of(self._model):
-            check_idle(unit, what)
+            unit.check_idle(what)
             if unit.is_sharded:
                 for handle in unit.handles:
                     handle.adopt_changes()

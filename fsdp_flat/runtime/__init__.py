@@ -30,6 +30,6 @@ from fsdp_flat.runtime.reduction_settings import (
 from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
 from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, share_comm_ctx
 from fsdp_flat.runtime.smaller_group import SmallerGroup
-from fsdp_flat.runtime.summon import check_idle, full_params, summon_full_params
+from fsdp_flat.runtime.summon import full_params, summon_full_params
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers

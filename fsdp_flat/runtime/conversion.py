@@ -24,7 +24,7 @@ from fsdp_flat.runtime.materialize import marking_empty, unwritten_params
 from fsdp_flat.runtime.options import Ignored
 from fsdp_flat.runtime.other_forwards import register_forward_method
 from fsdp_flat.runtime.schedule import Schedule
-from fsdp_flat.runtime.summon import all_gather_full, check_idle
+from fsdp_flat.runtime.summon import all_gather_full
 from fsdp_flat.runtime.tensors import drop_full_precision
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 
@@ -51,7 +51,7 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
     unit.context.recover()
     if unit.phase is not Phase.IDLE:
         if any(handle.is_changed_by(fn) for handle in unit.handles):
-            check_idle(unit, "A conversion (.to, .float, .cuda, ...)")
+            unit.check_idle("A conversion (.to, .float, .cuda, ...)")
         return False
     unit.reshard()
     for handle in unit.handles:
@@ -103,7 +103,7 @@ def copy_wrapper(wrapper: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 
 def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
-    check_idle(unit, "copy.deepcopy")
+    unit.check_idle("copy.deepcopy")
     groups = unit.options.groups
     for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
         memo[id(shared)] = shared
@@ -221,7 +221,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     """
     units = units_of(model)
     for unit in units:
-        check_idle(unit, "unwrap")
+        unit.check_idle("unwrap")
         if isinstance(unit.context, Schedule) and unit.context.root not in units:
             root = unit.context.root.name
             raise UsageError(

@@ -27,16 +27,6 @@ from fsdp_flat.runtime.unit import Phase, Unit, unit_of
 from fsdp_flat.user_warnings import warn_user
 
 
-def check_idle(unit: Unit, what: str) -> None:
-    """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
-    unit.context.recover()
-    if unit.phase is not Phase.IDLE:
-        raise PhaseError(
-            f"{what} was called while unit {unit.name!r} is {unit.phase.value}. Call it between steps and outside of "
-            "other summon_full_params contexts."
-        )
-
-
 def all_gather_full(unit: Unit, of: Callable[[FlatParamHandle], torch.Tensor]) -> list[torch.Tensor]:
     """All-gather a shard-shaped tensor of every handle (1-D, ``shard_numel``) to a full one (``layout.numel``).
 
@@ -144,7 +134,7 @@ def summon_full_params(
             if not unit.is_nested:
                 # This is a first use: from here on the wrapper is a root.
                 schedule_of(child, unit)
-            check_idle(unit, "summon_full_params")
+            unit.check_idle("summon_full_params")
             units.append(unit)
     if with_grads:
         _check_reduced(units)

@@ -324,6 +324,15 @@ class Unit:
         for handle in self.handles:
             handle.views.use_sharded_views()
 
+    def check_idle(self, what: str) -> None:
+        """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
+        self.context.recover()
+        if self.phase is not Phase.IDLE:
+            raise PhaseError(
+                f"{what} was called while unit {self.name!r} is {self.phase.value}. Call it between steps and outside "
+                "of other summon_full_params contexts."
+            )
+
     def reshard(self, *, keep_buffers: bool = False) -> None:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
 

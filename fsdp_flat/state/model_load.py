@@ -23,7 +23,7 @@ from fsdp_flat.comm import ErrorTexts, barrier, find_disagreement
 from fsdp_flat.errors import LoadError
 from fsdp_flat.flat import modules_of
 from fsdp_flat.layout import FLAT_PARAM, FSDP_PREFIX, clean_fqn, clean_text, is_flat_param_name
-from fsdp_flat.runtime import Unit, check_idle, unit_of, units_of
+from fsdp_flat.runtime import Unit, unit_of, units_of
 from fsdp_flat.state.codecs import BOXES, FULL, BoxedTensor, FullCodec, codec_of, decoder_of
 from fsdp_flat.state.model_save import flat_shard
 from fsdp_flat.state.shards import LoadPlan, StateDictCodec, StateShard, params_of, rank_groups_of, shape_of
@@ -66,7 +66,7 @@ class ModelLoad:
             if not unit.shows_dtensors:
                 managed.update(param for handle in unit.handles for param in handle.views.visible_params())
             else:
-                check_idle(unit, "load_state_dict")
+                unit.check_idle("load_state_dict")
                 unit.reshard()
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
         for module in modules_of(wrapper):
@@ -243,7 +243,7 @@ def load_unit(
         load.begin(missing, errors)
     unit = unit_of(wrapper)
     assert unit is not None
-    check_idle(unit, "load_state_dict")
+    unit.check_idle("load_state_dict")
     settings = unit.state_dict_settings
     # Boxes are loaded as such, whichever type is set.
     has_boxes = any(isinstance(value, BoxedTensor) for value in state_dict.values())

@@ -16,7 +16,7 @@ from fsdp_flat.comm import barrier
 from fsdp_flat.errors import PhaseError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, modules_of
 from fsdp_flat.layout import Interval, clean_fqn, flat_param_name
-from fsdp_flat.runtime import Unit, check_idle, full_params, unit_of, units_of
+from fsdp_flat.runtime import Unit, full_params, unit_of, units_of
 from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec, codec_of, settings_for
 from fsdp_flat.state.shards import IndexedParam, ParamIndex, StateDictCodec, StateShard, params_of
@@ -217,7 +217,7 @@ def _gathered(shards: Iterable[StateShard], codec: StateDictCodec, config: State
 def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShard]:
     """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
     if not isinstance(codec, FullCodec):
-        check_idle(unit, "state_dict")
+        unit.check_idle("state_dict")
     if unit.is_sharded:
         # While the unit is unsharded the modules hold unsharded parameters, so the user cannot assign sharded ones.
         for handle in unit.handles:
@@ -252,7 +252,7 @@ def _save_unit(
     codec = codec_of(settings.state_dict_type, config)
     if isinstance(codec, FullCodec):
         return _save_full(unit, codec, config, prefix, inner, gathered)
-    check_idle(unit, "state_dict")
+    unit.check_idle("state_dict")
     if codec.is_flat and unit.options.groups.mesh is not None:
         raise UnsupportedError("LOCAL_STATE_DICT does not go with a device_mesh; use SHARDED_STATE_DICT.")
     if unit.handles and unit.options.groups.shard.size == 1 and (codec.communicates or codec.is_flat):
