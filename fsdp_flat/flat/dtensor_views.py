@@ -148,13 +148,6 @@ class DTensorViews(Views):
         self._bindings = self._bind()
         self.use_sharded_views()
 
-    def _bind(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        return [
-            (site.module._parameters, site.name, unsharded_param, entry.param)
-            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
-            for site in entry.sites
-        ]
-
     def grads(self) -> list[torch.Tensor | None]:
         found = [each.param.grad for each in self.visible]
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
@@ -170,14 +163,6 @@ class DTensorViews(Views):
             + self._num_rewrites
             + sum([entry.param._version + _data(entry.param)._version for entry in self.params])
         )
-
-    def kept(self) -> dict[nn.Parameter, nn.Parameter]:
-        return dict(zip(self.unsharded_params, self.visible_params(), strict=True))
-
-    def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
-        for entry, now, was in zip(self.params, shown, before, strict=True):
-            if now != was:
-                entry.param.requires_grad_(now)
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         for entry, tensor in zip(self.params, tensors, strict=True):
@@ -201,11 +186,6 @@ class DTensorViews(Views):
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor with the mesh and placements of parameter ``index`` and the given local tensor."""
         return self._rows.template(self.params[index], self.layout.dims[index], local)
-
-    def remove(self) -> None:
-        for parameters, name, _, _ in self._bindings:
-            # Not None, which modules that rebuild their list of weights after a conversion (nn.RNN) would keep.
-            parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
     # -- changes ---------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from fsdp_flat.runtime.build import build_rows, handles_of, owners_of_ties
 from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
+from fsdp_flat.runtime.control import SmallerGroup
 from fsdp_flat.runtime.conversion import convert_unit, copy_wrapper, hide_compiled_name, unwrap
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (
@@ -20,16 +21,15 @@ from fsdp_flat.runtime.other_forwards import (
     unshard_for,
 )
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
-from fsdp_flat.runtime.reduction_settings import (
+from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
+from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, share_comm_ctx
+from fsdp_flat.runtime.summon import full_params, summon_full_params
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
+from fsdp_flat.runtime.unit_settings import (
     clear_gradients,
     register_comm_hook,
     set_divide_factor_of_tree,
     set_reduce_scatter_divide_factor,
     without_reduction,
 )
-from fsdp_flat.runtime.schedule import Schedule, reset_schedule, schedule_of
-from fsdp_flat.runtime.sharded_module import GradientReductionHandle, ShardedModule, share_comm_ctx
-from fsdp_flat.runtime.smaller_group import SmallerGroup
-from fsdp_flat.runtime.summon import full_params, summon_full_params
-from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import average_buffers

@@ -9,7 +9,7 @@ from torch import nn
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError
 from fsdp_flat.flat import in_backward
-from fsdp_flat.runtime import collective_settings, reduction_settings
+from fsdp_flat.runtime import unit_settings
 from fsdp_flat.runtime.other_forwards import UnshardHandle
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
@@ -74,7 +74,7 @@ class ShardedModule(nn.Module):
         """
         super().zero_grad(set_to_none)
         # While parameters are unsharded, the modules do not hold those that have the gradients.
-        reduction_settings.clear_gradients(units_of(self), set_to_none=set_to_none)
+        unit_settings.clear_gradients(units_of(self), set_to_none=set_to_none)
 
     def reset_iter_state(self) -> None:
         """Reset the tree after an exception in a step: parameters are sharded, gradients of the step are dropped.
@@ -255,21 +255,19 @@ class ShardedModule(nn.Module):
 
     # -- gradients and communication -------------------------------------------------------------------------------
 
-    set_requires_gradient_sync = reduction_settings.set_requires_gradient_sync
-    set_requires_all_reduce = reduction_settings.set_requires_all_reduce
-    set_gradient_divide_factor = reduction_settings.set_gradient_divide_factor
-    set_force_sum_reduction_for_comms = reduction_settings.set_force_sum_reduction_for_comms
-    set_all_reduce_hook = reduction_settings.set_all_reduce_hook
-    set_post_optim_event = reduction_settings.set_post_optim_event
-    set_reduce_scatter_max_input_buffers = reduction_settings.set_reduce_scatter_max_input_buffers
-    set_reduce_scatter_unused_params = reduction_settings.set_reduce_scatter_unused_params
-    set_allocate_memory_from_process_group_for_comm = (
-        collective_settings.set_allocate_memory_from_process_group_for_comm
-    )
-    set_custom_all_gather = collective_settings.set_custom_all_gather
-    set_custom_reduce_scatter = collective_settings.set_custom_reduce_scatter
-    set_separate_reduce_scatter_group = collective_settings.set_separate_reduce_scatter_group
-    set_symm_mem_for_comm = collective_settings.set_symm_mem_for_comm
+    set_requires_gradient_sync = unit_settings.set_requires_gradient_sync
+    set_requires_all_reduce = unit_settings.set_requires_all_reduce
+    set_gradient_divide_factor = unit_settings.set_gradient_divide_factor
+    set_force_sum_reduction_for_comms = unit_settings.set_force_sum_reduction_for_comms
+    set_all_reduce_hook = unit_settings.set_all_reduce_hook
+    set_post_optim_event = unit_settings.set_post_optim_event
+    set_reduce_scatter_max_input_buffers = unit_settings.set_reduce_scatter_max_input_buffers
+    set_reduce_scatter_unused_params = unit_settings.set_reduce_scatter_unused_params
+    set_allocate_memory_from_process_group_for_comm = unit_settings.set_allocate_memory_from_process_group_for_comm
+    set_custom_all_gather = unit_settings.set_custom_all_gather
+    set_custom_reduce_scatter = unit_settings.set_custom_reduce_scatter
+    set_separate_reduce_scatter_group = unit_settings.set_separate_reduce_scatter_group
+    set_symm_mem_for_comm = unit_settings.set_symm_mem_for_comm
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accept FSDP2's switch: all-gathers are always asynchronous here."""
