@@ -165,6 +165,12 @@ class ErrorTexts:
     differ: str = ""
     advice: str = ""
 
+    def describe(self, first: str, rank: int, other: str) -> str:
+        """Return the text of the error if rank 0 of a group has the line ``first`` and ``rank`` the line ``other``."""
+        return (
+            f"{self.differ} First difference: rank 0 of the group has {first}, rank {rank} has {other}. {self.advice}"
+        )
+
 
 def agree(
     lines: Sequence[str],
@@ -231,9 +237,7 @@ def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
     rank, other = next((rank, said) for rank, said in enumerate(everyone) if said != first)
     pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing more")
     ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
-    return RankMismatchError(
-        f"{words.differ} First difference: rank 0 of the group has {ours}, rank {rank} has {theirs}. {words.advice}"
-    )
+    return RankMismatchError(words.describe(ours, rank, theirs))
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------

@@ -65,7 +65,6 @@ def derived(path: str, doc: str | None = None) -> Any:
 class GroupMember:
     """Provides the group of a unit, and this rank in it, under FSDP1's names."""
 
-    __slots__ = ()
     process_group = derived(
         "_unit.options.groups.process_group",
         "The group that parameters are sharded over (with NO_SHARD: replicated over).",

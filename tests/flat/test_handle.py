@@ -98,7 +98,7 @@ def test_abandoning_leads_back_to_sharded_from_anywhere(before: list[str]) -> No
     handle = handle_of(module)
     for move in before:
         getattr(handle, move)()
-    handle.reset()
+    handle.reset(frees=True)
     assert handle.state is ShardState.SHARDED
     assert handle.buffer.nbytes == 0
     gather(handle)
