@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -220,14 +220,19 @@ class CpuCollectives(Collectives):
         super().__init__(rank_group)
         self._unit = unit
         self._name = name
+        self._found: Collectives | None = None
 
-    @cached_property
+    # Not a cached_property: before Python 3.12 it holds a lock of all instances, and this waits for other ranks.
+    @property
     def _chosen(self) -> Collectives:
-        unit_names(self.group).setdefault(self._unit, self._name)
-        transport = transport_of(self.rank_group)
-        if transport is None:
-            return GlooCollectives(self.rank_group, self._unit)
-        return HostCollectives(self.rank_group, transport, self._unit)
+        if self._found is None:
+            unit_names(self.group).setdefault(self._unit, self._name)
+            transport = transport_of(self.rank_group)
+            if transport is None:
+                self._found = GlooCollectives(self.rank_group, self._unit)
+            else:
+                self._found = HostCollectives(self.rank_group, transport, self._unit)
+        return self._found
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return self._chosen.begin_all_gather(full)
@@ -277,7 +282,8 @@ class CustomCollectives(Collectives):
             return self._own.begin_all_gather(full)
         if self._choice.gather_memory is None:
             return self._begin_gather(full)
-        return self._begin_in_memory(self.own_slice(full), lambda _, rows: full.copy_(rows.view(-1)))
+        pending = self._begin_in_memory(self.own_slice(full), lambda _, rows: full.copy_(rows.view(-1)))
+        return Pending([pending], full)
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
         if not self._replaces_gather_of(own):

@@ -84,22 +84,25 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
         raise destroyed_error(group) from error
 
 
-def _backend_name(group: dist.ProcessGroup, device: torch.device) -> str | None:
-    """Return the name of the backend of ``group`` for tensors of ``device``; None if it has none."""
+def _moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
     try:
-        return group._get_backend(device).name()
+        group._get_backend(_CPU)
     except RuntimeError:
-        return None
+        return False
+    return True
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Return whether gloo is the backend of ``group`` for tensors of ``device``."""
-    return not is_fake(group) and _backend_name(group, device) == "gloo"
+    try:
+        return not is_fake(group) and group._get_backend(device).name() == "gloo"
+    except RuntimeError:
+        return False
 
 
 def control_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
     """Return the device for small tensors of a group: the CPU if it has a CPU backend, else the compute device."""
-    return device if _backend_name(group, _CPU) is None else _CPU
+    return _CPU if _moves_cpu_tensors(group) else device
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -107,7 +110,7 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
     Every rank of the group must call this.
     """
-    if _backend_name(group, _CPU) is not None:
+    if _moves_cpu_tensors(group):
         return group
     return dist.new_group(global_ranks(group), backend="gloo", use_local_synchronization=True)
 

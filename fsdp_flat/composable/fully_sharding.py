@@ -99,7 +99,9 @@ def fully_shard(
         rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads, data_dims),
     )
     ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
-    reshards, num_ranks = _resharding(reshard_after_forward, options.groups.shard.size)
+    # Where nothing is sharded, nothing is resharded, as in torch.
+    is_sharded = data_dims is None or bool(data_dims.shard)
+    reshards, num_ranks = _resharding(reshard_after_forward if is_sharded else None, options.groups.shard.size)
     unit = build_rows(members, options, ignored)
     unit.control.reshard_after_forward = reshards
     unit.control.smaller_group = _smaller_group(unit, num_ranks)

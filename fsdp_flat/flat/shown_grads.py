@@ -200,8 +200,10 @@ def hide_unreduced(
     Raises:
         UsageError: gradients were changed, or some were cleared and this rank cannot know which.
     """
-    dropped, zeroed = [each for each in shown if each.is_dropped], [each for each in shown if each.is_zeroed]
-    kept = [each for each in shown if each not in dropped and each not in zeroed]
+    dropped = [each for each in shown if each.is_dropped]
+    zeroed = [each for each in shown if each.is_zeroed]
+    cleared = {id(each) for each in (*dropped, *zeroed)}
+    kept = [each for each in shown if id(each) not in cleared]
     if any(each.is_changed for each in kept):
         raise UsageError(
             f"Gradients of unit {views.unit_name!r} were changed in place between backwards inside no_sync. There they "

@@ -297,8 +297,8 @@ class Views:
 
     def describe_with_shape(self, index: int) -> str:
         """Return the FQN, the unsharded shape and the unit of a parameter, for error texts."""
-        param_info = self.layout.param_infos[index]
-        return f"{param_info.fqn!r} {param_info.shape} of unit {self.unit_name!r}"
+        shape = tuple(self.unsharded_params[index].shape)
+        return f"{self.layout.param_infos[index].fqn!r} {shape} of unit {self.unit_name!r}"
 
     def _raise_replaced(self, what: str) -> NoReturn:
         raise UsageError(

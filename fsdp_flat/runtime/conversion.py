@@ -106,7 +106,8 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
     unit.check_idle("copy.deepcopy")
     groups = unit.options.groups
     for shared in (groups.shard.group, groups.replicate.group, groups.mesh):
-        memo[id(shared)] = shared
+        if shared is not None:
+            memo[id(shared)] = shared
     outermost = _COPYING not in memo
     if outermost:
         _check_complete(unit)

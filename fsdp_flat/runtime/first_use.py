@@ -34,7 +34,17 @@ _ORDER = ErrorTexts(
 
 
 def check_units(units: Sequence[Unit]) -> None:
-    """Raise if units differ in an option that must be the same in a tree, or an optimizer runs in their backward."""
+    """Raise if units cannot be of one tree: by their options or switches, or an optimizer that runs in backward.
+
+    Args:
+        units: the units, the root first.
+    """
+    for unit in units[1:]:
+        if unit.control.finalizes_by_hand:
+            raise UsageError(
+                f"set_manual_backward_finalization(True) was called on unit {unit.name!r}, which is nested in "
+                f"{units[0].name!r}. Call it on the outermost unit."
+            )
     for option in ("use_orig_params", "limit_all_gathers"):
         first: dict[bool, str] = {}
         for unit in units:

@@ -57,6 +57,8 @@ def run_forward(
 class UnitForward:
     """Runs one forward of a unit, from the all-gather to the hooks on its outputs."""
 
+    __slots__ = ("_entered", "_hooked_inputs", "_outermost", "_record", "_schedule", "_unit")
+
     @dynamo_disabled
     def __init__(self, wrapper: nn.Module, unit: Unit, *, compiler: Any = None) -> None:
         self._unit = unit
@@ -295,6 +297,8 @@ class _HookedInput:
     If the module changes the alias in place (``ReLU(inplace=True)``), the caller's tensor, which shares its memory,
     must get the autograd history of the change too.
     """
+
+    __slots__ = ("_alias", "_given", "_version")
 
     def __init__(self, given: torch.Tensor, alias: torch.Tensor) -> None:
         self._given = given

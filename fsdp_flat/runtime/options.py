@@ -184,8 +184,9 @@ def precision_from(value: Any) -> Precision:
         OptionError: a field is not a floating-point dtype.
     """
     value = MixedPrecision() if value is None else value
-    if not _is_a(value, "MixedPrecision"):
-        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got {type(value).__name__}.")
+    if not (_is_a(value, "MixedPrecision") and hasattr(value, "cast_root_forward_inputs")):
+        kind = type(value)
+        raise OptionTypeError(f"mixed_precision must be a MixedPrecision; got a {kind.__module__}.{kind.__qualname__}.")
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "master_dtype")
     _check_dtypes(value, *names)
     for name in names:

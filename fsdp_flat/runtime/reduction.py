@@ -5,7 +5,7 @@ A gradient is summed over the shard group, then over the replicate group; then i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -283,6 +283,20 @@ class Reductions:
         self._finished = {}
         streams.wait_for_reduce_scatters()
         streams.wait_for_host_copies()
+
+    def clear(self, handles: Iterable[FlatParamHandle], streams: Streams, *, set_to_none: bool) -> None:
+        """Drop the results for some handles that no gradient contains yet, or fill them with zeros."""
+        if self.is_empty:
+            return
+        self.finish_all()
+        streams.wait_for_reduce_scatters()
+        streams.wait_for_host_copies()
+        for handle in handles:
+            for reduction in self._finished.get(handle, ()):
+                if reduction.result is not None:
+                    reduction.result.zero_()
+            if set_to_none:
+                self._finished.pop(handle, None)
 
     def set_grads(self, streams: Streams, used: Mapping[FlatParamHandle, Sequence[int]]) -> None:
         """Wait for all reductions, and add the results to the gradients of their handles.

@@ -41,6 +41,7 @@ class Schedule(CommContext):
         rank_checks: what ranks compare in their first steps.
         open_groups: open forwards of units of several modules.
         is_left_open: a backward has ended whose gradients ``finalize_backward`` sets.
+        has_lost_gradients: a step was aborted, with gradients that ``finalize_backward`` would have set.
         looked_for_compiled: every module of the tree was searched for the mark of torch.compile.
         warned_uncompiled: a warning has said that torch.compile skips units.
     """
@@ -63,6 +64,7 @@ class Schedule(CommContext):
         self._last_run: Unit | None = None
         self.open_groups: dict[Unit, Any] = {}
         self.is_left_open = False
+        self.has_lost_gradients = False
         self.looked_for_compiled = False
         self.warned_uncompiled = False
         self._buffers_full: bool | None = None
@@ -214,6 +216,8 @@ class Schedule(CommContext):
 
     def abort(self) -> None:
         """Abort a step after an exception: reset every unit to sharded and idle, and drop gradients of the step."""
+        if self.root.control.finalizes_by_hand and (self.is_left_open or self.backward is not None):
+            self.has_lost_gradients = True
         self.iteration = None
         self.open_groups.clear()
         self._pending = PendingIterations()

@@ -93,6 +93,7 @@ class ShardedModule(nn.Module):
                 f"{schedule.root.name!r}."
             )
         schedule.abort()
+        schedule.has_lost_gradients = False
 
     # -- resharding ------------------------------------------------------------------------------------------------
 
@@ -210,6 +211,8 @@ class ShardedModule(nn.Module):
                     f"set_manual_backward_finalization({enabled}) was called on unit {unit.name!r} inside a backward, "
                     "or after one whose gradients are not set yet. Call finalize_backward first."
                 )
+            if isinstance(schedule, Schedule):
+                schedule.has_lost_gradients = False
             unit.control.finalizes_by_hand = enabled
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -225,18 +228,30 @@ class ShardedModule(nn.Module):
             The handle with ``async_op``, else None.
 
         Raises:
-            UsageError: (a RuntimeError) not the outermost unit, inside a backward, or without
-                ``set_manual_backward_finalization(True)``.
+            UsageError: (a RuntimeError) not the outermost unit, inside a backward, without
+                ``set_manual_backward_finalization(True)``, or after a backward that raised. Ranks that wait for this
+                one then raise a PeerFailureError.
         """
         unit = _outermost(self, "finalize_backward")
-        if isinstance(unit.context, Schedule):
-            if not unit.control.finalizes_by_hand or in_backward() != -1:
+        schedule = unit.context
+        if isinstance(schedule, Schedule):
+            if in_backward() != -1:
+                raise UsageError(f"finalize_backward was called on unit {unit.name!r} inside a backward.")
+            if not unit.control.finalizes_by_hand:
                 raise UsageError(
-                    f"finalize_backward was called on unit {unit.name!r} inside a backward, or without "
+                    f"finalize_backward was called on unit {unit.name!r} without "
                     "set_manual_backward_finalization(True), without which backwards set gradients at their ends. "
-                    "Call that before the forward, and finalize_backward after the backward."
+                    "Call that before the forward."
                 )
-            unit.context.complete_accumulation()
+            if schedule.has_lost_gradients:
+                error = UsageError(
+                    f"finalize_backward was called on unit {unit.name!r} after a backward that raised. The gradients "
+                    "of the step were dropped, those of earlier backwards too. Call reset_iter_state and run all "
+                    "backwards of the step again."
+                )
+                schedule.fail(error)
+                raise error
+            schedule.complete_accumulation()
         return GradientReductionHandle() if async_op else None
 
     def set_backend_collectives(self, enable: bool = True) -> None:

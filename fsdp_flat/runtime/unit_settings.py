@@ -14,7 +14,7 @@ from torch import nn
 from fsdp_flat.comm import AllGather, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
-from fsdp_flat.runtime.schedule import schedule_of
+from fsdp_flat.runtime.schedule import Schedule, schedule_of
 from fsdp_flat.runtime.unit import Unit, own_unit, units_of
 
 
@@ -40,7 +40,10 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
 
 
 def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:
-    """Clear the gradients of the units' parameters, reduced or not."""
+    """Clear the gradients of the units' parameters, reduced or not, set or not."""
+    for unit in units:
+        if isinstance(unit.context, Schedule):
+            unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
     for handle in (handle for unit in units for handle in unit.handles):
         if set_to_none:
             handle.grads.drop()

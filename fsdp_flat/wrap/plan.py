@@ -190,7 +190,10 @@ def _chosen_modules(
         numel = sum(param.numel() for param in module.parameters() if param not in ignored_params)
         below = 0
         if policy(module=module, recurse=True, nonwrapped_numel=numel):
-            below = sum(visit(child) for _, child in named_children(module) if child not in ignored_modules)
+            # A loop: a generator would double the depth of the recursion.
+            for _, child in named_children(module):
+                if child not in ignored_modules:
+                    below += visit(child)
             may_choose = module is not root or not only_children
             if may_choose and policy(module=module, recurse=False, nonwrapped_numel=numel - below):
                 chosen.add(module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
@@ -200,3 +201,22 @@ def test_bytes_go_to_rank_zero(size: int) -> None:
     for payloads in ([b"", b"a\x00", b"\xff" * 1000, b"x"], [b""] * 4):
         got = exchange_bytes(payloads[rank_group.rank], rank_group.group, torch.device("cpu"), only_on_rank0=True)
         assert got == (payloads[:size] if rank_group.rank == 0 else [])
+
+
+@on_ranks(2)
+def test_first_uses_by_two_threads_of_two_groups_in_other_orders_do_not_wait_for_each_other(rank: int) -> None:
+    groups = [RankGroup.of(dist.new_group([0, 1])) for _ in range(2)]
+    found: dict[int, torch.Tensor] = {}
+
+    def gather(index: int) -> None:
+        time.sleep(0 if index == rank else 0.5)
+        full = torch.full((2,), float(rank))
+        found[index] = CpuCollectives(groups[index]).begin_all_gather(full).wait()
+
+    threads = [threading.Thread(target=gather, args=(index,), daemon=True) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    for index in range(2):
+        assert_equal(found[index], torch.tensor([0.0, 1.0]), what=f"group {index}")

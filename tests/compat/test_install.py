@@ -227,7 +227,8 @@ def test_importing_the_library_does_not_import_torchs_fsdp() -> None:
         for file in folder.glob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, (ast.Import, ast.ImportFrom))
-        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
+        for alias in node.names
+        for name in [f"{node.module}.{alias.name}" if isinstance(node, ast.ImportFrom) else alias.name]
     }
     assert {name for name in imported_at_once if name.startswith("fsdp_flat.compat")}
     assert not {name for name in imported_at_once if name.startswith("torch.distributed.fsdp")}

@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_flat.comm import exchanges
 from fsdp_flat.composable import FSDPModule
-from fsdp_flat.errors import UsageError
+from fsdp_flat.errors import PeerFailureError, UsageError
 from fsdp_flat.runtime import units_of
 from tests.composable.sides import Sides, batch_of, blocks_and_root
 from tests.support import on_ranks
-from tests.support.kit import Stack, square_loss
+from tests.support.kit import Stack, patience, square_loss
 
 
 @on_ranks(2, 4)
@@ -127,3 +130,77 @@ def test_one_unit_keeps_its_memory() -> None:
     model.reshard()
     for unit in units_of(model):
         assert all((handle.buffer.nbytes > 0) is (unit.module is model) for handle in unit.handles)
+
+
+class Raising(torch.autograd.Function):
+    """Passes its input on; its backward raises."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, *__: torch.Tensor) -> Any:
+        raise ValueError("in backward")
+
+
+def raising_backward(model: Any, step: int) -> None:
+    with pytest.raises(ValueError, match="in backward"):
+        model(Raising.apply(batch_of(step).requires_grad_())).sum().backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("is_followed", [False, True])
+def test_a_backward_that_raised_is_an_error_of_finalize_backward(is_followed: bool) -> None:
+    model = blocks_and_root(Stack())
+    model.set_manual_backward_finalization(True)
+    square_loss(model, batch_of(0)).backward()
+    raising_backward(model, 1)
+    if is_followed:
+        square_loss(model, batch_of(2)).backward()
+    with pytest.raises(UsageError, match="after a backward that raised"):
+        model.finalize_backward()
+    model.reset_iter_state()
+    square_loss(model, batch_of(0)).backward()
+    model.finalize_backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_backward_that_raised_on_one_rank_is_an_error_of_finalize_backward_on_all(rank: int) -> None:
+    own = DeviceMesh.from_group(dist.new_group(), "cpu")  # its ranks are out of step afterwards
+    with patience(exchanges, 0.5):
+        model = blocks_and_root(Stack(), mesh=own)
+        model.set_manual_backward_finalization(True)
+        if rank == 0:
+            square_loss(model, batch_of(0)).backward()
+            with pytest.raises(PeerFailureError, match="rank 1 raised UsageError: finalize_backward"):
+                model.finalize_backward()
+        else:
+            raising_backward(model, 0)
+            with pytest.raises(UsageError, match="after a backward that raised"):
+                model.finalize_backward()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_clears_gradients_that_are_reduced_and_not_set_yet(set_to_none: bool) -> None:
+    model = blocks_and_root(Stack())
+    square_loss(model, batch_of(1)).backward()
+    expected = [param.grad.to_local().clone() for param in model.parameters()]
+    model.zero_grad()
+    model.set_is_last_backward(False)
+    square_loss(model, batch_of(0)).backward()
+    model.zero_grad(set_to_none=set_to_none)
+    model.set_is_last_backward(True)
+    square_loss(model, batch_of(1)).backward()
+    for param, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(param.grad.to_local(), grad)
+
+
+@on_ranks(2)
+def test_finalization_by_hand_of_a_nested_unit_is_an_error_in_the_first_forward() -> None:
+    model = blocks_and_root(Stack())
+    model.blocks[0].set_manual_backward_finalization(True)
+    with pytest.raises(UsageError, match=r"'blocks\.0', which is nested"):
+        model(batch_of(0))

@@ -618,3 +618,11 @@ def test_an_optimizer_that_holds_the_dtensors_is_found(use_orig_params: bool) ->
     square_loss(sharded, batches(0)[0]).backward()
     with pytest.raises(UsageError, match="Build the optimizer after wrapping"):
         optimizer.step()
+
+
+@on_ranks(4)
+def test_the_error_for_a_sharded_weight_has_the_shape_that_the_module_shows() -> None:
+    model = on_grid(net(), grid(), use_orig_params=False)
+    weight = model.module.layers[0].module.up.weight
+    with pytest.raises(UsageError, match=rf"up.weight' \({HIDDEN}, {WIDTH}\) of unit"):
+        weight + 1

@@ -300,3 +300,11 @@ def test_an_ordinary_plan_warns_of_nothing() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert len(plan(Transformer(), ModuleWrapPolicy({Block})).units) == 3
+
+
+def test_a_policy_function_plans_deep_trees() -> None:
+    module: nn.Module = nn.Linear(2, 2)
+    for _ in range(600):
+        module = nn.Sequential(module)
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=1)
+    assert [unit.fqn.count(".") for unit in plan(module, policy).units] == [599]

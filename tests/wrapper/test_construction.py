@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_flat import BackwardPrefetch, ShardingStrategy
 from fsdp_flat import FullyShardedDataParallel as FSDP
+from fsdp_flat.errors import OptionTypeError
 from fsdp_flat.wrap import ModuleWrapPolicy, always_wrap_policy, enable_wrap, wrap
 from tests.support import assert_close, assert_equal, on_ranks
 from tests.support.kit import no_shard_allowed, square_loss
@@ -347,3 +348,10 @@ def test_every_kind_of_policy_that_fsdp1_takes_is_taken() -> None:
         names = [name for name, _ in ours.named_parameters()]
         assert names == [name for name, _ in theirs.named_parameters()]
         assert len(names) > 1
+
+
+@on_ranks(2)
+def test_a_class_of_another_library_named_like_an_option_is_an_error_that_names_its_module() -> None:
+    foreign = type("MixedPrecision", (), {"__module__": "elsewhere"})
+    with pytest.raises(OptionTypeError, match=r"mixed_precision must be a MixedPrecision; got a elsewhere\.Mixed"):
+        FSDP(nn.Linear(4, 4), mixed_precision=foreign())
