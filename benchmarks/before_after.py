@@ -14,8 +14,6 @@ from benchmarks.runner import ROOT
 from benchmarks.spec import BEFORE, IMPLEMENTATIONS
 from benchmarks.tables import machine, markdown
 
-__all__ = ["NOTE", "comparison_table", "main"]
-
 PRESETS = ("communication", "compute", "tiny")
 OURS = ("flat-full-flat", "flat-full-orig", "flat-grad-op")
 NOTE = """\

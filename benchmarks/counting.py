@@ -14,8 +14,6 @@ from torch.utils._pytree import tree_leaves
 
 from fsdp_flat.comm.shm import sent_nbytes, shared_nbytes
 
-__all__ = ["Counter"]
-
 
 class Counter(TorchDispatchMode):
     """Intercepts every operator and every collective, also those that backward and DistributedDataParallel start.

@@ -31,8 +31,6 @@ from benchmarks.runner import ROOT, where
 from benchmarks.spec import IMPLEMENTATIONS, Setting
 from benchmarks.tables import markdown, medians, ratios
 
-__all__ = ["LABELS", "PEERS", "default_folder", "gpu_table", "main", "measure", "pretended"]
-
 LARGE = Setting(
     layers=16, width=2048, heads=16, vocab=32768, seq=2048, batch=2, steps=10, warmup=3, bf16=True, fused=True
 )

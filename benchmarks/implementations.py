@@ -17,8 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.model import GPT, Block
 from benchmarks.spec import Setting, is_fully_shard
 
-__all__ = ["autocast_for", "library_of", "optimizer_for", "quiet", "unreduced", "wrap"]
-
 CPU = torch.device("cpu")
 
 

@@ -17,8 +17,6 @@ from benchmarks.spec import Job, Setting
 from fsdp_flat.comm import RankGroup, collectives_for
 from fsdp_flat.comm._torch import all_gather_single, reduce_scatter_single
 
-__all__ = ["NOTE", "main", "measure_routes"]
-
 NOTE = """\
 Sizes are those of the unsharded buffer. fsdp_flat uses shared memory between ranks of one host. Otherwise it uses
 broadcasts for all-gather, and all_to_all and add for reduce-scatter. Send and receive is about as fast as these.

@@ -9,8 +9,6 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.spec import Setting
 
-__all__ = ["GPT", "Block", "batch_of", "loss_of"]
-
 
 class Block(nn.Module):
     """Applies attention and an MLP, each after a norm and with a residual connection."""

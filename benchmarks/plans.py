@@ -24,8 +24,6 @@ from fsdp_flat.checkpoint.dcp_files import write_files, write_metadata
 from fsdp_flat.layout import Interval, boxes
 from fsdp_flat.state import BoxedTensor
 
-__all__ = ["NOTE", "main", "measure_dcp", "measure_texts", "plans_table"]
-
 NOTE = """\
 `python -m benchmarks.plans`: what ranks exchange to save a checkpoint, other than tensors, and the time of rank 0 for
 it on one core: pickles, the global plan and the metadata. One process makes what every rank sends; nothing is sent.

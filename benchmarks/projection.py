@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["MACHINE", "MODELS", "Machine", "Model", "bytes_held", "bytes_sent", "projection_rows"]
-
 
 @dataclass(frozen=True)
 class Machine:

@@ -12,8 +12,6 @@ from benchmarks.__main__ import main as bench
 from benchmarks.runner import ROOT
 from benchmarks.tables import STATE_PEERS, describe, markdown, states_table, step_table, write_picture
 
-__all__ = ["main"]
-
 # Name of the result file: flags of ``python -m benchmarks``, and the heading.
 RUNS = {
     "compute": (["--preset", "compute"], "Compute-heavy, fp32"),

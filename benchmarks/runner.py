@@ -17,8 +17,6 @@ import torch
 
 from benchmarks.spec import BEFORE, Job, Setting
 
-__all__ = ["JobError", "measure", "run_processes", "where"]
-
 ROOT = Path(__file__).parent.parent
 
 

@@ -25,8 +25,6 @@ from benchmarks.runner import ROOT, where
 from benchmarks.spec import IMPLEMENTATIONS, Setting
 from benchmarks.tables import machine, markdown
 
-__all__ = ["NOTE", "NO_GC_NOTE", "main", "measure_here", "scale_table"]
-
 NOTE = """\
 Tiny models; one process is rank 0 of a fake process group that does not communicate. Times are the minimum CPU time
 over all rounds; host time is that of a forward and backward, less that of the unwrapped model. FSDP1's time grows with

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-__all__ = ["BEFORE", "IMPLEMENTATIONS", "PRESETS", "Job", "Setting", "is_fully_shard", "title_of"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -13,8 +13,6 @@ from torch import nn
 
 from benchmarks.spec import is_fully_shard
 
-__all__ = ["measure_states"]
-
 Kind = tuple[str, Callable[[], Any], "Callable[[Any], Any] | None"]
 
 

@@ -9,19 +9,6 @@ from typing import Any
 
 from benchmarks.spec import title_of
 
-__all__ = [
-    "STATE_PEERS",
-    "describe",
-    "machine",
-    "markdown",
-    "medians",
-    "ratios",
-    "states_table",
-    "step_table",
-    "write_picture",
-    "write_table",
-]
-
 # For each fsdp_flat variant, the torch implementations; it is compared with the fastest of them in each round.
 PEERS = {
     "flat-full-flat": ("fsdp1-full-flat", "fsdp1-full-orig", "fsdp2"),

@@ -24,8 +24,6 @@ from benchmarks.model import GPT, batch_of, loss_of
 from benchmarks.spec import Job, Setting
 from benchmarks.states import measure_states
 
-__all__ = ["main", "run_job"]
-
 
 class Training:
     """Holds a wrapped model, its optimizer and the batches of one rank."""

@@ -9,7 +9,5 @@ import sys
 
 from fsdp_flat.tools.migrate import main
 
-__all__ = ["main"]
-
 if __name__ == "__main__":
     sys.exit(main())

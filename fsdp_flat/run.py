@@ -12,8 +12,6 @@ from typing import Any, NoReturn
 
 from fsdp_flat.compat import install
 
-__all__ = ["main"]
-
 _USAGE = """\
 usage: python -m fsdp_flat.run [options] script.py [arguments of the script ...]
        python -m fsdp_flat.run [options] -m module [arguments of the module ...]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from packaging.version import Version
 
-__all__ = ["OLDEST", "check_torch"]
-
 # setup.py and README name it too, and `make test-versions` tests it.
 OLDEST = "2.8"
 

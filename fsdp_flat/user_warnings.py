@@ -9,8 +9,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["warn_user"]
-
 # Calls run through torch (modules, the autograd engine) and contextlib (context managers) too. A file's complete path
 # does not count as a prefix of it.
 _PASSED_OVER = (

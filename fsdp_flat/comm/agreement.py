@@ -2,7 +2,8 @@
 
 Ranks compare a digest of their payload; only if some differ they exchange the payloads themselves. A result found over
 one group is part of the payload for the next one, so that ranks that are only in that group get it too. A barrier
-detects a collective that was called on one rank only, before any data is sent.
+detects a collective that was called on one rank only, before any data is sent. Digests of values, and of the order of
+collectives (:class:`CollectiveLog`), are made here too.
 """
 
 from __future__ import annotations

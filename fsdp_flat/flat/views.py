@@ -33,10 +33,10 @@ from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
 Bindings = list[tuple[dict[str, Any], str, Any, Any]]
-"""Where unsharded parameters are shown: attributes, name, unsharded and sharded tensor."""
+"""Lists for each place in a module: its attributes, the name there, the unsharded and the sharded tensor."""
 
 Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
-"""Forward pre-hooks that raise when modules are called with sharded parameters: hooks, key, hook."""
+"""Lists forward pre-hooks that raise when modules are called with sharded parameters: hooks, key, hook."""
 
 
 def _identity(grad: torch.Tensor) -> torch.Tensor:

@@ -85,13 +85,8 @@ class ShardedModule(nn.Module):
         Raises:
             UsageError: not the outermost unit.
         """
-        unit = own_unit(self)
-        schedule = schedule_of(self, unit)
-        if schedule.root is not unit:
-            raise UsageError(
-                f"reset_iter_state must be called on the outermost unit; {unit.name!r} is nested in "
-                f"{schedule.root.name!r}."
-            )
+        schedule = schedule_of(self, own_unit(self))
+        _outermost(self, "reset_iter_state")
         schedule.abort()
         schedule.has_lost_gradients = False
 

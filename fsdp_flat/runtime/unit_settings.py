@@ -270,9 +270,7 @@ def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
         OptionTypeError: ``comm`` is not callable or has no ``allocate``.
         PhaseError: a step is under way.
     """
-    _check_comm(comm)
-    memory: Any = comm
-    _replace(self, all_gather=comm, gather_memory=memory.allocate)
+    _replace(self, all_gather=comm, gather_memory=_allocate_of(comm))
 
 
 def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
@@ -287,9 +285,7 @@ def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
         OptionTypeError: ``comm`` is not callable or has no ``allocate``.
         PhaseError: a step is under way.
     """
-    _check_comm(comm)
-    memory: Any = comm
-    _replace(self, reduce_scatter=comm, reduce_memory=memory.allocate)
+    _replace(self, reduce_scatter=comm, reduce_memory=_allocate_of(comm))
 
 
 def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: bool) -> None:
@@ -366,8 +362,10 @@ def _replace(module: nn.Module, **changes: Any) -> None:
     unit.use_collectives(replace(unit.collective_choice, **changes))
 
 
-def _check_comm(comm: Any) -> None:
+def _allocate_of(comm: Any) -> Any:
+    """Return the method of a caller's collective that allocates its memory."""
     if not callable(comm) or not callable(getattr(comm, "allocate", None)):
         raise OptionTypeError(
             f"comm must be callable and have a method allocate(size, *, dtype, device); got {type(comm).__name__}."
         )
+    return comm.allocate

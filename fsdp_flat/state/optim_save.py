@@ -120,14 +120,7 @@ def save_optim_state(
     order = _complete_groups(index, contents, groups or [], alone=alone)
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
-        handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
-        merged: dict[tuple[IndexedParam, str], torch.Tensor] = {}
-        if handled:
-            merged = merged_states(
-                handled,
-                lambda position, size: 0 if config.rank0_only else position % size if peers is not None else None,
-                offload=config.offload_to_cpu,
-            )
+        merged = _merged(states, config, in_turn=peers is not None)
     others = _others(index, contents, codec, config)
     if config.rank0_only and any(
         rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
@@ -137,6 +130,22 @@ def save_optim_state(
     placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
     state = {"state": {name: by_name[name] for name in placed}}
     return state if groups is None else {**state, "param_groups": groups}
+
+
+def _merged(
+    states: Sequence[_ParamState], config: OptimStateDictConfig, *, in_turn: bool
+) -> dict[tuple[IndexedParam, str], torch.Tensor]:
+    """Merge the states that have handlers: for rank 0, each for one rank ``in_turn``, or for all ranks."""
+    handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
+    if not handled:
+        return {}
+
+    def destination(position: int, size: int) -> int | None:
+        if config.rank0_only:
+            return 0
+        return position % size if in_turn else None
+
+    return merged_states(handled, destination, offload=config.offload_to_cpu)
 
 
 def _encoded(
