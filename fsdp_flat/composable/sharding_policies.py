@@ -47,6 +47,20 @@ class DataParallelMeshDims:
         if self.shard is None and self.replicate is None:
             raise OptionError("DataParallelMeshDims needs a dim to shard over, or one to replicate over; got neither.")
 
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Return the dims to shard over."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Return the dims to replicate over."""
+        return _names(self.replicate)
+
+
+def _names(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
 
 @dataclass
 class OffloadPolicy:
