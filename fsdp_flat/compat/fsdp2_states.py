@@ -37,7 +37,7 @@ class FSDPStateContext:
     """Presents the units of a tree as FSDP2's state context.
 
     Attributes:
-        all_states: one state for each unit, the outermost first.
+        all_states: one state for each module or list of modules, the outermost first.
     """
 
     all_states: list[FSDPState]
@@ -45,11 +45,11 @@ class FSDPStateContext:
 
 @dataclass(frozen=True, slots=True)
 class FSDPState:
-    """Presents a unit as FSDP2's state of a module; two of one unit are equal.
+    """Presents the units of a module as FSDP2's state of it; two of one unit are equal.
 
     Attributes:
         module: the module that ``fully_shard`` was called on.
-        unit: its unit.
+        unit: its unit, the outer one of several.
     """
 
     module: nn.Module
@@ -66,7 +66,7 @@ class FSDPState:
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return [FSDPParamGroup(self.unit)] if self.unit.handles else []
+        return [FSDPParamGroup(unit) for unit in (self.unit, *self.unit.inner) if unit.handles]
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:
@@ -75,7 +75,9 @@ class FSDPState:
 
     @property
     def _state_ctx(self) -> FSDPStateContext:
-        return FSDPStateContext([FSDPState(unit.module, unit) for unit in schedule_of(self.module, self.unit).units])
+        units = schedule_of(self.module, self.unit).units
+        inner = {each for unit in units for each in unit.inner}
+        return FSDPStateContext([FSDPState(unit.module, unit) for unit in units if unit not in inner])
 
     @property
     def _comm_ctx(self) -> object:

@@ -47,8 +47,10 @@ class FSDPModule(ShardedModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Convert the shards instead of the visible parameters (``.to``, ``.float``, ``.cuda``, ``to_empty``)."""
-        apply_to_others = super()._apply
-        runtime.convert_unit(runtime.own_unit(self), fn, lambda: apply_to_others(fn, recurse))
+        convert: Callable[[], object] = partial(super()._apply, fn, recurse)
+        for unit in reversed(runtime.units_of(self, recurse=False)):
+            convert = partial(runtime.convert_unit, unit, fn, convert)
+        convert()
         return self
 
 

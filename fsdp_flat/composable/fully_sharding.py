@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.fsdp2_states import state_of
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import MixedPrecisionPolicy, OffloadPolicy
-from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh
 from fsdp_flat.runtime import (
     Ignored,
@@ -58,7 +59,9 @@ def fully_shard(
         reshard_after_forward: free unsharded parameters after forward; None: unless the module is the outermost. A
             number of ranks, a factor of those that shard: groups of that many consecutive ranks hold all parameters
             between forward and backward, which all-gathers in the group; 1 is False, and all ranks is True.
-        shard_placement_fn: returns for a parameter the ``Shard(dim)`` to use, or None for ``Shard(0)``.
+        shard_placement_fn: returns for a parameter the ``Shard(dim)`` to use, or None for ``Shard(0)``; or torch's
+            ``ShardPlacementResult`` of that and a mesh of its own, for experts that are sharded over fewer ranks than
+            the rest. The parameters of each mesh are all-gathered together, and their gradients are averaged over it.
         mp_policy: dtypes of compute, reduction and outputs.
         offload_policy: a :class:`CPUOffloadPolicy` keeps shards in host memory.
         ignored_params: parameters that are not sharded and whose gradients are not reduced.
@@ -72,46 +75,33 @@ def fully_shard(
     Raises:
         OptionError: (a ValueError) arguments or a model that cannot be used.
         OptionTypeError: (a TypeError) an argument of the wrong type.
-        UnsupportedError: (a NotImplementedError) parameters of several meshes.
         UsageError: (a RuntimeError) no process group.
     """
     members = _members(module)
     data_dims = None if dp_mesh_dims is None else _data_dims(mesh, dp_mesh_dims)
     mesh = _mesh_or_default(mesh if data_dims is None else _data_mesh(data_dims))
-    kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
-    strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
-    device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
     # By the field, so that torch's policy, which a client may have bound before install(), is not ignored.
     offloads = hasattr(offload_policy, "pin_memory")
-    options = UnitOptions(
-        strategy=strategy,
-        groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),
-        device=device,
-        device_given=True,
-        use_orig_params=True,
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        sync_states="warn",
-        precision=precision_of_rows(mp_policy),
-        offload_params=offloads,
-        param_init_fn=None,
-        rows=RowSharding(mesh, lambda param: _dim_of(param, mesh, shard_placement_fn), offloads, data_dims),
-    )
-    ignored = Ignored(frozenset(), frozenset(ignored_params or ()))
-    # Where nothing is sharded, nothing is resharded, as in torch.
-    is_sharded = data_dims is None or bool(data_dims.shard)
-    reshards, num_ranks = _resharding(reshard_after_forward if is_sharded else None, options.groups.shard.size)
-    unit = build_rows(members, options, ignored)
-    unit.control.reshard_after_forward = reshards
-    unit.control.smaller_group = _smaller_group(unit, num_ranks)
-    unit.control.reshard_after_backward = True
+    options = _options(mp_policy, RowSharding(mesh, offloads, data_dims), reshard_after_forward)
+    by_mesh = {mesh: options}
+
+    def place(param: nn.Parameter) -> tuple[UnitOptions, int]:
+        dim, info = _placement(param, shard_placement_fn)
+        other = mesh if info is None else info.mesh
+        if other not in by_mesh:
+            rows = _rows_over(info, mesh, offloads=offloads)
+            by_mesh[other] = _options(mp_policy, rows, reshard_after_forward)
+        return by_mesh[other], dim
+
+    unit = build_rows(members, options, Ignored(frozenset(), frozenset(ignored_params or ())), place)
+    for each in (unit, *unit.inner):
+        _set_resharding(each, reshard_after_forward)
+        hook_state_dicts(each)
     for member in members:
         member.__dict__["_unit"] = unit
         member.__class__ = sharded_class(type(member))
         # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
         member.register_forward_pre_hook(_unshards)
-    hook_state_dicts(unit)
     return module
 
 
@@ -168,9 +158,7 @@ def _data_dims(mesh: Any, given: Any) -> DataParallelDims:
     Raises:
         OptionError: ``mesh`` has no such dims.
     """
-    shard, replicate = (
-        (names,) if isinstance(names, str) else tuple(names or ()) for names in (given.shard, given.replicate)
-    )
+    shard, replicate = given.shard_names, given.replicate_names
     known = mesh.mesh_dim_names if isinstance(mesh, DeviceMesh) else None
     missing = [name for name in (*shard, *replicate) if name not in (known or ())]
     if missing:
@@ -188,49 +176,104 @@ def _data_mesh(dims: DataParallelDims) -> DeviceMesh:
     return concatenated_mesh(flattened_mesh(dims.mesh[dims.replicate]), shard) if dims.replicate else shard
 
 
-def _resharding(value: bool | int | None, num_shards: int) -> tuple[bool | None, int | None]:
-    """Return whether to reshard after forward, and to how many ranks if that is fewer than ``num_shards``.
+def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | int | None) -> UnitOptions:
+    """Return the options of a unit over the mesh of ``rows``.
 
     Raises:
-        OptionError: ``value`` is no number of ranks to which parameters can be resharded.
+        OptionError: parameters cannot be resharded to ``reshard_after_forward`` ranks of that mesh.
     """
-    if value is None or isinstance(value, bool):
-        return value, None
+    mesh, data_dims = rows.mesh, rows.data_dims
+    kind = ShardingStrategy.HYBRID_SHARD if mesh.ndim == 2 else ShardingStrategy.FULL_SHARD
+    strategy = strategy_from(ShardingStrategy.NO_SHARD if data_dims is not None and not data_dims.shard else kind)
+    device, _ = compute_device_from(None if mesh.device_type != "cpu" else "cpu")
+    options = UnitOptions(
+        strategy=strategy,
+        groups=resolve_groups(strategy, None, mesh, has_policy=False, device=device),
+        device=device,
+        device_given=True,
+        use_orig_params=True,
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch=False,
+        limit_all_gathers=True,
+        sync_states="warn",
+        precision=precision_of_rows(mp_policy),
+        offload_params=rows.offloads,
+        param_init_fn=None,
+        rows=rows,
+    )
+    if not isinstance(reshard_after_forward, (bool, NoneType)) and strategy.shards:
+        _check_num_ranks(reshard_after_forward, options.groups.shard.size)
+    return options
+
+
+def _check_num_ranks(value: object, num_shards: int) -> None:
     if not isinstance(value, int) or value < 1 or num_shards % value:
         possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
         raise OptionError(
             f"reshard_after_forward must be True, False, None or a number of ranks that divides the {num_shards} that "
             f"shard ({possible}); got {value!r}."
         )
-    if value == 1:
-        warn_user(
-            "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
-            "them.",
-            stacklevel=3,
-        )
-    return value > 1, value if 1 < value < num_shards else None
 
 
-def _smaller_group(unit: Unit, num_ranks: int | None) -> SmallerGroup | None:
-    if num_ranks is None:
-        return None
-    return SmallerGroup(unit.options.groups.shard, num_ranks, unit.options.device, unit=unit.unit_id, name=unit.name)
+def _set_resharding(unit: Unit, value: bool | int | None) -> None:
+    """Have a unit reshard after forward: whether, or to how many ranks."""
+    shard, control = unit.options.groups.shard, unit.control
+    # Where nothing is sharded, nothing is resharded, as in torch.
+    value = value if unit.options.strategy.shards else None
+    if value is None or isinstance(value, bool):
+        control.reshard_after_forward = value
+    else:
+        control.reshard_after_forward = value > 1
+        if value == 1:
+            warn_user(
+                "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to "
+                "free them.",
+                stacklevel=3,
+            )
+        elif value < shard.size:
+            device = unit.options.device
+            control.smaller_group = SmallerGroup(shard, value, device, unit=unit.unit_id, name=unit.name)
+    control.reshard_after_backward = True
 
 
-def _dim_of(param: nn.Parameter, mesh: DeviceMesh, shard_placement_fn: ShardPlacementFn | None) -> int:
+def _placement(param: nn.Parameter, shard_placement_fn: ShardPlacementFn | None) -> tuple[int, Any]:
+    """Return the dim to shard, and torch's description of a mesh to shard over, or None for that of the call.
+
+    Raises:
+        OptionError: the function returned something else.
+    """
     given: Any = None if shard_placement_fn is None else shard_placement_fn(param)
     # torch's ShardPlacementResult, which is not public.
     info = getattr(given, "mesh_info", None)
-    if info is not None:
-        if info.mesh != mesh:
-            raise UnsupportedError(
-                f"shard_placement_fn chose another mesh, {info.mesh}, for a parameter of shape {tuple(param.shape)}; "
-                f"all parameters of one call share its mesh, {mesh}. Call fully_shard(experts, mesh=...) on the "
-                "modules that hold these parameters first, and then on the module around them."
-            )
-        given = given.placement
-    if given is None:
-        return 0
-    if not isinstance(given, Shard):
+    given = given if info is None else given.placement
+    if given is not None and not isinstance(given, Shard):
         raise OptionError(f"shard_placement_fn must return a Shard or None; got {given!r}.")
-    return given.dim
+    return 0 if given is None else given.dim, info
+
+
+def _rows_over(info: Any, mesh: DeviceMesh, *, offloads: bool) -> RowSharding:
+    """Return how parameters are sharded over another mesh than that of the call.
+
+    Args:
+        info: torch's ``FSDPMeshInfo`` or ``HSDPMeshInfo``, which are not public; all but its mesh may be missing.
+        mesh: that of the call.
+        offloads: shards have to be in host memory.
+
+    Raises:
+        OptionError: its mesh cannot be used.
+    """
+    other, ndim = info.mesh, getattr(info.mesh, "ndim", 0)
+    roles = getattr(info, "replicate_mesh_dim", ndim - 2), getattr(info, "shard_mesh_dim", ndim - 1)
+    if not isinstance(other, DeviceMesh) or (ndim, *roles) not in ((1, None, 0), (1, -1, 0), (2, 0, 1)):
+        raise OptionError(
+            f"shard_placement_fn must choose an FSDPMeshInfo(mesh, shard_mesh_dim=0) with a mesh of one dim, or an "
+            f"HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0) with two; got {info!r}."
+        )
+    if other.device_type != mesh.device_type or other.get_coordinate() is None:
+        raise OptionError(
+            f"shard_placement_fn chose {other} on rank {dist.get_rank()}, which must be one of its ranks, and whose "
+            f"parameters are on {mesh.device_type!r}, by the mesh of the call."
+        )
+    dims = getattr(info, "dp_mesh_dims", None)
+    names = ", ".join(other.mesh_dim_names or ()) or "mesh of " + " x ".join(map(str, other.shape))
+    return RowSharding(other, offloads, None if dims is None else _data_dims(info.spmd_mesh, dims), f" ({names})")

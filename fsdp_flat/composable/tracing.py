@@ -16,7 +16,8 @@ def trace(model: nn.Module) -> Generator[list[tuple[str, str]], None, None]:
     """Record the events of the units of ``model`` inside the block, in their order on this rank.
 
     Each is ``(event, module)``, with the module's path in the tree (the outermost one's class, and the paths of several
-    modules of one unit separated by commas)::
+    modules of one unit separated by commas); ``"blocks.0 (efsdp)"`` for those of its parameters that are on another
+    mesh, of one dim ``efsdp``::
 
         with trace(model) as events:
             model(x).sum().backward()

@@ -21,7 +21,6 @@ from fsdp_flat.runtime import (
     owners_of_ties,
     precision_from,
     resolve_ignored,
-    unit_of,
     units_of,
 )
 from fsdp_flat.wrap import plan_units
@@ -129,10 +128,13 @@ def describe(model: nn.Module) -> ModelDescription:
             f"{type(model).__name__} holds no FullyShardedDataParallel to describe; plan(module, num_ranks, ...) "
             "describes a model before it is wrapped."
         )
-    paths = {unit: clean_fqn(path) for path, child in model.named_modules() if (unit := unit_of(child)) is not None}
+    paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = [
         _described(
-            paths[unit] or type(unit.module).__name__, unit.options, unit.handles, unit.control.reshard_after_forward
+            unit.name_at(paths[unit] or type(unit.module).__name__),
+            unit.options,
+            unit.handles,
+            unit.control.reshard_after_forward,
         )
         for unit in units
         if unit.handles

@@ -35,16 +35,16 @@ class RowSharding:
 
     Attributes:
         mesh: the data-parallel mesh; its last dim shards, another one replicates.
-        dim_of: returns the dim along which a parameter is sharded.
         offloads: shards have to be in host memory.
         data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
+        suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
         hooks: hooks of the unit's modules, to be removed with the unit.
     """
 
     mesh: DeviceMesh
-    dim_of: Callable[[nn.Parameter], int]
     offloads: bool = False
     data_dims: DataParallelDims | None = None
+    suffix: str = ""
     hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
 
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
@@ -66,11 +66,10 @@ class RowSharding:
         """
         dims = []
         for entry in params:
-            given = self.dim_of(entry.original)
-            dims.append(given + entry.param.dim() if given < 0 else given)
+            dims.append(entry.dim + entry.param.dim() if entry.dim < 0 else entry.dim)
             if not 0 <= dims[-1] < max(1, entry.param.dim()):
                 raise OptionError(
-                    f"Parameter {entry.fqn!r} of shape {tuple(entry.shape)} has no dim {given} to shard; "
+                    f"Parameter {entry.fqn!r} of shape {tuple(entry.shape)} has no dim {entry.dim} to shard; "
                     "shard_placement_fn returned it."
                 )
         return dims

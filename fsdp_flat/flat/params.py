@@ -349,12 +349,14 @@ class ManagedParam:
         sites: its registrations.
         adapter: converts between ``param`` and the tensor that the sites show.
         replaced: returns the user's Parameter if ``param`` replaces it.
+        dim: the dim along which a row layout shards it; may be negative.
     """
 
     param: nn.Parameter
     sites: tuple[Site, ...]
     adapter: TensorAdapter = PLAIN
     replaced: Callable[[], nn.Parameter | None] | None = None
+    dim: int = 0
 
     @property
     def fqn(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakKeyDictionary
 
@@ -122,15 +122,22 @@ def build_unit(
     return unit
 
 
-def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Ignored) -> Unit:
+def build_rows(
+    members: Sequence[nn.Module],
+    options: UnitOptions,
+    ignored: Ignored,
+    place: Callable[[nn.Parameter], tuple[UnitOptions, int]],
+) -> Unit:
     """Build the unit of modules whose parameters are sharded one by one, without communication.
 
+    Parameters with other options, of another mesh, are in further units, inside the one that is returned.
     Every rank must call this in the same order. Parameters on the meta device stay there.
 
     Args:
         members: the modules; nested units are already built.
-        options: the unit's validated options, with ``rows``.
+        options: validated options, with ``rows``.
         ignored: parameters that are not managed.
+        place: returns the options of a parameter's unit, and the dim along which the parameter is sharded.
 
     Raises:
         OptionError: a parameter cannot be sharded.
@@ -138,21 +145,35 @@ def build_rows(members: Sequence[nn.Module], options: UnitOptions, ignored: Igno
     """
     module = members[0] if len(members) == 1 else nn.ModuleList(members)
     name = ", ".join(type(member).__name__ for member in members)
-    unit_id = digest_of(f"{count_call(options.groups.primary.group)}/rows".encode())
     modules = [(path, child) for path, child in _own_modules(module) if unit_of(child) is None]
     move_to_device(modules, options, ignored)
     nested = units_of(module)
+    _check_renormalisation(modules, options, ignored)
+    divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {}
+    for entry in _managed_params(module, name, ignored, {}, nested):
+        own, dim = place(entry.original)
+        divided.setdefault(id(own), (own, []))[1].append(_adapted(replace(entry, dim=dim), own))
+    units, shared = [], tuple(members)
+    for own, params in divided.values() or [(options, [])]:
+        assert own.rows is not None
+        unit_id = digest_of(f"{count_call(own.groups.primary.group)}/rows".encode())
+        full_name = name + own.rows.suffix
+        handles = handles_of(params, module, full_name, own)
+        stored = StoredTensors(child for _, child in modules)
+        unit = Unit(module, full_name, own, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
+        unit.members = shared
+        units.append(unit)
+    outer, *inner = units
+    outer.inner = tuple(inner)
+    for each in (*inner, *nested):
+        each.is_nested = True
+    return outer
+
+
+def _adapted(entry: ManagedParam, options: UnitOptions) -> ManagedParam:
     groups = [rank_group.group for rank_group in options.groups.rank_groups if rank_group.group is not None]
     assert options.rows is not None
-    params = [options.rows.adapted(entry, groups) for entry in _managed_params(module, name, ignored, {}, nested)]
-    _check_renormalisation(modules, options, ignored)
-    handles = handles_of(params, module, name, options)
-    stored = StoredTensors(child for _, child in modules)
-    unit = Unit(module, name, options, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
-    unit.members = tuple(members)
-    for inner in nested:
-        inner.is_nested = True
-    return unit
+    return options.rows.adapted(entry, groups)
 
 
 def _initialised_params(

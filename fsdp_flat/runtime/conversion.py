@@ -254,9 +254,11 @@ def _is_wrapper(module: nn.Module) -> bool:
 def _restore_class(module: nn.Module) -> None:
     """Undo what ``fully_shard`` has changed of a module besides its parameters."""
     unit = unit_of(module)
-    if unit is not None and unit.options.rows is not None:
-        for hook in unit.options.rows.hooks:
-            hook.remove()
+    if unit is not None and unit.shows_dtensors:
+        for each in (unit, *unit.inner):
+            assert each.options.rows is not None
+            for hook in each.options.rows.hooks:
+                hook.remove()
         for name in ("_unit", *unit.forward_methods):
             module.__dict__.pop(name, None)
         # The class of a sharded module is derived from two: that of fully_shard, and its own.

@@ -171,7 +171,7 @@ class UnitForward:
             unit.log_event("post_forward")
             iteration = record.iteration
             wanted = unit.control.reshard_after_forward
-            reshards = (unit is not schedule.root if wanted is None else wanted) and unit.holds_copies
+            reshards = (not schedule.is_outermost(unit) if wanted is None else wanted) and unit.holds_copies
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
             in_grad = torch.is_grad_enabled() and not (self._outermost and schedule.ran_units_without_gradients)

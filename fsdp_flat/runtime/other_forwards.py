@@ -17,14 +17,14 @@ from fsdp_flat.layout import FSDP_WRAPPED_MODULE
 from fsdp_flat.runtime.forward import UnitForward, run_forward
 from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.tensors import differentiable_tensors
-from fsdp_flat.runtime.unit import Unit, own_unit, unit_of
+from fsdp_flat.runtime.unit import Unit, own_unit, unit_of, units_of
 
 
 class UnshardHandle:
     """Waits for the all-gather of a unit that ``unshard(async_op=True)`` has begun.
 
     Args:
-        unit: the unit that is being unsharded; None if there is nothing to wait for.
+        unit: the unit that is being unsharded, with those inside it; None if there is nothing to wait for.
     """
 
     def __init__(self, unit: Unit | None) -> None:
@@ -33,20 +33,50 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gather, and point the modules at the unsharded parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
-        if unit is not None and not unit.is_sharded:
-            unit.unshard()
+        for each in () if unit is None else (unit, *unit.inner):
+            if not each.is_sharded:
+                each.unshard()
 
 
 @dynamo_disabled_here
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
-    """Run ``call``, the module's own ``__call__``, with the parameters of the module's unit unsharded.
-
-    If the unit has several modules, its forward begins with the first of them to run and ends with the last. Called
-    outside of the forward of an outer unit, which ends forwards of which some modules do not run, each is a forward.
-    """
+    """Run ``call``, the module's own ``__call__``, with the parameters of the module's units unsharded."""
     unit = own_unit(module)
-    if len(unit.members) == 1:
-        return run_forward(module, unit, args, kwargs, call)
+    run = run_forward if len(unit.members) == 1 else _run_member
+    return _run_nested(module, unit, args, kwargs, call, run)
+
+
+@dynamo_disabled_here
+def _run_nested(
+    module: nn.Module,
+    unit: Unit,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    call: Callable[..., Any],
+    run: Callable[..., Any] = run_forward,
+) -> Any:
+    """Run ``call`` by ``run`` as the forward of a unit, and inside it as that of each of its inner ones."""
+    for inner in reversed(unit.inner):
+        call = functools.partial(_run_inner, module, inner, run, call)
+    return run(module, unit, args, kwargs, call)
+
+
+@dynamo_disabled_here
+def _run_inner(
+    module: nn.Module, unit: Unit, run: Callable[..., Any], call: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return run(module, unit, args, kwargs, call)
+
+
+@dynamo_disabled_here
+def _run_member(
+    module: nn.Module, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]
+) -> Any:
+    """Run one of several modules of a unit.
+
+    The unit's forward begins with the first of them to run and ends with the last. Called outside of the forward of an
+    outer unit, which ends forwards of which some modules do not run, each is a forward.
+    """
     schedule = schedule_of(module, unit)
     if schedule.recomputes or schedule.iteration is None:
         return run_forward(module, unit, args, kwargs, call)
@@ -98,8 +128,7 @@ def unshard_for(module: nn.Module) -> Iterator[None]:
     entered: list[UnitForward] = []
     try:
         for child in list(module.modules()):
-            unit = unit_of(child)
-            if unit is not None:
+            for unit in units_of(child, recurse=False):
                 forward = UnitForward(child, unit)
                 entered.append(forward)
                 forward.enter((), {})
@@ -138,7 +167,7 @@ def participate(module: nn.Module, *inputs: Any) -> None:
     """
     unit = unit_of(module)
     if unit is not None:
-        run_forward(module, unit, (), {}, functools.partial(_participate_below, module, inputs))
+        _run_nested(module, unit, (), {}, functools.partial(_participate_below, module, inputs))
     else:
         _participate_below(module, inputs)
 
@@ -175,7 +204,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def gathered(*args: Any, **kwargs: Any) -> Any:
-        return run_forward(module, unit, args, kwargs, own or getattr(inner(), method_name))
+        return _run_nested(module, unit, args, kwargs, own or getattr(inner(), method_name))
 
     module.__dict__[method_name] = gathered
     unit.forward_methods.add(method_name)

@@ -23,7 +23,7 @@ from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
 from fsdp_flat.runtime.first_use import RankChecks, check_units, log_units, raise_difference
 from fsdp_flat.runtime.reduction import CommContext
-from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of
+from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
@@ -47,8 +47,7 @@ class Schedule(CommContext):
     """
 
     def __init__(self, root_module: nn.Module) -> None:
-        units = {name: unit for name, module in root_module.named_modules() if (unit := unit_of(module)) is not None}
-        self.units = list(dict.fromkeys(units.values()))
+        self.units = units_of(root_module)
         self.root = self.units[0]
         super().__init__(self.root.options.device)
         self.streams, self.pool = self.root.context.streams, self.root.context.pool
@@ -69,11 +68,12 @@ class Schedule(CommContext):
         self.warned_uncompiled = False
         self._buffers_full: bool | None = None
         paths: dict[Unit, list[str]] = {}
-        for name, unit in units.items():
-            paths.setdefault(unit, []).append(clean_fqn(name))
+        for name, module in root_module.named_modules():
+            for unit in units_of(module, recurse=False):
+                paths.setdefault(unit, []).append(clean_fqn(name))
         for unit, names in paths.items():
             # A unit that is called without its root keeps the path from wrapping.
-            unit.rename(", ".join(filter(None, names)) or unit.name)
+            unit.rename(", ".join(filter(None, names)))
         check_units(self.units)
         for unit in self.units:
             self._adopt_unit(unit)
@@ -100,6 +100,10 @@ class Schedule(CommContext):
         unit.use_context(self)
         for handle in unit.handles:
             handle.grads.on_ready = partial(self.grads_ready, unit)
+
+    def is_outermost(self, unit: Unit) -> bool:
+        """Return whether a unit is the root, or another one of the root's modules."""
+        return unit.members is self.root.members
 
     def _cast_buffers(self) -> None:
         """Cast buffers to the dtype in which the next forward computes."""
@@ -174,16 +178,17 @@ class Schedule(CommContext):
 
         The last unit of a forward is the first of its backward, so it needs no second all-gather in between.
         """
-        if unit is self.root or not unit.control.keeps_last:
+        if self.is_outermost(unit) or not unit.control.keeps_last:
             unit.regroup_kept()
             return
-        self._free_kept_buffers()
+        if self._last_run is not None and self._last_run.members is not unit.members:
+            self._free_kept_buffers()
         self._last_run = unit
 
     def _free_kept_buffers(self) -> None:
         unit, self._last_run = self._last_run, None
-        if unit is not None:
-            unit.regroup_kept()
+        for each in () if unit is None else (unit, *unit.inner):
+            each.regroup_kept()
 
     def end_iteration(self) -> None:
         """End the outermost forward."""
@@ -241,10 +246,11 @@ class Schedule(CommContext):
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
-        if unit is not None and unit.needs_all_gather and unit.is_sharded and unit.context is self:
-            unit.log_event(event)
-            self._prefetched.append(unit)
-            unit.begin_unshard()
+        for each in () if unit is None else (unit, *unit.inner):
+            if each.needs_all_gather and each.is_sharded and each.context is self:
+                each.log_event(event)
+                self._prefetched.append(each)
+                each.begin_unshard()
 
     def mark_in_use(self, unit: Unit) -> None:
         """Record that a unit's parameters are in use, so that it no longer counts as prefetched."""
@@ -358,7 +364,7 @@ class Schedule(CommContext):
     def _make_room_for(self, unit: Unit) -> None:
         if unit is self._last_run:
             self._last_run = None
-        elif unit.needs_all_gather and unit.is_sharded and unit is not self.root:
+        elif unit.needs_all_gather and unit.is_sharded and not self.is_outermost(unit):
             self._free_kept_buffers()
 
     def _join(self, unit: Unit, weights: Weights) -> None:

@@ -31,7 +31,7 @@ class ShardedModule(nn.Module):
     # -- sharded and unsharded state -------------------------------------------------------------------------------
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """All-gather the parameters of this module's unit. Every rank of the shard group must call this.
+        """All-gather the parameters of this module. Every rank of their shard groups must call this.
 
         Args:
             async_op: return at once; the parameters are in place after ``wait`` of the result, or once the forward
@@ -49,14 +49,15 @@ class ShardedModule(nn.Module):
         if schedule is None or (schedule.iteration is None and schedule.backward is None):
             # No step runs, so the optimizer may have written the shards.
             unit.context.streams.shards_written()
-        if async_op:
-            unit.begin_unshard()
-            return UnshardHandle(unit)
-        unit.unshard()
-        return None
+        for each in (unit, *unit.inner):
+            if async_op:
+                each.begin_unshard()
+            else:
+                each.unshard()
+        return UnshardHandle(unit) if async_op else None
 
     def reshard(self) -> None:
-        """Free the unsharded parameters of this module's unit; the module then holds the sharded ones.
+        """Free the unsharded parameters of this module, which then holds the sharded ones.
 
         Raises:
             PhaseError: inside ``summon_full_params`` or the unit's forward.
@@ -64,7 +65,8 @@ class ShardedModule(nn.Module):
         unit = _unit_for(self, "reshard")
         if unit.phase is Phase.FORWARD:
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
-        unit.reshard()
+        for each in (unit, *unit.inner):
+            each.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear gradients, also between forward and backward, and those that are not reduced yet.
@@ -144,7 +146,8 @@ class ShardedModule(nn.Module):
         Args:
             unshard_in_backward: whether to unshard them.
         """
-        own_unit(self).control.unshard_in_backward = unshard_in_backward
+        for unit in units_of(self, recurse=False):
+            unit.control.unshard_in_backward = unshard_in_backward
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class ShardedModule(nn.Module):
         Raises:
             OptionError: (a ValueError) a module without a unit.
         """
-        own_unit(self).control.forward_prefetch = _with_units(modules)
+        _last_unsharded(self).control.forward_prefetch = _with_units(modules)
 
     def set_modules_to_backward_prefetch(self, modules: Sequence[nn.Module]) -> None:
         """Begin the all-gathers of these modules' units in backward, once this unit's parameters are there.
@@ -172,7 +175,7 @@ class ShardedModule(nn.Module):
         Raises:
             OptionError: (a ValueError) a module without a unit.
         """
-        own_unit(self).control.backward_prefetch = _with_units(modules)
+        _last_unsharded(self).control.backward_prefetch = _with_units(modules)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Set gradients at the end of later backwards of the tree, or only at the end of the next last one.
@@ -320,6 +323,11 @@ def _outermost(module: nn.Module, action: str) -> Unit:
                 f"{action} must be called on the outermost unit; {unit.name!r} is nested in {unit.context.root.name!r}."
             )
     return unit
+
+
+def _last_unsharded(module: nn.Module) -> Unit:
+    """Return the unit of a module that forward and backward unshard last: the innermost one."""
+    return units_of(module, recurse=False)[-1]
 
 
 def _with_units(modules: Iterable[nn.Module]) -> tuple[nn.Module, ...]:

@@ -23,7 +23,7 @@ from fsdp_flat.flat import (
     views_of,
 )
 from fsdp_flat.runtime.schedule import schedule_of
-from fsdp_flat.runtime.unit import Phase, Unit, unit_of
+from fsdp_flat.runtime.unit import Phase, Unit, units_of
 from fsdp_flat.user_warnings import warn_user
 
 
@@ -129,8 +129,7 @@ def summon_full_params(
         )
     units = []
     for child in modules_of(module) if recurse else (module,):
-        unit = unit_of(child)
-        if unit is not None:
+        for unit in units_of(child, recurse=False):
             if not unit.is_nested:
                 # This is a first use: from here on the wrapper is a root.
                 schedule_of(child, unit)

@@ -15,14 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
-from fsdp_flat.comm import (
-    CollectiveChoice,
-    Pending,
-    collectives_for,
-    profiled,
-    unit_names,
-    unrecorded,
-)
+from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.control import UnitControl
@@ -65,6 +58,8 @@ class Unit:
         handles: one per flat parameter; none if the module has no parameters of its own.
         unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
         members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
+        inner: units of the same modules on other meshes, whose forwards run inside this one's; they have the same tuple
+            of members. Modules hold this unit alone.
         phase: the state of the step; written by this class and by ``summon_full_params``.
         context: streams, memory and records shared with the other units of the tree.
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
@@ -96,6 +91,7 @@ class Unit:
     ) -> None:
         self.module = module
         self.members: tuple[nn.Module, ...] = (module,)
+        self.inner: tuple[Unit, ...] = ()
         self.unit_id = unit_id
         self.ignored = ignored
         self.buffers = buffers
@@ -133,9 +129,13 @@ class Unit:
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 
-    def rename(self, name: str) -> None:
-        """Set the name to the unit's path in its tree."""
-        self.name = name
+    def name_at(self, path: str) -> str:
+        """Return the name of the unit at a path: with its mesh, if that is another one than its modules'."""
+        return path if self.options.rows is None else path + self.options.rows.suffix
+
+    def rename(self, path: str) -> None:
+        """Set the name to that at the unit's path in its tree; without a path it stays."""
+        self.name = name = self.name_at(path) if path else self.name
         group = self.options.groups.shard.group
         if group is not None:
             unit_names(group)[self.unit_id] = name
@@ -476,7 +476,7 @@ class Unit:
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit of a wrapper, or None for any other module."""
+    """Return the unit of a wrapper, the outer one of several, or None for any other module."""
     unit = module.__dict__.get("_unit")
     return unit if isinstance(unit, Unit) else None
 
@@ -491,4 +491,5 @@ def own_unit(module: nn.Module) -> Unit:
 def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
     modules = modules_of(module) if recurse else (module,)
-    return list(dict.fromkeys(unit for each in modules if (unit := unit_of(each)) is not None))
+    found = [unit for each in modules if (unit := unit_of(each)) is not None]
+    return list(dict.fromkeys(each for unit in found for each in (unit, *unit.inner)))

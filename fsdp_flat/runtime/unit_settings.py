@@ -108,15 +108,16 @@ def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | No
 
 
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
-    """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, for this module's unit.
+    """Divide the sum of gradients over ranks by ``factor`` instead of the number of ranks, for this module.
 
     Raises:
         OptionTypeError: ``factor`` is not a number.
         OptionError: it is zero.
     """
-    unit = own_unit(self)
-    _check_divide_factor([unit.policy], factor)
-    unit.policy.divide_factor = factor
+    policies = [unit.policy for unit in units_of(self, recurse=False)]
+    _check_divide_factor(policies, factor)
+    for policy in policies:
+        policy.divide_factor = factor
 
 
 def _check_divide_factor(policies: Sequence[ReductionPolicy], factor: float | torch.Tensor | None) -> None:
@@ -190,9 +191,9 @@ def set_all_reduce_hook(self: nn.Module, hook: Callable[[torch.Tensor], object],
 
     Raises:
         OptionTypeError: ``hook`` is not callable.
-        OptionError: ``stream`` was given on a hybrid mesh.
+        OptionError: ``stream`` was given on a hybrid mesh, or the module's parameters are on several meshes.
     """
-    unit = own_unit(self)
+    unit = _only_unit(self, "An all-reduce hook")
     if not callable(hook):
         raise OptionTypeError(f"hook must be callable as hook(reduced_shard); got {hook!r}.")
     if stream is not None and unit.options.strategy.replicates:
@@ -268,9 +269,10 @@ def set_custom_all_gather(self: nn.Module, comm: AllGather) -> None:
 
     Raises:
         OptionTypeError: ``comm`` is not callable or has no ``allocate``.
+        OptionError: the module's parameters are on several meshes.
         PhaseError: a step is under way.
     """
-    _replace(self, all_gather=comm, gather_memory=_allocate_of(comm))
+    _replace(_only_unit(self, "A custom all-gather"), all_gather=comm, gather_memory=_allocate_of(comm))
 
 
 def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
@@ -283,13 +285,14 @@ def set_custom_reduce_scatter(self: nn.Module, comm: ReduceScatter) -> None:
 
     Raises:
         OptionTypeError: ``comm`` is not callable or has no ``allocate``.
+        OptionError: the module's parameters are on several meshes.
         PhaseError: a step is under way.
     """
-    _replace(self, reduce_scatter=comm, reduce_memory=_allocate_of(comm))
+    _replace(_only_unit(self, "A custom reduce-scatter"), reduce_scatter=comm, reduce_memory=_allocate_of(comm))
 
 
 def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: bool) -> None:
-    """Take the memory of this unit's all-gathers and reduce-scatters from the allocator of the group's backend.
+    """Take the memory of this module's all-gathers and reduce-scatters from the allocator of the group's backend.
 
     NCCL then communicates without copies of its own on some networks. Tensors are copied between that memory and the
     unit's buffers.
@@ -302,7 +305,11 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
             step is under way.
         UnsupportedError: the backend has no allocator, as gloo.
     """
-    unit = own_unit(self)
+    for unit in units_of(self, recurse=False):
+        _allocate_from_group(unit, enable=enable)
+
+
+def _allocate_from_group(unit: Unit, *, enable: bool) -> None:
     choice, groups = unit.collective_choice, unit.options.groups
     if choice.all_gather is not None or choice.reduce_scatter is not None:
         raise PhaseError(
@@ -310,13 +317,13 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
             "either those or set_allocate_memory_from_process_group_for_comm."
         )
     if not enable:
-        _replace(self, gather_memory=None, reduce_memory=None)
+        _replace(unit, gather_memory=None, reduce_memory=None)
     elif groups.shard.group is not None:
         gather_memory = memory_of_group(groups.shard.group, unit.options.device)
         reduce_group = choice.reduce_group or groups.shard
         assert reduce_group.group is not None
         reduce_memory = memory_of_group(reduce_group.group, unit.options.device)
-        _replace(self, gather_memory=gather_memory, reduce_memory=reduce_memory)
+        _replace(unit, gather_memory=gather_memory, reduce_memory=reduce_memory)
 
 
 def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:
@@ -357,8 +364,19 @@ def set_symm_mem_for_comm(self: nn.Module, backend: Literal["NCCL"] = "NCCL") ->
     )
 
 
-def _replace(module: nn.Module, **changes: Any) -> None:
+def _only_unit(module: nn.Module, what: str) -> Unit:
+    """Return the unit of a module whose parameters are all on one mesh, which a caller's communication is for."""
     unit = own_unit(module)
+    if unit.inner:
+        raise OptionError(
+            f"{what} communicates over one mesh, but the parameters of unit {unit.name!r} are on "
+            f"{1 + len(unit.inner)}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
+            "hold those of another mesh, and set it for each."
+        )
+    return unit
+
+
+def _replace(unit: Unit, **changes: Any) -> None:
     unit.use_collectives(replace(unit.collective_choice, **changes))
 
 

@@ -162,10 +162,9 @@ class ParamIndex:
             if unit is None:
                 continue
             if unit.shows_dtensors:
-                rows.update((param.shown, param) for param in params_of(unit, ""))
-                unsharded.update(
-                    {param.handle.views.unsharded_params[param.index]: param.shown for param in rows.values()}
-                )
+                shown = [param for each in (unit, *unit.inner) for param in params_of(each, "")]
+                rows.update((param.shown, param) for param in shown)
+                unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
                 continue
             prefix = clean_fqn(path)
             found = params_of(unit, prefix + "." if prefix else "")

@@ -29,7 +29,7 @@ from tests.support.peer import peer_fully_shard
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 
 
-def numbers(model: nn.Module, step: int) -> tuple[dict[str, int], dict[str, int]]:
+def numbers(model: nn.Module, step: int, num_rows: int = 3) -> tuple[dict[str, int], dict[str, int]]:
     """Return the numbers of the backend's all-gathers and reduce-scatters in a forward and in its backward."""
 
     def of(mode: CommDebugMode) -> dict[str, int]:
@@ -40,7 +40,7 @@ def numbers(model: nn.Module, step: int) -> tuple[dict[str, int], dict[str, int]
         # The mode's hooks on modules make torch warn, of views and of inputs without gradients.
         warnings.simplefilter("ignore")
         with CommDebugMode() as forward:
-            loss = square_loss(model, batch_of(step))
+            loss = square_loss(model, batch_of(step, num_rows=num_rows))
         with CommDebugMode() as backward:
             loss.backward()
     return of(forward), of(backward)

@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import StateDictType, iter_full_state_dict
 from fsdp_flat.composable import fully_shard
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state import full_tensor
 from tests.composable.sides import children_and_root as sharded
 from tests.support import on_ranks
@@ -118,7 +119,7 @@ def test_placements_that_cannot_be_used_raise() -> None:
 
 
 @on_ranks(4)
-def test_parameters_of_several_meshes_in_one_call_are_refused() -> None:
+def test_parameters_of_several_meshes_in_one_call_form_a_unit_each() -> None:
     data = init_device_mesh("cpu", (4,))
     experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
 
@@ -128,14 +129,20 @@ def test_parameters_of_several_meshes_in_one_call_are_refused() -> None:
 
     model = sharded(mlps(4, 8), mesh=data, shard_placement_fn=lambda param: on(data) if param.ndim > 1 else None)
     assert model[0].inner.weight.placements == (Shard(1),)
-    with pytest.raises(NotImplementedError, match=r"another mesh.*fully_shard\(experts, mesh=\.\.\.\)"):
-        sharded(mlps(4, 8), mesh=data, shard_placement_fn=lambda param: on(experts))
-    # As the text says.
-    model = mlps(4, 8)
-    plain = copy.deepcopy(model)
+    assert len(units_of(model[0])) == 1
+    plain = mlps(4, 8)
+    model = copy.deepcopy(plain)
+    sharded(model, mesh=data, shard_placement_fn=lambda param: on(experts) if param.ndim > 1 else None)
+    assert len(units_of(model[0])) == 2
+    assert model[0].inner.weight.device_mesh == experts
+    assert model[0].inner.bias.device_mesh == data
+    assert_full(model, plain)
+    model = copy.deepcopy(plain)
     fully_shard(model[0], mesh=experts)
     fully_shard(model, mesh=data)
     assert_full(model, plain)
+    with pytest.raises(ValueError, match="must choose an FSDPMeshInfo"):
+        sharded(mlps(4, 8), shard_placement_fn=lambda param: on("experts"))
 
 
 @on_ranks(4)
