@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from tests.clients.kit import on_both
+from tests.composable.experts import WIDTH, Experts, clip
 from tests.support import assert_close, on_ranks
 
-WIDTH, VOCABULARY = 16, 32
+VOCABULARY = 32
 
 
 def sharding() -> ModuleType:
@@ -46,14 +47,35 @@ class Layer(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
+class MoeLayer(nn.Module):
+    """Has the members of torchtitan's mixtures of experts that the function reads."""
+
+    moe_enabled = True
+
+    def __init__(self, num_experts: int) -> None:
+        super().__init__()
+        self.norm, self.moe = nn.LayerNorm(WIDTH), nn.Module()
+        self.moe.router, self.moe.routed_experts = nn.Linear(WIDTH, WIDTH), nn.Module()
+        self.moe.routed_experts.inner_experts = Experts(num_experts)
+
+    @property
+    def experts(self) -> Experts:
+        return self.moe.routed_experts.inner_experts
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.moe.router(self.norm(x)).view(self.experts.num_experts, -1, WIDTH)
+        return x + self.experts(tokens).reshape(x.shape)
+
+
 class Decoder(nn.Module):
     """Has the members of torchtitan's decoders that the function reads."""
 
-    def __init__(self, *, tied: bool) -> None:
+    def __init__(self, *, tied: bool, num_experts: int = 0) -> None:
         super().__init__()
         self.enable_weight_tying = tied
         self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
-        self.layers = nn.ModuleDict({str(index): Layer() for index in range(3)})
+        layers = [Layer(), *[MoeLayer(num_experts) if num_experts else Layer() for _ in range(2)]]
+        self.layers = nn.ModuleDict({str(index): layer for index, layer in enumerate(layers)})
         self.norm = nn.LayerNorm(WIDTH)
         self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -66,13 +88,37 @@ class Decoder(nn.Module):
         return self.lm_head(self.norm(x))
 
 
-def run(policy: str, tied: bool, hybrid: bool, param_dtype: torch.dtype, rank: int, num_ranks: int) -> list[Any]:
+def run(
+    policy: str,
+    tied: bool,
+    hybrid: bool,
+    param_dtype: torch.dtype,
+    rank: int,
+    num_ranks: int,
+    num_experts: int = 0,
+    ep_degree: int = 1,
+) -> list[Any]:
     """Train six steps; return losses and norms of gradients."""
-    shape, names = ((2, num_ranks // 2), ("dp_replicate", "fsdp")) if hybrid else ((num_ranks,), ("fsdp",))
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    model = Decoder(tied=tied)
+    replicas, names = ((2,), ("dp_replicate",)) if hybrid else ((), ())
+    num_shards = num_ranks // (2 if hybrid else 1)
+    mesh = init_device_mesh("cpu", (*replicas, num_shards), mesh_dim_names=(*names, "fsdp"))
+    model, edp_mesh = Decoder(tied=tied, num_experts=num_experts), None
+    if ep_degree > 1:
+        sizes = (*replicas, num_shards // ep_degree, ep_degree)
+        sparse = init_device_mesh("cpu", sizes, mesh_dim_names=(*names, "efsdp", "ep"))
+        edp_mesh = sparse[(*names, "efsdp")]
+        for layer in model.layers.values():
+            if isinstance(layer, MoeLayer):
+                layer.experts.split(sparse["ep"])
     sharding().apply_fsdp_to_decoder(
-        model, mesh, param_dtype, torch.float32, pp_enabled=False, reshard_after_forward_policy=policy
+        model,
+        mesh,
+        param_dtype,
+        torch.float32,
+        pp_enabled=False,
+        reshard_after_forward_policy=policy,
+        ep_degree=ep_degree,
+        edp_mesh=edp_mesh,
     )
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -85,10 +131,10 @@ def run(policy: str, tied: bool, hybrid: bool, param_dtype: torch.dtype, rank: i
         logits = model(tokens).flatten(0, 1).float()
         loss = nn.functional.cross_entropy(logits, tokens.roll(-1, 1).flatten(), reduction="sum") / (16 * num_ranks)
         loss.backward()
-        norm: Any = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norm = clip(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        found += [loss.item(), norm.full_tensor().item()]
+        found += [loss.item(), norm]
     return found
 
 
@@ -102,6 +148,25 @@ def test_a_decoder_sharded_by_torchtitan_trains_as_on_torch(
     sharding()
     for hybrid in (False, True) if num_ranks == 4 else (False,):
         options = {"policy": policy, "tied": tied, "hybrid": hybrid, "param_dtype": param_dtype}
+        theirs, ours = on_both(run, fully_shard=True, rank=rank, num_ranks=num_ranks, **options)
+        tolerance = 1e-5 if param_dtype is torch.float32 else 1e-2
+        assert_close(ours.result, theirs.result, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("ep_degree", [1, 2, 4])
+@pytest.mark.parametrize("num_experts", [4, 2])
+@pytest.mark.parametrize("policy", ["default", "always", "never"])
+@pytest.mark.parametrize("param_dtype", [torch.float32, torch.bfloat16], ids=str)
+@on_ranks(2, 4)
+def test_expert_parallel_decoders_sharded_by_torchtitan_train_as_on_torch(
+    policy: str, num_experts: int, ep_degree: int, param_dtype: torch.dtype, rank: int, num_ranks: int
+) -> None:
+    sharding()
+    for hybrid in (False, True) if num_ranks == 4 else (False,):
+        if ep_degree > min(num_experts, num_ranks // (2 if hybrid else 1)):
+            continue
+        options = {"policy": policy, "tied": False, "hybrid": hybrid, "param_dtype": param_dtype}
+        options |= {"num_experts": num_experts, "ep_degree": ep_degree}
         theirs, ours = on_both(run, fully_shard=True, rank=rank, num_ranks=num_ranks, **options)
         tolerance = 1e-5 if param_dtype is torch.float32 else 1e-2
         assert_close(ours.result, theirs.result, rtol=tolerance, atol=tolerance)
