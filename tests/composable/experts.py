@@ -16,7 +16,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-WIDTH, HIDDEN, NUM_EXPERTS, NUM_TOKENS = 8, 6, 4, 12
+WIDTH, HIDDEN, NUM_EXPERTS, NUM_TOKENS = 8, 12, 4, 12
 
 needs_mesh_infos = pytest.mark.skipif(
     not hasattr(_fsdp_common, "ShardPlacementResult"), reason=f"torch {torch.__version__} has no ShardPlacementResult"
