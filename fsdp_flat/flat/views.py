@@ -27,12 +27,13 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import views_of
+from fsdp_flat.flat.assignments import parameters_of
 from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-Bindings = list[tuple[dict[str, Any], str, Any, Any]]
+Bindings = list[tuple[Any, str, Any, Any]]
 """Lists for each place in a module: its attributes, the name there, the unsharded and the sharded tensor."""
 
 Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
@@ -143,7 +144,7 @@ class Views:
 
     def _bind(self) -> Bindings:
         return [
-            (site.module._parameters, site.name, unsharded_param, entry.param)
+            (parameters_of(site.module), site.name, unsharded_param, entry.param)
             for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
             for site in entry.sites
         ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -13,10 +14,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
+from tests.composable.sides import average_gradients
 from tests.support import OWN_PARAMETERS, on_ranks
-from tests.support.kit import seeded, square_loss, train_on
+from tests.support.kit import batch, seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -149,6 +152,35 @@ def test_a_module_may_be_twice_in_the_list() -> None:
     square_loss(model, torch.ones(2, 8)).backward()
     assert type(model.blocks[0]).__name__ == "FSDPBlock"
     assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+class Caching(nn.Linear):
+    """Computes with a copy of the reference to its weight, which it updates when one is assigned."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["cached"] = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.__dict__["cached"], self.bias)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard, functools.partial(FSDP, use_orig_params=True)])
+def test_a_module_that_notes_assignments_gets_its_parameters_by_assignment(function: Any, rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Caching(4, 4), nn.Linear(4, 4))
+    model = function(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        for each in (plain, model):
+            square_loss(each, batch(rank, step, 4)).backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
 
 
 class Extended(torch.Tensor):
