@@ -27,12 +27,13 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
+from fsdp_flat.flat.assignments import parameters_of
 from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-Bindings = list[tuple[dict[str, Any], str, Any, Any]]
+Bindings = list[tuple[Any, str, Any, Any]]
 """Lists for each place in a module: its attributes, the name there, the unsharded and the sharded tensor."""
 
 Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
@@ -40,7 +41,7 @@ Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
 
 
 class Views:
-    """Defines the interface and the shared code of both implementations.
+    """Defines the interface and the shared code of all implementations.
 
     Args:
         params: the managed parameters, in layout order.
@@ -76,8 +77,7 @@ class Views:
         self.module = module
         self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
-        self.shows_unsharded = False
-        self.is_stepped = False
+        self.shows_unsharded = self.is_stepped = False
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guard_hooks = self._guards()
         self.use_unsharded_params(unsharded_params)
@@ -118,7 +118,7 @@ class Views:
 
     def _bind(self) -> Bindings:
         return [
-            (site.module._parameters, site.name, unsharded_param, entry.param)
+            (parameters_of(site.module), site.name, unsharded_param, entry.param)
             for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
             for site in entry.sites
         ]

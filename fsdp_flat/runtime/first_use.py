@@ -10,7 +10,7 @@ import torch
 
 from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import DTensorViews, FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
@@ -34,7 +34,7 @@ _ORDER = ErrorTexts(
 
 
 def check_units(units: Sequence[Unit]) -> None:
-    """Raise if units cannot be of one tree: by their options or switches, or an optimizer that runs in backward.
+    """Raise if units cannot be of one tree: by options, switches, extensions, or an optimizer that runs in backward.
 
     Args:
         units: the units, the root first.
@@ -56,6 +56,9 @@ def check_units(units: Sequence[Unit]) -> None:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
+        for handle in unit.handles:
+            if isinstance(handle.views, DTensorViews):
+                handle.views.check_plain()
         for handle in unit.handles if not unit.options.use_orig_params else ():
             if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.unsharded_params)):
                 raise UsageError(
