@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -118,11 +119,13 @@ def _check_values(units: Sequence[Unit]) -> None:
 
 
 def _trained_lines(handles: Iterable[FlatParamHandle]) -> list[str]:
-    return [
+    shown = [
         f"parameter {param_info.fqn!r} of unit {handle.spec.unit_name!r} with requires_grad={trains}"
         for handle in handles
         for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
     ]
+    # Indices in names may differ between ranks that ignore different modules; wrapping has compared names.
+    return [f"{re.sub(r'[0-9]+', '#', line)}\t{line}" for line in shown]
 
 
 def raise_difference(
