@@ -305,11 +305,17 @@ def test_attributes_items_and_length_are_those_of_the_wrapped_module(side: Side,
 
 
 @on_both_sides(kinds=(False,))
-@pytest.mark.parametrize("what", ["use_orig_params", "limit_all_gathers"])
+@pytest.mark.parametrize("what", ["use_orig_params", "limit_all_gathers", "FSDP_USE_FULL_PREC_IN_EVAL"])
 def test_units_of_one_tree_with_unlike_settings_are_refused_in_forward(
     side: Side, use_orig_params: bool, what: str
 ) -> None:
-    model = nn.Sequential(side.wrap(nn.Linear(5, 5), **{what: True}), nn.Linear(5, 1))
-    model = side.wrap(model, **{what: False})
+    def wrapped(module: nn.Module, value: bool) -> Any:
+        if what.islower():
+            return side.wrap(module, **{what: value})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(what, str(int(value)))
+            return side.wrap(module)
+
+    model = wrapped(nn.Sequential(wrapped(nn.Linear(5, 5), True), nn.Linear(5, 1)), False)
     with pytest.raises(ValueError):
         model(step_input(dist.get_rank(), 0))
