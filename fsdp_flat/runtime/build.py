@@ -119,6 +119,9 @@ def build_unit(
         # torch.compile and transformers read these two attributes of every managed submodule.
         child.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=options.use_orig_params)
         hide_compiled_name(child)
+    for child in {site.module for entry in params for site in entry.sites}:
+        # A module without this mark can be wrapped again: it holds no parameters, or nested units have them.
+        child.__dict__["_fsdp_has_managed_params"] = True
     return unit
 
 

@@ -227,7 +227,7 @@ def _check_not_managed(module: nn.Module) -> None:
             f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
             "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
         )
-    if module.__dict__.get("_is_fsdp_managed_module", False):
+    if any(child.__dict__.get("_fsdp_has_managed_params", False) for child in _outside_units(module)):
         raise OptionError(
             f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
             "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."

@@ -304,6 +304,20 @@ def test_attributes_items_and_length_are_those_of_the_wrapped_module(side: Side,
     return [name for name, _ in model.named_modules()]
 
 
+@on_both_sides(layouts=[Layout("FULL_SHARD"), Layout("NO_SHARD")])
+def test_a_module_whose_units_have_all_its_parameters_can_be_wrapped_again(
+    side: Side, layout: Layout, use_orig_params: bool
+) -> Any:
+    torch.manual_seed(2)
+    inner = nn.Sequential(*[side.wrap(Layer(5, 5), layout, use_orig_params=use_orig_params) for _ in range(2)])
+    model = side.wrap(inner, layout, use_orig_params=use_orig_params)
+    train_on(model, sgd(model), [step_input(dist.get_rank(), step) for step in range(2)])
+    before = model(step_input(0, 5))
+    again = side.wrap(inner, layout, use_orig_params=use_orig_params)
+    assert_equal(again(step_input(0, 5)).detach(), before.detach())
+    return [before.detach(), state_of(again)]
+
+
 @on_both_sides(kinds=(False,))
 @pytest.mark.parametrize("what", ["use_orig_params", "limit_all_gathers", "FSDP_USE_FULL_PREC_IN_EVAL"])
 def test_units_of_one_tree_with_unlike_settings_are_refused_in_forward(
