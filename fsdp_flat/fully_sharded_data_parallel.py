@@ -252,11 +252,17 @@ class FullyShardedDataParallel(UndocumentedMembers):
             The norm before scaling, a scalar in the gradients' dtype, the same on every rank.
 
         Raises:
-            UsageError: not the root.
+            UsageError: not the root, or a backward has left its gradients to a later one.
         """
-        units = self._require_root("clip_grad_norm_").units
+        schedule = self._require_root("clip_grad_norm_")
+        if schedule.has_unset_gradients:
+            raise UsageError(
+                f"clip_grad_norm_ was called on unit {self._unit.name!r} after a backward whose gradients are not set "
+                "yet, so its norm would lack them. First run the last backward of the step, with set_is_last_backward "
+                "and set_requires_all_reduce switched on again, or call finalize_backward."
+            )
         with unguarded():
-            return clip_grads(self, units, max_norm, norm_type)
+            return clip_grads(self, schedule.units, max_norm, norm_type)
 
     def average_ignored_gradients(self, average: bool = True) -> None:
         """Average gradients of trainable parameters that no unit manages over ranks from now on, or leave them.

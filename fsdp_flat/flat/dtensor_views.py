@@ -117,7 +117,7 @@ class DTensorViews(Views):
             replaced = entry.replaced or TensorWeakRef(entry.param)
             entries.append(replace(entry, param=shown, replaced=replaced))
         super().__init__(entries, unsharded_params, layout, *args)
-        self._held: dict[nn.Module, list[tuple[str, nn.Parameter, int]]] = {}
+        self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         self._show(self.params)
 
     def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
@@ -140,11 +140,11 @@ class DTensorViews(Views):
         self._pointers = [_data(entry.param).data_ptr() for entry in self.params]
         for held in self._held.values():
             held.clear()
-        for entry, param_info, pointer in zip(self.params, self.layout.param_infos, self._pointers, strict=True):
+        for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
             # Conversions of an inner module swap the attributes of its parameters away.
             entry.mark(FlattenedBy(entry.fqn, self.unit_name, param_info.shape))
             for site in entry.sites:
-                self._held.setdefault(site.module, []).append((site.name, entry.param, pointer))
+                self._held.setdefault(site.module, []).append((site.name, entry.param, _data(entry.param)))
         self._bindings = self._bind()
         self.use_sharded_views()
 
@@ -247,8 +247,8 @@ class DTensorViews(Views):
         clear_padding(self.flat_param.data, self.layout, self.rank)
         self.bump_version()
 
-    def held_by(self, module: nn.Module) -> list[tuple[str, nn.Parameter, int]]:
-        """Return the name, the parameter and its address for each parameter of ``module``.
+    def held_by(self, module: nn.Module) -> list[tuple[str, nn.Parameter, torch.Tensor]]:
+        """Return the name, the parameter and its local tensor for each parameter of ``module``.
 
         The list is updated when the parameters change; a state dict compares it with the module in every hook.
         """

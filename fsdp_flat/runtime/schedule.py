@@ -123,6 +123,12 @@ class Schedule(CommContext):
         _, *nested = self.iteration.events
         return bool(nested) and not any(event.in_grad for event in nested)
 
+    @property
+    def has_unset_gradients(self) -> bool:
+        """True if a backward has ended whose gradients a later one, or ``finalize_backward``, will set."""
+        partial = any(handle.grads.partial.shard is not None for unit in self.units for handle in unit.handles)
+        return self.is_left_open or partial or not self.reductions.is_empty
+
     def begin_forward(self, unit: Unit) -> ForwardRecord:
         """Record the begin of a unit's forward outside of a backward of this tree."""
         if self.iteration is None:

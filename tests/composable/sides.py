@@ -23,7 +23,8 @@ from tests.support.peer import peer_fully_shard
 Shard = Callable[[Any, Callable[..., Any]], Any]
 # Torch's gradients are zeros where ours are None: what some steps do not use trains alike without other states.
 SGD = functools.partial(torch.optim.SGD, lr=0.05)
-ADAMW = functools.partial(torch.optim.AdamW, lr=0.05)
+# Fused: one operation a step. DTensor derives the sharding of each operation anew in each test.
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.05, fused=True)
 Run = Callable[[Any, int], Any]
 
 

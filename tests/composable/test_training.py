@@ -19,7 +19,7 @@ from tests.support.peer import peer_fully_shard
 
 
 def steps(model: nn.Module, num_steps: int = 3, *, averaged: bool = False) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     inputs = [normal(100 * step + dist.get_rank(), 3, 8) for step in range(num_steps)]
     average = functools.partial(average_gradients, model) if averaged else lambda: None
     return [loss.item() for loss in train_on(model, optimizer, inputs, before_step=average)]

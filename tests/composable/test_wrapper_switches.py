@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat import ShardingStrategy
+from fsdp_flat.errors import UsageError
 from tests.support import on_ranks
 from tests.support.kit import BLOCKS, Stack, batch, full_grads, mesh, seeded, square_loss, wrapped
 from tests.support.reference import replicated_gradients
@@ -49,6 +50,27 @@ def test_a_wrapper_keeps_partial_shards_without_all_reduce(use_orig_params: bool
     plain.zero_grad()
     model.set_requires_all_reduce(True)
     backward(model, plain, 6)
+    check_grads(model, plain)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize(
+    "switch", ["set_requires_all_reduce", "set_is_last_backward", "set_manual_backward_finalization"]
+)
+def test_gradients_that_are_not_set_yet_cannot_be_clipped(switch: str) -> None:
+    model, plain = wrapper_and_plain(sharding_strategy=ShardingStrategy.HYBRID_SHARD, device_mesh=mesh(2, 2))
+    by_hand = switch == "set_manual_backward_finalization"
+    getattr(model, switch)(by_hand)
+    backward(model, plain, 0)
+    with pytest.raises(UsageError, match=r"clip_grad_norm_ was called on unit .* are not set yet"):
+        model.clip_grad_norm_(1.0)
+    if by_hand:
+        model.finalize_backward()
+    else:
+        getattr(model, switch)(True)
+        backward(model, plain, 1)
+    norm = model.clip_grad_norm_(1.0)
+    torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
     check_grads(model, plain)
 
 
