@@ -23,9 +23,9 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
-from fsdp_flat.flat.arrangement import clear_padding, local_part
+from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part
 from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter
-from fsdp_flat.flat.views import Views, VisibleParam
+from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 
@@ -254,16 +254,24 @@ class DTensorViews(Views):
         """
         return self._held[module]
 
-    def adopt_changes(self) -> None:
+    def changed(self) -> list[int]:
         unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
         if unchanged and self._pointers == [_data(entry.param).data_ptr() for entry in self.params]:
+            return []
+        found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
+        return [
+            index
+            for index, (current, param) in enumerate(found)
+            if current is not param or _data(current).data_ptr() != self._pointers[index]
+        ]
+
+    def adopt_changes(self) -> None:
+        changed = self.changed()
+        if not changed:
             return
         params = list(self.params)
-        for index in range(len(params)):
-            current = self._assigned(index)
-            if current is params[index].param and _data(current).data_ptr() == self._pointers[index]:
-                continue
-            params[index] = replace(params[index], param=self._adopted(index, current))
+        for index in changed:
+            params[index] = replace(params[index], param=self._adopted(index, self._assigned(index)))
         self._show(params)
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:

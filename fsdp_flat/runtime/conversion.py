@@ -113,9 +113,8 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
         _check_complete(unit)
         memo[_COPYING] = True
     try:
+        unit.adopt_changes()
         for handle in unit.handles:
-            if unit.is_sharded:
-                handle.adopt_changes()
             _copy_params(handle, memo)
         with ExitStack() as stack:
             for handle in unit.handles:

@@ -15,14 +15,7 @@ import torch
 from torch import nn
 
 from fsdp_flat.api import FullOptimStateDictConfig, FullStateDictConfig, StateDictSettings, StateDictType
-from fsdp_flat.comm import (
-    CollectiveChoice,
-    Pending,
-    collectives_for,
-    profiled,
-    unit_names,
-    unrecorded,
-)
+from fsdp_flat.comm import CollectiveChoice, Pending, collectives_for, profiled, unit_names, unrecorded
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ShardState, in_backward, joined, modules_of
 from fsdp_flat.runtime.control import UnitControl
@@ -106,7 +99,7 @@ class Unit:
         self.options = options
         self.handles = handles
         self.phase = Phase.IDLE
-        self.control = UnitControl(None if options.strategy.reshard_after_forward else False)
+        self.control = UnitControl.of(options.strategy)
         self.state_dict_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -178,6 +171,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """True if the parameters are unsharded and ready for use."""
         return not self.handles or self.handles[0].state is ShardState.UNSHARDED
+
+    @property
+    def shows_unsharded(self) -> bool:
+        """True if the modules point at unsharded parameters; not so if these are kept between steps."""
+        return bool(self.handles) and self.handles[0].views.shows_unsharded
 
     @property
     def needs_all_gather(self) -> bool:
@@ -319,11 +317,6 @@ class Unit:
         for handle in self.handles:
             handle.use_unsharded_views()
 
-    def use_sharded_views(self) -> None:
-        """Point the modules at this rank's local shards."""
-        for handle in self.handles:
-            handle.views.use_sharded_views()
-
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
         self.context.recover()
@@ -332,6 +325,18 @@ class Unit:
                 f"{what} was called while unit {self.name!r} is {self.phase.value}. Call it between steps and outside "
                 "of other summon_full_params contexts."
             )
+
+    def adopt_changes(self) -> None:
+        """Adopt tensors that the user assigned to sharded parameters.
+
+        Raises:
+            PhaseError: the unit is kept unsharded, so that the change would be lost.
+        """
+        for handle in self.handles:
+            if self.is_sharded:
+                handle.adopt_changes()
+            elif not handle.views.shows_unsharded:
+                handle.views.check_shown()
 
     def reshard(self, *, keep_buffers: bool = False) -> None:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
@@ -343,7 +348,7 @@ class Unit:
             return
         self.finish_unshard()
         for handle in self.handles:
-            handle.views.use_sharded_views()
+            handle.views.hide_unsharded()
             handle.reshard()
         self._kept_epoch = self.storage_epoch
         if not keep_buffers:
@@ -406,8 +411,7 @@ class Unit:
     def pre_backward(self, weights: Weights) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
         if self.is_sharded:
-            for handle in self.handles:
-                handle.adopt_changes()
+            self.adopt_changes()
         if weights.storage_epoch != self.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
@@ -446,7 +450,8 @@ class Unit:
             self.reshard()
         elif not self.is_sharded:
             self.finish_unshard()
-            self.use_sharded_views()
+            for handle in self.handles:
+                handle.views.hide_unsharded()
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
