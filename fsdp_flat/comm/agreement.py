@@ -140,15 +140,18 @@ class CollectiveLog:
 # -- consensus -------------------------------------------------------------------------------------------------------
 
 
-def exchange_if_different(payload: bytes, rank_group: RankGroup, device: torch.device) -> list[bytes] | None:
+def exchange_if_different(
+    payload: bytes, rank_group: RankGroup, device: torch.device, *, compared: bytes | None = None
+) -> list[bytes] | None:
     """Return the payloads of all ranks, in rank order, or None if they are equal.
 
-    Every rank of the group must call this. If payloads are equal, one integer is exchanged.
+    Every rank of the group must call this. If payloads are equal, one integer is exchanged. With ``compared`` that is
+    compared in place of the payload.
     """
     if not connected([rank_group]):
         return None
     assert rank_group.group is not None
-    rows = exchange_ints([digest_of(payload)], rank_group.group, device)
+    rows = exchange_ints([digest_of(payload if compared is None else compared)], rank_group.group, device)
     return exchange_bytes(payload, rank_group.group, device) if len({digest for (digest,) in rows}) > 1 else None
 
 
@@ -183,7 +186,8 @@ def agree(
     """Raise on every rank if any rank failed or is about to do something different.
 
     Every rank of the groups must call this, with a description of the next operation, one fact a line, that is the same
-    on every rank. A rank that failed passes its exception, which it raises itself.
+    on every rank; after a tab a line may have a text for errors, which may differ. A rank that failed passes its
+    exception, which it raises itself.
 
     Raises:
         PeerFailureError: another rank failed.
@@ -216,10 +220,15 @@ def find_disagreement(
             said = f"{_FAILURE}\n{type(found).__name__}: {found}"
         else:
             said = f"{_DIFFERENCE if isinstance(found, RankMismatchError) else _HEARD}\n{found}"
-        everyone = exchange_if_different(said.encode(), rank_group, device)
+        everyone = exchange_if_different(said.encode(), rank_group, device, compared=_compared(said).encode())
         if everyone is not None and found is None:
             found = _finding([payload.decode() for payload in everyone], words)
     return found
+
+
+def _compared(said: str) -> str:
+    """Return lines without the texts for errors."""
+    return "\n".join([line.partition("\t")[0] for line in said.split("\n")])
 
 
 def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
@@ -235,10 +244,10 @@ def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
                 f"Rank {rank} of the group failed while {words.doing}, so this rank stops too: {text}"
             )
     first = everyone[0]
-    rank, other = next((rank, said) for rank, said in enumerate(everyone) if said != first)
+    rank, other = next((rank, said) for rank, said in enumerate(everyone) if _compared(said) != _compared(first))
     pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing more")
-    ours, theirs = next((ours, theirs) for ours, theirs in pairs if ours != theirs)
-    return RankMismatchError(words.describe(ours, rank, theirs))
+    ours, theirs = next((ours, theirs) for ours, theirs in pairs if _compared(ours) != _compared(theirs))
+    return RankMismatchError(words.describe(ours.rpartition("\t")[2], rank, theirs.rpartition("\t")[2]))
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Defines groups of ranks, the table of sharding strategies, and the groups of a unit by strategy.
 
-A new strategy is a member of ``api.ShardingStrategy`` and a row of ``STRATEGIES``.
+A new strategy is a member of ``api.ShardingStrategy`` and a row of ``STRATEGIES``. A new column is read where its
+choice is made: ``resolve_groups`` here, or ``UnitControl.of`` (runtime) for the switches of a unit.
 """
 
 from __future__ import annotations
@@ -158,14 +159,16 @@ class Strategy:
         member: the public enum member.
         shards: parameters, gradients and optimizer state are sharded over the shard group.
         replicates: gradients are also all-reduced over a replicate group.
-        reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's)
-            and, under ``no_sync``, after backward.
+        reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's).
+        reshard_after_backward: they are freed after backward; None: if the backward reduces gradients, and under
+            ``no_sync`` as after forward.
     """
 
     member: ShardingStrategy
     shards: bool
     replicates: bool
     reshard_after_forward: bool
+    reshard_after_backward: bool | None = None
 
     @property
     def is_hybrid(self) -> bool:

@@ -198,6 +198,10 @@ class UndocumentedMembers(GroupMember, ShardedModule):
         """Do as :meth:`unshard`, the name of this method in FSDP2."""
         return self.unshard(async_op)
 
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """Order later all-gathers after the work issued so far, as after an optimizer's step."""
+        self._unit.context.streams.shards_written()
+
     @contextmanager
     def _deregister_orig_params_ctx(self) -> Generator[None, None, None]:
         """Register flat parameters on the modules inside the block, as with ``use_orig_params=False``, here and below.

@@ -14,10 +14,11 @@ from torch.distributed.tensor import Shard
 from fsdp_flat.api import BackwardPrefetch, ShardingStrategy
 from fsdp_flat.comm import resolve_groups, strategy_from
 from fsdp_flat.compat.fsdp2_states import state_of
+from fsdp_flat.composable._torch import FullyShardNote, is_replicated
 from fsdp_flat.composable.fsdp_module import hook_state_dicts, sharded_class
 from fsdp_flat.composable.sharding_policies import MixedPrecisionPolicy, OffloadPolicy
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
-from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh
+from fsdp_flat.flat import DataParallelDims, RowSharding, concatenated_mesh, flattened_mesh, modules_of
 from fsdp_flat.runtime import (
     Ignored,
     SmallerGroup,
@@ -26,6 +27,7 @@ from fsdp_flat.runtime import (
     build_rows,
     compute_device_from,
     precision_of_rows,
+    resolve_ignored,
     unit_of,
 )
 from fsdp_flat.user_warnings import warn_user
@@ -93,15 +95,16 @@ def fully_shard(
             by_mesh[other] = _options(mp_policy, rows, reshard_after_forward)
         return by_mesh[other], dim
 
-    unit = build_rows(members, options, Ignored(frozenset(), frozenset(ignored_params or ())), place)
+    unit = build_rows(members, options, _ignored(members, ignored_params), place)
     for each in (unit, *unit.inner):
         _set_resharding(each, reshard_after_forward)
         hook_state_dicts(each)
+    assert unit.options.rows is not None
     for member in members:
         member.__dict__["_unit"] = unit
         member.__class__ = sharded_class(type(member))
         # torch's modules have native paths for modules without hooks, which read the weights outside of any forward.
-        member.register_forward_pre_hook(_unshards)
+        unit.options.rows.hooks.extend((member.register_forward_pre_hook(_unshards), FullyShardNote(member)))
     return module
 
 
@@ -114,11 +117,15 @@ def _unshards(_module: nn.Module, _args: Any) -> None:
 
 
 def _members(module: Any) -> Sequence[nn.Module]:
-    members = list(module) if isinstance(module, (list, tuple)) else [module]
-    for member in members:
+    given = list(dict.fromkeys(module)) if isinstance(module, (list, tuple)) else [module]
+    for member in given:
         if not isinstance(member, nn.Module):
             raise OptionTypeError(f"module must be an nn.Module or a list of them; got {type(member).__name__}.")
-        if isinstance(member, (nn.ModuleList, nn.ModuleDict)):
+    # Of a module and others inside it the outer one is the unit's, as in torch.
+    below = {child for member in given for child in modules_of(member) if child is not member}
+    members = [member for member in given if member not in below]
+    for member in members:
+        if isinstance(member, (nn.ModuleList, nn.ModuleDict)) and type(member).forward is nn.Module.forward:
             raise OptionError(
                 f"fully_shard was called on a {type(member).__name__}, which has no forward. Call it on the modules "
                 "inside, or on the module that runs them."
@@ -131,6 +138,13 @@ def _members(module: Any) -> Sequence[nn.Module]:
     if not members:
         raise OptionError("fully_shard was called on an empty list of modules.")
     return members
+
+
+def _ignored(members: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> Ignored:
+    """Return what the unit leaves alone: ``ignored_params``, what nested units ignore, and what is replicated."""
+    found = [resolve_ignored(member, list(filter(is_replicated, modules_of(member))), None) for member in members]
+    modules = frozenset[nn.Module]().union(*[each.modules for each in found])
+    return Ignored(modules, frozenset(ignored_params or ()).union(*[each.params for each in found]))
 
 
 def _mesh_or_default(mesh: DeviceMesh | None) -> DeviceMesh:

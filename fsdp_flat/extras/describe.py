@@ -16,6 +16,7 @@ from fsdp_flat.errors import OptionError
 from fsdp_flat.flat import AliasBuffer, FlatParamHandle, ManagedParam, ShardState, collect_params, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import (
+    UnitControl,
     UnitOptions,
     handles_of,
     owners_of_ties,
@@ -131,7 +132,7 @@ def describe(model: nn.Module) -> ModelDescription:
     paths = {unit: clean_fqn(path) for path, child in model.named_modules() for unit in units_of(child, recurse=False)}
     described = [
         _described(
-            unit.name_at(paths[unit] or type(unit.module).__name__),
+            (paths[unit] or type(unit.module).__name__) + unit.options.suffix,
             unit.options,
             unit.handles,
             unit.control.reshard_after_forward,
@@ -253,8 +254,7 @@ def _planned(
         for (name, module, _), option, params in zip(units, options, collected, strict=True)
     )
     described = [
-        # As a new unit's control says.
-        _described(name, option, handles, None if option.strategy.reshard_after_forward else False)
+        _described(name, option, handles, UnitControl.of(option.strategy).reshard_after_forward)
         for _, name, option, handles in built
         if handles
     ]

@@ -158,9 +158,7 @@ class ShardedEMA:
     def _check_idle(self, what: str) -> None:
         for unit in units_of(self._model):
             unit.check_idle(what)
-            if unit.is_sharded:
-                for handle in unit.handles:
-                    handle.adopt_changes()
+            unit.adopt_changes()
 
 
 def _shadow(param: nn.Parameter, dtype: torch.dtype | None) -> torch.Tensor:

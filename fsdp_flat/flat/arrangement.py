@@ -6,14 +6,47 @@ A flat layout has one order of elements; a row layout has two (see :class:`RowLa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import nn
 
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
+
+
+def _identity(grad: torch.Tensor) -> torch.Tensor:
+    return grad
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VisibleParam:
+    """Describes a parameter that an optimizer holds: an original one, or the flat parameter.
+
+    Attributes:
+        indices: the layout's parameters of which it holds elements.
+        describe: returns its name and unit, for error texts.
+        in_shard: its elements in the rank's shard; None for all.
+        shape: its shape where nothing is sharded, else None for one dim.
+        is_elsewhere: it has elements, but none on this rank.
+        as_grad: makes its gradient from a tensor of its local shape; the identity for plain parameters.
+    """
+
+    param: nn.Parameter
+    indices: range
+    describe: Callable[[], str]
+    in_shard: slice | None = None
+    shape: tuple[int, ...] | None = None
+    is_elsewhere: bool = False
+    as_grad: Callable[[torch.Tensor], torch.Tensor] = _identity
+
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return the parameter's elements of a tensor like the shard, in the parameter's shape."""
+        part = shard if self.in_shard is None else shard[self.in_shard]
+        return part if self.shape is None else part.view(self.shape)
 
 
 def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,21 @@ import torch.utils
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
-from fsdp_flat.flat.arrangement import clear_padding, local_part
-from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter
-from fsdp_flat.flat.views import Views, VisibleParam
+from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part
+from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
+from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
+
+
+class Removable(Protocol):
+    """Undoes a change of a module, as the handle of a hook does."""
+
+    def remove(self) -> None:
+        """Undo it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +44,14 @@ class RowSharding:
         offloads: shards have to be in host memory.
         data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
         suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
-        hooks: hooks of the unit's modules, to be removed with the unit.
+        hooks: hooks of the unit's modules and other changes, to be undone with the unit.
     """
 
     mesh: DeviceMesh
     offloads: bool = False
     data_dims: DataParallelDims | None = None
     suffix: str = ""
-    hooks: list[RemovableHandle] = field(default_factory=list, compare=False)
+    hooks: list[Removable] = field(default_factory=list, compare=False)
 
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
         """Return a parameter with the adapter by which it is sharded over ``groups``.
@@ -253,16 +259,24 @@ class DTensorViews(Views):
         """
         return self._held[module]
 
-    def adopt_changes(self) -> None:
+    def changed(self) -> list[int]:
         unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
         if unchanged and self._pointers == [_data(entry.param).data_ptr() for entry in self.params]:
+            return []
+        found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
+        return [
+            index
+            for index, (current, param) in enumerate(found)
+            if current is not param or _data(current).data_ptr() != self._pointers[index]
+        ]
+
+    def adopt_changes(self) -> None:
+        changed = self.changed()
+        if not changed:
             return
         params = list(self.params)
-        for index in range(len(params)):
-            current = self._assigned(index)
-            if current is params[index].param and _data(current).data_ptr() == self._pointers[index]:
-                continue
-            params[index] = replace(params[index], param=self._adopted(index, current))
+        for index in changed:
+            params[index] = replace(params[index], param=self._adopted(index, self._assigned(index)))
         self._show(params)
 
     def _adopted(self, index: int, current: nn.Parameter) -> nn.Parameter:
@@ -305,6 +319,15 @@ class DTensorViews(Views):
             )
         if self._rows.offloads and not self.flat_param.is_cpu:
             self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
+
+    def check_plain(self) -> None:
+        """Check that no local tensor has got FSDP2's all-gather extensions, which would not be called.
+
+        Raises:
+            UnsupportedError: one has.
+        """
+        for index, entry in enumerate(self.params):
+            check_extensions(_data(entry.param), self.describe(index))
 
     def _raise_not_on_cpu(self, indices: Iterable[int], device: torch.device) -> NoReturn:
         raise UsageError(

@@ -360,7 +360,7 @@ class FlatParamHandle:
         self.rows = None
         if frees:
             self.free()
-        self.views.use_sharded_views()
+        self.views.hide_unsharded()
         self.grads.drop()
 
     def expose_unreduced_grads(

@@ -263,14 +263,30 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
     if not isinstance(data, DTensor):
         raise UnsupportedError(
             f"Parameter {name!r} is a {type(data).__name__}; plain tensors and DTensors can be flattened. Leave it out "
-            "with ignored_states."
+            "with ignored_states (ignored_params of fully_shard). FSDP2's extensions of such classes, "
+            "fsdp_pre_all_gather and fsdp_post_all_gather, are not called here."
         )
+    check_extensions(tensor._local_tensor, repr(name))  # type: ignore[attr-defined]
     if not all(type(placement) in (Shard, Replicate) for placement in data.placements):
         raise UnsupportedError(
             f"Parameter {name!r} is a DTensor with placements {data.placements}; expected Shard and Replicate only. "
             "Redistribute it before wrapping, or leave it out with ignored_states."
         )
     return adapter_if_dtensor(tensor)
+
+
+def check_extensions(local: torch.Tensor, described: str) -> None:
+    """Check that a parameter's local tensor does not define FSDP2's all-gather extensions, which would not be called.
+
+    Raises:
+        UnsupportedError: it does; ``described`` names the parameter.
+    """
+    if hasattr(local, "fsdp_pre_all_gather"):
+        raise UnsupportedError(
+            f"Parameter {described} has FSDP2's extension fsdp_pre_all_gather, which would not be called: all-gathers "
+            "are in the parameters' own dtype, or in the param_dtype of MixedPrecisionPolicy. Do without the extension "
+            "(a float8 all-gather, for example), or leave the parameter out with ignored_params."
+        )
 
 
 def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:

@@ -11,10 +11,10 @@ from torch import nn
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import unguarded
-from fsdp_flat.flat.arrangement import views_of
+from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
 from fsdp_flat.flat.sharded_grad import UnreducedGrad, set_grad
-from fsdp_flat.flat.views import Views, VisibleParam
+from fsdp_flat.flat.views import Views
 
 # -- reduced gradients -------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Sets the tensors that a unit's modules point at.
 
-There are two implementations, chosen when the handle is built:
+The implementation is chosen when the handle is built; :class:`DTensorViews` is that of ``fully_shard``:
 
 * :class:`OrigViews` (``use_orig_params=True``): outside of compute ``module.weight`` is always the user's Parameter,
   whose data is this rank's 1-D local shard (possibly empty), or the full parameter if nothing is sharded.
@@ -16,7 +16,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -26,52 +26,22 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import unguarded, without_torch_function
-from fsdp_flat.flat.arrangement import views_of
+from fsdp_flat.flat.arrangement import VisibleParam, views_of
+from fsdp_flat.flat.assignments import parameters_of
 from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
 
-Bindings = list[tuple[dict[str, Any], str, Any, Any]]
+Bindings = list[tuple[Any, str, Any, Any]]
 """Lists for each place in a module: its attributes, the name there, the unsharded and the sharded tensor."""
 
 Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
 """Lists forward pre-hooks that raise when modules are called with sharded parameters: hooks, key, hook."""
 
 
-def _identity(grad: torch.Tensor) -> torch.Tensor:
-    return grad
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class VisibleParam:
-    """Describes a parameter that an optimizer holds: an original one, or the flat parameter.
-
-    Attributes:
-        indices: the layout's parameters of which it holds elements.
-        describe: returns its name and unit, for error texts.
-        in_shard: its elements in the rank's shard; None for all.
-        shape: its shape where nothing is sharded, else None for one dim.
-        is_elsewhere: it has elements, but none on this rank.
-        as_grad: makes its gradient from a tensor of its local shape; the identity for plain parameters.
-    """
-
-    param: nn.Parameter
-    indices: range
-    describe: Callable[[], str]
-    in_shard: slice | None = None
-    shape: tuple[int, ...] | None = None
-    is_elsewhere: bool = False
-    as_grad: Callable[[torch.Tensor], torch.Tensor] = _identity
-
-    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
-        """Return the parameter's elements of a tensor like the shard, in the parameter's shape."""
-        part = shard if self.in_shard is None else shard[self.in_shard]
-        return part if self.shape is None else part.view(self.shape)
-
-
 class Views:
-    """Defines the interface and the shared code of both implementations.
+    """Defines the interface and the shared code of all implementations.
 
     Args:
         params: the managed parameters, in layout order.
@@ -81,6 +51,7 @@ class Views:
     Attributes:
         local_shards: this rank's local shard of each parameter.
         visible: the parameters that an optimizer holds.
+        shows_unsharded: the modules point at the unsharded parameters.
         exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
         is_stepped: an optimizer that holds these parameters has stepped since their all-gather; so it has on all ranks.
     """
@@ -106,7 +77,7 @@ class Views:
         self.module = module
         self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
-        self.is_stepped = False
+        self.shows_unsharded = self.is_stepped = False
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guard_hooks = self._guards()
         self.use_unsharded_params(unsharded_params)
@@ -131,6 +102,10 @@ class Views:
         """Undo :meth:`use_full_tensors`; does nothing if no full parameters are shown."""
         raise NotImplementedError
 
+    def changed(self) -> list[int]:
+        """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
+        raise NotImplementedError
+
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters since they were last shown."""
         raise NotImplementedError
@@ -143,7 +118,7 @@ class Views:
 
     def _bind(self) -> Bindings:
         return [
-            (site.module._parameters, site.name, unsharded_param, entry.param)
+            (parameters_of(site.module), site.name, unsharded_param, entry.param)
             for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
             for site in entry.sites
         ]
@@ -179,16 +154,23 @@ class Views:
 
     def use_unsharded_views(self) -> None:
         """Point the modules at the unsharded parameters."""
+        self.shows_unsharded = True
         self.unguard()
         for attributes, name, unsharded_param, _ in self._bindings:
             attributes[name] = unsharded_param
 
     def use_sharded_views(self) -> None:
         """Point the modules at the sharded parameters or their placeholders."""
+        self.shows_unsharded = False
         for attributes, name, _, sharded in self._bindings:
             attributes[name] = sharded
         for hooks, key, guard in self._guard_hooks:
             hooks[key] = guard
+
+    def hide_unsharded(self) -> None:
+        """Point the modules at the sharded parameters, unless they do: what a user assigned is adopted later."""
+        if self.shows_unsharded:
+            self.use_sharded_views()
 
     def unguard(self) -> None:
         """Remove the guards, which raise when modules are called with sharded parameters."""
@@ -215,11 +197,19 @@ class Views:
                 place[name] = value
 
     def check_shown(self) -> None:
-        """Check that no parameter was assigned while the modules pointed at unsharded ones.
+        """Check that no parameter was assigned while the unit was unsharded.
 
         Raises:
             PhaseError: if one was; the assignment would be lost.
         """
+        if not self.shows_unsharded:
+            for index in self.changed():
+                raise PhaseError(
+                    f"Parameter {self.describe(index)} was assigned while the unit was kept unsharded after backward, "
+                    "and the assignment would be lost. Call reshard() of the model on every rank, now or before "
+                    "assignments, or do not keep parameters (set_reshard_after_backward, SHARD_GRAD_OP in no_sync)."
+                )
+            return
         bindings = iter(self._bindings)
         for index, (entry, storage) in enumerate(zip(self.params, self._storages, strict=True)):
             for _ in entry.sites:
@@ -373,9 +363,20 @@ class OrigViews(Views):
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
 
     @without_torch_function
-    def adopt_changes(self) -> None:
+    def changed(self) -> list[int]:
         unchanged = [parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings]
         if all(unchanged) and self._pointers == tuple([each.param.data_ptr() for each in self.visible]):
+            return []
+        return [
+            index
+            for index, entry in enumerate(self.params)
+            if entry.param.data_ptr() != self._pointers[index]
+            or any(site.module._parameters.get(site.name) is not entry.param for site in entry.sites)
+        ]
+
+    @without_torch_function
+    def adopt_changes(self) -> None:
+        if not self.changed():
             return
         for index, entry in enumerate(self.params):
             for site in entry.sites:
@@ -431,6 +432,11 @@ class FlatViews(Views):
                 ShardedPlaceholder.of(unsharded_param, functools.partial(self.describe_with_shape, index))
                 for index, unsharded_param in enumerate(self.unsharded_params)
             ]
+        self._names = [
+            (index, site.module._parameters, site.name)
+            for index, entry in enumerate(self.params)
+            for site in entry.sites
+        ]
         bindings: Bindings = [
             (site.module.__dict__, site.name, unsharded_param, placeholder)
             for entry, unsharded_param, placeholder in zip(
@@ -468,10 +474,19 @@ class FlatViews(Views):
     def kept(self) -> dict[nn.Parameter, nn.Parameter]:
         return {}
 
+    def changed(self) -> list[int]:
+        return [index for index, parameters, name in self._names if name in parameters]
+
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)
         if current is not None and current is not self.flat_param:
             self._raise_replaced(f"The flat parameter of unit {self.unit_name!r}")
+        for index in self.changed():
+            raise UsageError(
+                f"Parameter {self.describe(index)} was assigned on rank {self.rank}, but with use_orig_params=False "
+                "it is a part of the unit's flat parameter, and the assignment would be lost. Assign inside "
+                "summon_full_params, copy a value to it there, or wrap with use_orig_params=True."
+            )
 
 
 def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:

@@ -2,7 +2,7 @@
 
 from fsdp_flat.runtime.build import build_rows, handles_of, owners_of_ties
 from fsdp_flat.runtime.construction import Arguments, construct, resolve_ignored
-from fsdp_flat.runtime.control import SmallerGroup
+from fsdp_flat.runtime.control import SmallerGroup, UnitControl
 from fsdp_flat.runtime.conversion import convert_unit, copy_wrapper, hide_compiled_name, unwrap
 from fsdp_flat.runtime.forward import forward
 from fsdp_flat.runtime.options import (

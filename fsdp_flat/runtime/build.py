@@ -119,6 +119,9 @@ def build_unit(
         # torch.compile and transformers read these two attributes of every managed submodule.
         child.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=options.use_orig_params)
         hide_compiled_name(child)
+    for child in {site.module for entry in params for site in entry.sites}:
+        # A module without this mark can be wrapped again: it holds no parameters, or nested units have them.
+        child.__dict__["_fsdp_has_managed_params"] = True
     return unit
 
 
@@ -412,6 +415,30 @@ def _runs(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
+def compared_names(root: nn.Module, ignored: Ignored) -> Callable[[str], str]:
+    """Return a function that converts a path below ``root`` to the name by which ranks compare what is there.
+
+    Ranks may ignore different modules, which may shift the indices of their siblings: an index in such a name counts
+    only children of which something is managed, or that have no parameters.
+    """
+    left_out = set(ignored.modules)
+    for module in root.modules() if ignored.params else ():
+        params = [*module.parameters()]
+        if params and ignored.params.issuperset(params):
+            left_out.add(module)
+    indices: dict[str, str] = {}
+    for path, parent in root.named_modules() if left_out else ():
+        kept = [name for name, child in parent._modules.items() if child not in left_out]
+        if len(kept) < len(parent._modules):
+            indices.update({clean_fqn(join_fqn(path, n)): str(i) for i, n in enumerate(kept) if n.isdigit()})
+
+    def name_of(path: str) -> str:
+        parts = clean_fqn(path).split(".")
+        return ".".join(indices.get(".".join(parts[: end + 1]), part) for end, part in enumerate(parts))
+
+    return name_of
+
+
 def describe_structure(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
     """Describe the model that this rank is about to build, one fact per line, for comparison between ranks.
 
@@ -426,7 +453,8 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
         f"sync_module_states={options.sync_states!r}",
         f"mixed precision of {precision.param_dtype}, {precision.reduce_dtype}, {precision.master_dtype}",
     ]
-    lines += [f"unit {name!r}" for name in unit_names]
+    name_of = compared_names(root, ignored)
+    lines += [f"unit {name_of(name)!r}\tunit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:
             fqn, shape = clean_fqn(name), "sharded already"
@@ -434,5 +462,6 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
             if not getattr(param, "_fsdp_flattened", False):
                 shape = f"of shape {tuple(param.shape)}"
                 check_adapter(adapter_of(param, fqn), fqn, groups)
-            lines.append(f"parameter {fqn!r} {shape}, {param.dtype}, requires_grad={param.requires_grad}")
+            facts = f"{shape}, {param.dtype}, requires_grad={param.requires_grad}"
+            lines.append(f"parameter {name_of(name)!r} {facts}\tparameter {fqn!r} {facts}")
     return lines

@@ -19,6 +19,7 @@ from fsdp_flat.runtime.build import (
     WRAPPING,
     Construction,
     build_unit,
+    compared_names,
     count_call,
     describe_structure,
     own_buffers,
@@ -166,6 +167,9 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     plan, ignored = _agreed_plan(module, arguments, options)
     call = _prepare(module, plan, options, ignored)
     names = {unit.module: unit.fqn for unit in plan.units}
+    # Found before wrapping changes the tree.
+    name_of = compared_names(module, ignored)
+    compared = {unit.module: name_of(unit.fqn) for unit in plan.units}
     # Most units have the same arguments: those of one call are validated once.
     known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
 
@@ -178,7 +182,7 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states)
         # Among the ranks of another group the id may identify another unit.
         same_ranks = own.groups.primary.group is options.groups.primary.group
-        unit_id = digest_of(f"{call.number}/{names[child]}".encode()) if same_ranks else 0
+        unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
         return wrap_unit(build_unit(child, names[child], own, child_ignored, call, unit_id))
 
     apply_plan(module, plan, wrapper)
@@ -223,7 +227,7 @@ def _check_not_managed(module: nn.Module) -> None:
             f"{name} is a FullyShardedDataParallel already. Use it as it is, wrap the modules inside it with an "
             "auto_wrap_policy when it is made, or take it apart with fsdp_flat.unwrap(model) first."
         )
-    if module.__dict__.get("_is_fsdp_managed_module", False):
+    if any(child.__dict__.get("_fsdp_has_managed_params", False) for child in _outside_units(module)):
         raise OptionError(
             f"This {name} is part of a FullyShardedDataParallel already, which holds its parameters. Wrap inner "
             "modules before outer ones, or take the model apart with fsdp_flat.unwrap(model) first."

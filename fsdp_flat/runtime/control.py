@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from fsdp_flat.comm import CollectiveChoice, RankGroup, collectives_for, subgroup_of, unrecorded
+from fsdp_flat.comm import CollectiveChoice, RankGroup, Strategy, collectives_for, subgroup_of, unrecorded
 from fsdp_flat.flat import FlatParamHandle
 
 
@@ -73,7 +73,7 @@ class UnitControl:
         backward_prefetch: the same in backward; empty: the next one, by the unit's option.
     """
 
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | None = None
     smaller_group: SmallerGroup | None = None
     reshard_after_backward: bool | None = None
     sync_gradients: bool = True
@@ -84,3 +84,11 @@ class UnitControl:
     keeps_last: bool = True
     forward_prefetch: tuple[nn.Module, ...] = ()
     backward_prefetch: tuple[nn.Module, ...] = ()
+
+    @classmethod
+    def of(cls, strategy: Strategy) -> UnitControl:
+        """Return the switches of a new unit of the wrapper, from the columns of its strategy."""
+        return cls(
+            reshard_after_forward=None if strategy.reshard_after_forward else False,
+            reshard_after_backward=strategy.reshard_after_backward,
+        )

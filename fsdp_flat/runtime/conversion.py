@@ -113,9 +113,8 @@ def _copy_unit(unit: Unit, memo: dict[Any, Any]) -> Unit:
         _check_complete(unit)
         memo[_COPYING] = True
     try:
+        unit.adopt_changes()
         for handle in unit.handles:
-            if unit.is_sharded:
-                handle.adopt_changes()
             _copy_params(handle, memo)
         with ExitStack() as stack:
             for handle in unit.handles:
@@ -240,8 +239,9 @@ def unwrap(model: nn.Module) -> nn.Module:
         _restore_class(child)
         drop_full_precision(child)
         show_compiled_name(child)
-        # Wrapping set the first two attributes; without the third a wrapper is no longer a wrapper.
-        for mark in ("_is_fsdp_managed_module", "_fsdp_use_orig_params", *(("_unit",) if child in wrapped else ())):
+        # Wrapping set the first three attributes; without the fourth a wrapper is no longer a wrapper.
+        marks = ("_is_fsdp_managed_module", "_fsdp_use_orig_params", "_fsdp_has_managed_params")
+        for mark in (*marks, *(("_unit",) if child in wrapped else ())):
             child.__dict__.pop(mark, None)
     return _inner(model, wrapped)
 

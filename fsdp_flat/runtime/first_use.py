@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
 
 from fsdp_flat.comm import ALONE, ErrorTexts, ShardingGroups, agree, find_disagreement
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat import FlatParamHandle
+from fsdp_flat.flat import DTensorViews, FlatParamHandle
 from fsdp_flat.runtime.unit import Unit
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 from fsdp_flat.user_warnings import warn_user
@@ -33,8 +35,16 @@ _ORDER = ErrorTexts(
 )
 
 
+# Options that all units of a tree share, with their places in a unit's options.
+_SHARED_OPTIONS = {
+    "use_orig_params": "use_orig_params",
+    "limit_all_gathers": "limit_all_gathers",
+    "FSDP_USE_FULL_PREC_IN_EVAL": "precision.full_in_eval",
+}
+
+
 def check_units(units: Sequence[Unit]) -> None:
-    """Raise if units cannot be of one tree: by their options or switches, or an optimizer that runs in backward.
+    """Raise if units cannot be of one tree: by options, switches, extensions, or an optimizer that runs in backward.
 
     Args:
         units: the units, the root first.
@@ -45,17 +55,19 @@ def check_units(units: Sequence[Unit]) -> None:
                 f"set_manual_backward_finalization(True) was called on unit {unit.name!r}, which is nested in "
                 f"{units[0].name!r}. Call it on the outermost unit."
             )
-    for option in ("use_orig_params", "limit_all_gathers"):
+    for option, path in _SHARED_OPTIONS.items():
         first: dict[bool, str] = {}
         for unit in units:
-            # Units of fully_shard go with either.
-            is_free = option == "use_orig_params" and (not unit.handles or unit.shows_dtensors)
-            if not is_free:
-                first.setdefault(getattr(unit.options, option), unit.name)
+            # Units of fully_shard go with any value.
+            if not unit.shows_dtensors and (unit.handles or option != "use_orig_params"):
+                first.setdefault(attrgetter(path)(unit.options), unit.name)
         if len(first) > 1:
             described = "; ".join(f"{option}={value} in unit {name!r}" for value, name in first.items())
             raise OptionError(f"Every unit under one root must have the same {option}; got {described}.")
     for unit in units:
+        for handle in unit.handles:
+            if isinstance(handle.views, DTensorViews):
+                handle.views.check_plain()
         for handle in unit.handles if not unit.options.use_orig_params else ():
             if any(hasattr(p, "_in_backward_optimizers") for p in (handle.flat_param, *handle.views.unsharded_params)):
                 raise UsageError(
@@ -118,11 +130,13 @@ def _check_values(units: Sequence[Unit]) -> None:
 
 
 def _trained_lines(handles: Iterable[FlatParamHandle]) -> list[str]:
-    return [
+    shown = [
         f"parameter {param_info.fqn!r} of unit {handle.spec.unit_name!r} with requires_grad={trains}"
         for handle in handles
         for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
     ]
+    # Indices in names may differ between ranks that ignore different modules; wrapping has compared names.
+    return [f"{re.sub(r'[0-9]+', '#', line)}\t{line}" for line in shown]
 
 
 def raise_difference(

@@ -162,8 +162,8 @@ def agree_on_weights(
 ) -> bool:
     """Compare initial weights across ranks; return whether those of rank 0 must be broadcast.
 
-    Every rank of the groups must call this with the same names. If the weights differ and ``sync`` is ``"warn"``, the
-    first rank warns.
+    Every rank of the groups must call this with tensors of the same shapes. If the weights differ and ``sync`` is
+    ``"warn"``, the first rank warns.
 
     Raises:
         RankMismatchError: they differ and ``sync`` is ``"raise"``.
@@ -171,7 +171,8 @@ def agree_on_weights(
     if sync == "broadcast":
         return True
     prints = fingerprints([adapter_if_dtensor(each).to_local(each.detach()) for _, each in named])
-    lines = [f"{name!r} {print_}" for (name, _), print_ in zip(named, prints, strict=True)]
+    # Names may differ between ranks that ignore different modules.
+    lines = [f"{print_}\t{name!r} {print_}" for (name, _), print_ in zip(named, prints, strict=True)]
     found = find_disagreement(lines, None, groups.rank_groups, device, _WEIGHTS)
     if found is not None and sync == "raise":
         raise RankMismatchError(f"{found}. {_ADVICE}")

@@ -118,6 +118,11 @@ class UnitOptions:
     mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
     cpu_offload: CPUOffload = field(default_factory=CPUOffload)
 
+    @property
+    def suffix(self) -> str:
+        """Return the part of the unit's name after its path: its mesh, if that is not the one of its modules."""
+        return "" if self.rows is None else self.rows.suffix
+
 
 class StateHandler(Protocol):
     """Describes a caller's functions to save (``merge``) and load (``split``) one optimizer state."""

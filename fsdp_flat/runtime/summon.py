@@ -66,11 +66,9 @@ def full_params(
         device: device of the full tensors; None leaves them on the device of the all-gather.
         show: point the modules at them.
     """
-    outer, was_shown, was_unsharded = unit.whole, unit.shows_whole, not unit.is_sharded
+    outer, was_shown, was_unsharded = unit.whole, unit.shows_whole, unit.shows_unsharded
     if outer is None:
-        if unit.is_sharded:
-            for handle in unit.handles:
-                handle.adopt_changes()
+        unit.adopt_changes()
         wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
         whole = dict(zip(unit.handles, wholes if device is None else [w.to(device) for w in wholes], strict=True))
     else:

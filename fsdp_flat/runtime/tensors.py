@@ -102,7 +102,7 @@ def _derived(value: Any) -> list[torch.Tensor]:
 
 
 def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply ``fn`` to every tensor in lists, tuples, named tuples, dicts and dataclasses; return the result.
+    """Apply ``fn`` to every tensor in lists, tuples, named tuples, sets, dicts and dataclasses; return the result.
 
     A container in which nothing changed is returned as it is.
     """
@@ -118,7 +118,7 @@ def map_tensors(value: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> Any:
         for key, item in items.items():
             copied[key] = item
         return copied
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         mapped = [map_tensors(item, fn) for item in value]
         if all(new is old for new, old in zip(mapped, value, strict=True)):
             return value

@@ -1,7 +1,6 @@
 """Runs one unit: a wrapped module, its handles, and the collectives that all-gather and reduce them.
 
-The forward of the wrapper and the schedule of the tree drive a unit. It uses the context that the tree has passed down
-and calls nothing above itself.
+The tree's forwards and schedule drive a unit, which uses the context passed down to it and calls nothing above itself.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ class Unit:
         handles: one per flat parameter; none if the module has no parameters of its own.
         unit_id: id of the unit between ranks, the same on all of them; 0 if it has none.
         members: the modules whose forwards are the unit's: ``module``, or several that run one after another.
-        inner: units of the same modules on other meshes, whose forwards run inside this one's; they have the same tuple
-            of members. Modules hold this unit alone.
+        inner: units of the same modules, the same tuple, on other meshes; their forwards run inside this one's.
         phase: the state of the step; written by this class and by ``summon_full_params``.
         context: streams, memory and records shared with the other units of the tree.
         collectives: the library's collectives of the shard group, which are exact; None for a single rank. State dicts
@@ -102,7 +100,7 @@ class Unit:
         self.options = options
         self.handles = handles
         self.phase = Phase.IDLE
-        self.control = UnitControl(None if options.strategy.reshard_after_forward else False)
+        self.control = UnitControl.of(options.strategy)
         self.state_dict_settings = StateDictSettings(
             StateDictType.FULL_STATE_DICT, FullStateDictConfig(), FullOptimStateDictConfig()
         )
@@ -129,13 +127,9 @@ class Unit:
         self.averages_ignored: bool | None = None
         self.unwritten: list[Unwritten] | None = None
 
-    def name_at(self, path: str) -> str:
-        """Return the name of the unit at a path: with its mesh, if that is another one than its modules'."""
-        return path if self.options.rows is None else path + self.options.rows.suffix
-
     def rename(self, path: str) -> None:
-        """Set the name to that at the unit's path in its tree; without a path it stays."""
-        self.name = name = self.name_at(path) if path else self.name
+        """Set the name to the unit's path in its tree, if it has one, and its mesh if that is not its modules'."""
+        self.name = name = path + self.options.suffix if path else self.name
         group = self.options.groups.shard.group
         if group is not None:
             unit_names(group)[self.unit_id] = name
@@ -178,6 +172,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """True if the parameters are unsharded and ready for use."""
         return not self.handles or self.handles[0].state is ShardState.UNSHARDED
+
+    @property
+    def shows_unsharded(self) -> bool:
+        """True if the modules point at unsharded parameters; not so if these are kept between steps."""
+        return bool(self.handles) and self.handles[0].views.shows_unsharded
 
     @property
     def needs_all_gather(self) -> bool:
@@ -319,11 +318,6 @@ class Unit:
         for handle in self.handles:
             handle.use_unsharded_views()
 
-    def use_sharded_views(self) -> None:
-        """Point the modules at this rank's local shards."""
-        for handle in self.handles:
-            handle.views.use_sharded_views()
-
     def check_idle(self, what: str) -> None:
         """Raise a PhaseError if a step or ``summon_full_params`` is in progress."""
         self.context.recover()
@@ -332,6 +326,18 @@ class Unit:
                 f"{what} was called while unit {self.name!r} is {self.phase.value}. Call it between steps and outside "
                 "of other summon_full_params contexts."
             )
+
+    def adopt_changes(self) -> None:
+        """Adopt tensors that the user assigned to sharded parameters.
+
+        Raises:
+            PhaseError: the unit is kept unsharded, so that the change would be lost.
+        """
+        for handle in self.handles:
+            if self.is_sharded:
+                handle.adopt_changes()
+            elif not handle.views.shows_unsharded:
+                handle.views.check_shown()
 
     def reshard(self, *, keep_buffers: bool = False) -> None:
         """Free the unsharded parameters, after waiting for an all-gather in flight.
@@ -343,7 +349,7 @@ class Unit:
             return
         self.finish_unshard()
         for handle in self.handles:
-            handle.views.use_sharded_views()
+            handle.views.hide_unsharded()
             handle.reshard()
         self._kept_epoch = self.storage_epoch
         if not keep_buffers:
@@ -406,8 +412,7 @@ class Unit:
     def pre_backward(self, weights: Weights) -> None:
         """Unshard the parameters for the backward of a forward that ran with ``weights``; raise if these changed."""
         if self.is_sharded:
-            for handle in self.handles:
-                handle.adopt_changes()
+            self.adopt_changes()
         if weights.storage_epoch != self.storage_epoch:
             raise UsageError(
                 f"Unit {self.name!r} was converted (.to, .float, .cuda, or an assignment to its flat parameter) after "
@@ -446,7 +451,8 @@ class Unit:
             self.reshard()
         elif not self.is_sharded:
             self.finish_unshard()
-            self.use_sharded_views()
+            for handle in self.handles:
+                handle.views.hide_unsharded()
 
     def begin_reduction(self, handle: FlatParamHandle) -> None:
         """Begin to reduce a handle's gradient, zeros if it has none. Every rank of its groups must call this."""
@@ -491,5 +497,4 @@ def own_unit(module: nn.Module) -> Unit:
 def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
     modules = modules_of(module) if recurse else (module,)
-    found = [unit for each in modules if (unit := unit_of(each)) is not None]
-    return list(dict.fromkeys(each for unit in found for each in (unit, *unit.inner)))
+    return list(dict.fromkeys(u for m in modules if (unit := unit_of(m)) is not None for u in (unit, *unit.inner)))

@@ -316,11 +316,10 @@ def _prepare_load(
     any of its names, or None.
     """
     unit.reshard()
+    # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
+    unit.adopt_changes()
     for handle in unit.handles:
-        # Adopt assignments made before the load now, so that they do not overwrite the loaded values later.
-        handle.adopt_changes()
         load.plan.call(handle.views.bump_version)
-    unit.use_sharded_views()
     inner = prefix + FSDP_PREFIX
     for key in list(state_dict):
         if key.startswith(prefix) and not key.startswith(inner):

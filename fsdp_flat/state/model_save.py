@@ -218,10 +218,7 @@ def _shards_of(unit: Unit, codec: StateDictCodec, prefix: str) -> list[StateShar
     """Return this rank's part of every parameter of a unit, or of its flat parameters; views of the current shard."""
     if not isinstance(codec, FullCodec):
         unit.check_idle("state_dict")
-    if unit.is_sharded:
-        # While the unit is unsharded the modules hold unsharded parameters, so the user cannot assign sharded ones.
-        for handle in unit.handles:
-            handle.adopt_changes()
+    unit.adopt_changes()
     if codec.is_flat:
         return [flat_shard(unit, handle, prefix) for handle in unit.handles]
     return [StateShard(param, param.local, param.shape) for param in params_of(unit, prefix)]
@@ -337,7 +334,7 @@ def _full_params_registered(
         with full_params(unit):
             yield False
         return
-    was_unsharded = not unit.is_sharded
+    was_unsharded = unit.shows_unsharded
     tensors = iter(_gathered(_shards_of(unit, codec, ""), codec, config) if gathered is None else gathered)
     try:
         for handle in unit.handles:

@@ -436,7 +436,8 @@ class StateDictCodec:
         communicates: encoding takes every rank of the shard groups.
         exchanges: decoding takes every rank of the shard groups.
         is_flat: model state dicts have one value for each flat parameter, not for each parameter.
-        kinds: classes of its values, whichever type is set; values of no codec's kinds are decoded as full tensors.
+        kinds: classes of its values; loads decode those with this codec under any type that encodes parameters one by
+            one, and values of no codec's kinds as full tensors.
     """
 
     communicates = True

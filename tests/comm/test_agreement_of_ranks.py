@@ -54,6 +54,13 @@ def test_a_flag_of_any_rank_of_a_mesh_is_true_on_all(rank: int) -> None:
     assert true_on_any_rank([], groups, CPU) == []
 
 
+@on_ranks(2)
+def test_texts_after_a_tab_are_not_compared_and_are_those_of_the_error(rank: int) -> None:
+    agree(["one\tof this rank", f"two\tof rank {rank}"], None, [world()], CPU, TEXTS)
+    with pytest.raises(RankMismatchError, match="rank 0 of the group has the 2 of 0, rank 1 has the 3 of 1"):
+        agree([f"one\tof rank {rank}", f"{rank}\tthe {2 + rank} of {rank}"], None, [world()], CPU, TEXTS)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("odd", [0, 3])
 def test_a_difference_on_one_rank_of_a_mesh_is_an_error_of_all_with_one_text(odd: int, rank: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -10,12 +11,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.composable import FSDPModule, fully_shard
 from fsdp_flat.errors import TiedParameterError
+from tests.composable.sides import average_gradients
 from tests.support import OWN_PARAMETERS, on_ranks
-from tests.support.kit import seeded, square_loss, train_on
+from tests.support.kit import batch, seeded, square_loss, train_on
 from tests.support.peer import peer_fully_shard
 
 
@@ -90,6 +94,125 @@ def test_ignored_parameters_and_buffers_stay_as_they_are() -> None:
     torch.testing.assert_close(model.first.weight.grad.full_tensor(), plain.first.weight.grad)
     assert set(model.state_dict()) == set(plain.state_dict())
     assert not isinstance(model.state_dict()["head.weight"], DTensor)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
+def test_a_parameter_that_an_inner_call_ignores_is_ignored_by_outer_calls(function: Any) -> None:
+    model = seeded()
+    ignored = model.blocks[0].up.weight
+    function(model.blocks[0], ignored_params={ignored})
+    function(model)
+    assert model.blocks[0].up.weight is ignored
+    assert all(isinstance(param, DTensor) for param in model.parameters() if param is not ignored)
+
+
+class Chain(nn.ModuleList):
+    """Runs its modules one after another."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for module in self:
+            x = torch.tanh(module(x))
+        return x
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
+def test_a_list_with_a_forward_is_a_unit(function: Any, rank: int) -> None:
+    torch.manual_seed(0)
+    plain = Chain([nn.Linear(4, 4) for _ in range(2)])
+    model = function(copy.deepcopy(plain))
+    assert type(model).__name__ == "FSDPChain"
+    x = torch.full((2, 4), float(rank))
+    model(x).sum().backward()
+    for each in range(2):
+        (plain(torch.full((2, 4), float(each))).sum() / 2).backward()
+    for param, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), other.grad)
+    with pytest.raises(ValueError, match="forward"):
+        function(nn.ModuleList([nn.Linear(4, 4)]))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
+def test_a_module_inside_another_of_the_list_is_no_member_of_the_unit(function: Any) -> None:
+    model = seeded()
+    assert function([model.blocks[0].up, model]) == [model.blocks[0].up, model]
+    assert type(model.blocks[0].up) is nn.Linear
+    assert type(model).__name__ == "FSDPStack"
+    square_loss(model, torch.ones(2, 8)).backward()
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+@on_ranks(2)
+def test_a_module_may_be_twice_in_the_list() -> None:
+    model = seeded()
+    fully_shard([model.blocks[0], model.blocks[0]])
+    fully_shard(model)
+    square_loss(model, torch.ones(2, 8)).backward()
+    assert type(model.blocks[0]).__name__ == "FSDPBlock"
+    assert all(isinstance(param.grad, DTensor) for param in model.parameters())
+
+
+class Caching(nn.Linear):
+    """Computes with a copy of the reference to its weight, which it updates when one is assigned."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "weight":
+            self.__dict__["cached"] = value
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.__dict__["cached"], self.bias)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard, functools.partial(FSDP, use_orig_params=True)])
+def test_a_module_that_notes_assignments_gets_its_parameters_by_assignment(function: Any, rank: int) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(Caching(4, 4), nn.Linear(4, 4))
+    model = function(copy.deepcopy(plain))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        for each in (plain, model):
+            square_loss(each, batch(rank, step, 4)).backward()
+        average_gradients(plain)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(model(torch.ones(2, 4)), plain(torch.ones(2, 4)))
+
+
+class Extended(torch.Tensor):
+    """A tensor that wants to be all-gathered in its own way."""
+
+    def fsdp_pre_all_gather(self, mesh: DeviceMesh) -> Any:
+        raise AssertionError
+
+    def fsdp_post_all_gather(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError
+
+
+@on_ranks(2)
+def test_all_gather_extensions_are_refused() -> None:
+    model = seeded()
+    model.head.weight = nn.Parameter(model.head.weight.detach().as_subclass(Extended))
+    with pytest.raises(NotImplementedError, match=r"'head\.weight' is a Extended.*ignored_params.*fsdp_pre_all_gather"):
+        fully_shard(model)
+    # On the local tensor of a parameter of tensor parallelism.
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = seeded()
+    model.head.weight = nn.Parameter(DTensor.from_local(torch.ones(5, 4), mesh["tp"], (Shard(1),), run_check=False))
+    model.head.weight._local_tensor.fsdp_pre_all_gather = Extended.fsdp_pre_all_gather
+    with pytest.raises(NotImplementedError, match=r"'head\.weight' has FSDP2's extension fsdp_pre_all_gather"):
+        fully_shard(model, mesh=mesh["dp"])
+    # As functions of one tensor.
+    model = seeded()
+    fully_shard(model.blocks[0])
+    fully_shard(model)
+    model.blocks[0].up.weight._local_tensor.fsdp_pre_all_gather = Extended.fsdp_pre_all_gather
+    with pytest.raises(NotImplementedError, match=r"'up\.weight' of unit 'blocks\.0' has FSDP2's extension"):
+        model(torch.ones(2, 8))
 
 
 @on_ranks(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -121,6 +122,27 @@ def test_inputs_in_containers_are_cast_or_left(cast_forward_inputs: bool, rank: 
     assert found[0] == found[1]
     first = torch.bfloat16 if cast_forward_inputs else torch.float32
     assert found[0] == ([first, first, torch.int64], torch.float16, torch.float16, torch.int64)
+
+
+class FirstOfSet(nn.Module):
+    """Multiplies the only tensor of a set by its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, some: set[torch.Tensor]) -> dict[str, set[torch.Tensor]]:
+        (one,) = some
+        assert one.dtype == torch.bfloat16
+        return {"products": {one * self.weight}}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("function", [fully_shard, peer_fully_shard])
+def test_tensors_in_sets_are_cast(function: Callable[..., Any]) -> None:
+    module = function(FirstOfSet(), mp_policy=MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float64))
+    (product,) = module({torch.ones(4)})["products"]
+    assert product.dtype == torch.float64
 
 
 @on_ranks(2, 4)

@@ -2,8 +2,8 @@
 
 Covered: ignored modules of a transformer with and without a policy, given as ``ignored_modules`` and as
 ``ignored_states``; children that are ignored by their unit or by the root alone; ignored parameters under a policy;
-ignored modules outside the wrapped one; unlike ignored modules on the ranks; refused arguments and warnings.
-Ignored parameters keep identity, shape, name and local gradient, and are whole in state dicts.
+ignored modules outside the wrapped one; unlike ignored modules on the ranks, also before managed ones; refused
+arguments and warnings. Ignored parameters keep identity, shape, name and local gradient, and are whole in state dicts.
 
 Not covered: nothing that torch's suite has on this.
 """
@@ -127,6 +127,29 @@ def test_ranks_may_ignore_different_modules(side: Side, layout: Layout, use_orig
     options: dict[str, Any] = {"ignored_modules": list(model.extra), "use_orig_params": use_orig_params}
     wrapped = side.wrap(model, layout, units=(Layer,) if auto else (), **options)
     return train(wrapped, CASES["uneven sizes"], sgd(wrapped), range(2))
+
+
+@on_both_sides(layouts=SHARDED)
+@pytest.mark.parametrize("wrapped_by", ["policy", "hand"])
+@pytest.mark.parametrize("given", ["modules", "parameters"])
+def test_ranks_may_ignore_unlike_numbers_of_layers_before_managed_ones(
+    side: Side, layout: Layout, use_orig_params: bool, wrapped_by: str, given: str
+) -> Any:
+    # The managed layers after them have other indices on each rank.
+    model = seeded(Nest)
+    ignored = [seeded(lambda: nn.Linear(5, 5)) for _ in range(dist.get_rank() + 1)]
+    model.block = nn.Sequential(*model.block[:1], *ignored, *model.block[1:])
+    chosen: dict[str, Any] = {
+        "modules": {"ignored_modules": ignored},
+        # An iterator, which can be read once.
+        "parameters": {"ignored_states": (param for layer in ignored for param in layer.parameters())},
+    }[given]
+    if wrapped_by == "policy":
+        wrapped = side.wrap(model, layout, units=(Layer,), use_orig_params=use_orig_params, **chosen)
+    else:
+        model.block = side.wrap(model.block, layout, use_orig_params=use_orig_params, **chosen)
+        wrapped = side.wrap(model, layout, use_orig_params=use_orig_params, ignored_modules=[])
+    return steps(wrapped, CASES["uneven sizes"])
 
 
 @OWN_STATISTICS

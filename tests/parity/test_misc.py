@@ -304,12 +304,32 @@ def test_attributes_items_and_length_are_those_of_the_wrapped_module(side: Side,
     return [name for name, _ in model.named_modules()]
 
 
+@on_both_sides(layouts=[Layout("FULL_SHARD"), Layout("NO_SHARD")])
+def test_a_module_whose_units_have_all_its_parameters_can_be_wrapped_again(
+    side: Side, layout: Layout, use_orig_params: bool
+) -> Any:
+    torch.manual_seed(2)
+    inner = nn.Sequential(*[side.wrap(Layer(5, 5), layout, use_orig_params=use_orig_params) for _ in range(2)])
+    model = side.wrap(inner, layout, use_orig_params=use_orig_params)
+    train_on(model, sgd(model), [step_input(dist.get_rank(), step) for step in range(2)])
+    before = model(step_input(0, 5))
+    again = side.wrap(inner, layout, use_orig_params=use_orig_params)
+    assert_equal(again(step_input(0, 5)).detach(), before.detach())
+    return [before.detach(), state_of(again)]
+
+
 @on_both_sides(kinds=(False,))
-@pytest.mark.parametrize("what", ["use_orig_params", "limit_all_gathers"])
+@pytest.mark.parametrize("what", ["use_orig_params", "limit_all_gathers", "FSDP_USE_FULL_PREC_IN_EVAL"])
 def test_units_of_one_tree_with_unlike_settings_are_refused_in_forward(
     side: Side, use_orig_params: bool, what: str
 ) -> None:
-    model = nn.Sequential(side.wrap(nn.Linear(5, 5), **{what: True}), nn.Linear(5, 1))
-    model = side.wrap(model, **{what: False})
+    def wrapped(module: nn.Module, value: bool) -> Any:
+        if what.islower():
+            return side.wrap(module, **{what: value})
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(what, str(int(value)))
+            return side.wrap(module)
+
+    model = wrapped(nn.Sequential(wrapped(nn.Linear(5, 5), True), nn.Linear(5, 1)), False)
     with pytest.raises(ValueError):
         model(step_input(dist.get_rank(), 0))

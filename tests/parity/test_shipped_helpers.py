@@ -179,6 +179,13 @@ def test_a_unit_is_gathered_ahead_of_its_forward(use_orig_params: bool, rank: in
     assert [wrapper._handle.needs_unshard() for wrapper in FSDP.fsdp_modules(model)] == [True, False, False]
     assert_close(model(batch(rank)), plain(batch(rank)), rtol=1e-6, atol=1e-7)
     square_loss(model, batch(rank)).backward()
+    # A caller that gathers ahead calls this after its optimizer's step.
+    with torch.no_grad():
+        for each in (*model.parameters(), *plain.parameters()):
+            each.mul_(2.0)
+    model._wait_unshard_streams_on_current_stream()
+    model.blocks[1]._unshard(async_op=True)
+    assert_close(model(batch(rank)), plain(batch(rank)), rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2)

@@ -57,6 +57,8 @@ ADDED_FIELDS = {
     "ShardedStateDictConfig": ["boxes"],
     "ShardedOptimStateDictConfig": ["boxes"],
 }
+# Members that torch's enums do not have, by enum: none yet.
+ADDED_MEMBERS: dict[str, set[str]] = {}
 ADDED_PARAMETERS = {"FullyShardedDataParallel.no_sync": ["mode"]}
 
 
@@ -137,7 +139,8 @@ def test_a_public_name_has_the_peers_signature_defaults_and_values(module: str, 
     kind = theirs["kind"]
     if kind == "enum":
         assert issubclass(mine, enum.Enum)
-        assert {member.name: member.value for member in mine} == theirs["members"]
+        added = ADDED_MEMBERS.get(name, set())
+        assert {member.name: member.value for member in mine if member.name not in added} == theirs["members"]
         assert str(next(iter(mine))) == theirs["str_of_first"]
     elif kind == "dataclass":
         fields = [field["name"] for field in theirs["fields"]]
