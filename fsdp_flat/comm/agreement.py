@@ -247,7 +247,8 @@ def _finding(everyone: list[str], words: ErrorTexts) -> Exception:
     rank, other = next((rank, said) for rank, said in enumerate(everyone) if _compared(said) != _compared(first))
     pairs = zip_longest(first.split("\n"), other.split("\n"), fillvalue="nothing more")
     ours, theirs = next((ours, theirs) for ours, theirs in pairs if _compared(ours) != _compared(theirs))
-    return RankMismatchError(words.describe(ours.rpartition("\t")[2], rank, theirs.rpartition("\t")[2]))
+    ours, theirs = ours.rpartition("\t")[2], theirs.rpartition("\t")[2]
+    return RankMismatchError(words.describe(ours, rank, theirs if theirs != ours else f"another {theirs}"))
 
 
 # -- barriers ---------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -129,29 +128,31 @@ def _check_values(units: Sequence[Unit]) -> None:
         unit.unwritten = None
 
 
-def _trained_lines(handles: Iterable[FlatParamHandle]) -> list[str]:
-    shown = [
-        f"parameter {param_info.fqn!r} of unit {handle.spec.unit_name!r} with requires_grad={trains}"
-        for handle in handles
+def _trained_lines(units: Iterable[Unit], groups: ShardingGroups) -> list[str]:
+    # Names may differ between ranks that ignore different modules; wrapping has compared them.
+    return [
+        f"{unit.unit_id or unit.name} {number} {param_info.shape} {trains}\t"
+        f"parameter {param_info.fqn!r} of unit {unit.name!r} with requires_grad={trains}"
+        for unit in units
+        if unit.options.groups == groups
+        for number, handle in enumerate(unit.handles)
         for param_info, trains in zip(handle.layout.param_infos, handle.views.requires_grad(), strict=True)
     ]
-    # Indices in names may differ between ranks that ignore different modules; wrapping has compared names.
-    return [f"{re.sub(r'[0-9]+', '#', line)}\t{line}" for line in shown]
 
 
 def raise_difference(
-    collectives: Sequence[str], handles: Iterable[FlatParamHandle], groups: ShardingGroups, device: torch.device
+    collectives: Sequence[str], units: Iterable[Unit], groups: ShardingGroups, device: torch.device
 ) -> None:
     """Raise a RankMismatchError that shows how ranks differ. Every rank of the groups must call this.
 
     Args:
         collectives: one line for each collective over the groups that this rank has issued.
-        handles: handles over the groups.
+        units: the units; those over the groups are compared.
         groups: the groups.
         device: the compute device.
     """
     agree(collectives, None, groups.rank_groups, device, _ORDER)
-    agree(_trained_lines(handles), None, groups.rank_groups, device, _TRAINED)
+    agree(_trained_lines(units, groups), None, groups.rank_groups, device, _TRAINED)
 
 
 class RankChecks:
@@ -207,7 +208,7 @@ class RankChecks:
             return
         groups = unit.options.groups
         if groups in self._ahead:
-            agree(_trained_lines(self._handles[groups]), None, [groups.shard], unit.options.device, _TRAINED)
+            agree(_trained_lines(self._units, groups), None, [groups.shard], unit.options.device, _TRAINED)
             self._ahead.remove(groups)
         if self._is_new_iteration and self._num_forwards < _FORWARDS_COMPARED[-1]:
             self._is_new_iteration = False
@@ -225,10 +226,10 @@ class RankChecks:
         if self._compared_in_backward or not any(unit.is_trainable for unit in self._units):
             return
         found: Exception | None = None
-        for groups, handles in self._handles.items():
+        for groups in self._handles:
             if groups.replicate.size > 1:
-                device = self._units[0].options.device
-                found = find_disagreement(_trained_lines(handles), found, groups.rank_groups, device, _TRAINED)
+                lines, device = _trained_lines(self._units, groups), self._units[0].options.device
+                found = find_disagreement(lines, found, groups.rank_groups, device, _TRAINED)
         if found is not None:
             raise found
         self._compared_in_backward = True

@@ -463,8 +463,7 @@ class Schedule(CommContext):
             lines = self.collectives.lines(outcome.differing)
             self.collectives.clear()
             self.abort()
-            differing = self._exchange.handles[outcome.differing]
-            raise_difference(lines, differing, outcome.differing, self.root.options.device)
+            raise_difference(lines, self.units, outcome.differing, self.root.options.device)
         self.collectives.clear()
         for unit in reduced:
             if unit.policy.all_reduce:

@@ -190,21 +190,22 @@ def test_another_length_or_purpose_than_expected_is_an_error_that_says_both_and_
         dist.barrier()
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
+@pytest.mark.parametrize("case", ["one root", "by hand", "without gradients"])
 @on_ranks(2)
-def test_ranks_that_run_units_of_one_size_in_another_order_are_told(by_hand: bool, rank: int) -> None:
+def test_ranks_that_run_units_of_one_size_in_another_order_are_told(case: str, rank: int) -> None:
     group = dist.new_group()
     blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if by_hand:
-        model: Any = nn.Sequential(*(FSDP(block, process_group=group) for block in blocks))
-    else:
-        model = FSDP(blocks, process_group=group, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})).module
-    text = r"came to the all-gather of another unit \(40 bytes\) where .* came to the all-gather of unit 'Linear'"
-    if not by_hand:
-        # Units of one root are compared by name before the first all-gather.
+    if case == "one root":
+        model: Any = FSDP(blocks, process_group=group, auto_wrap_policy=ModuleWrapPolicy({nn.Linear})).module
         text = r"Ranks run different units, .*'weight' of unit '0' .*, rank 1 has parameter 'weight' of unit '1'"
+    else:
+        model = nn.Sequential(*(FSDP(block, process_group=group) for block in blocks))
+        text = r"Ranks run different units, .*, rank 1 has another parameter 'weight' of unit 'Linear'"
+    if case == "without gradients":
+        # Only steps with gradients compare units before their first all-gather; otherwise the transport compares.
+        text = r"came to the all-gather of another unit \(40 bytes\) where .* came to the all-gather of unit 'Linear'"
     for _ in range(2):
-        with pytest.raises(RankMismatchError, match=text):
+        with pytest.raises(RankMismatchError, match=text), torch.set_grad_enabled(case != "without gradients"):
             model[rank](torch.ones(2, 4))
     dist.barrier()
 
