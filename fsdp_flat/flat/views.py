@@ -206,7 +206,7 @@ class Views:
             for index in self.changed():
                 raise PhaseError(
                     f"Parameter {self.describe(index)} was assigned while the unit was kept unsharded after backward, "
-                    "and the assignment would be lost. Call reshard() of the model on every rank, now or before "
+                    "and the assignment would be lost. Call reshard() of its module on every rank, now or before "
                     "assignments, or do not keep parameters (set_reshard_after_backward, SHARD_GRAD_OP in no_sync)."
                 )
             return

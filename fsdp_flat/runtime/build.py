@@ -156,6 +156,9 @@ def build_rows(
     for entry in _managed_params(module, name, ignored, {}, nested):
         own, dim = place(entry.original)
         divided.setdefault(id(own), (own, []))[1].append(_adapted(replace(entry, dim=dim), own))
+    for own, params in divided.values():
+        assert own.rows is not None
+        own.rows.dims_of(params)  # raises before any parameter is replaced
     units, shared = [], tuple(members)
     for own, params in divided.values() or [(options, [])]:
         assert own.rows is not None
@@ -168,6 +171,8 @@ def build_rows(
         units.append(unit)
     outer, *inner = units
     outer.inner = tuple(inner)
+    for each in inner:
+        each.use_context(outer.context)
     for each in (*inner, *nested):
         each.is_nested = True
     return outer

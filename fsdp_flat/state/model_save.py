@@ -260,6 +260,8 @@ def _save_unit(
         )
         if codec.is_flat:
             return _save_full(unit, FULL, config, prefix, inner, None)
+    # Placeholders of names replace what the user assigned.
+    unit.adopt_changes()
     with _names_shown(() if codec.is_flat else unit.handles):
         destination = inner()
     shards = _shards_of(unit, codec, prefix)

@@ -458,6 +458,26 @@ def test_meshes_that_cannot_be_used_raise(rank: int) -> None:
         )
 
 
+@on_ranks(4)
+def test_a_call_that_raises_changes_nothing() -> None:
+    plane, one = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")), init_device_mesh("cpu", (4,))
+    info, model = _fsdp_common.FSDPMeshInfo(plane["b"], shard_mesh_dim=0), nn.Linear(4, 4)
+    dims = {model.weight: 0, model.bias: 1}
+
+    def place(param: nn.Parameter) -> Any:
+        return Shard(0) if param is model.weight else _fsdp_common.ShardPlacementResult(Shard(dims[param]), info)
+
+    with pytest.raises(ValueError, match=r"'bias' .* has no dim 1 to shard"):
+        fully_shard(model, mesh=one, shard_placement_fn=place)
+    dims[model.bias] = 0
+    fully_shard(model, mesh=one, shard_placement_fn=place)
+    assert isinstance(model.weight, DTensor)
+    # Before the first use, too, what is issued for the units of one module is in one order.
+    outer, inner = units_of(model)
+    assert inner.context is outer.context
+    square_loss(model, torch.ones(2, 4)).backward()
+
+
 class Scaled(nn.Module):
     """A weight for each feature, then one for each rank's expert; both are DTensors."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy
+from fsdp_flat import ShardedStateDictConfig, ShardingStrategy, StateDictType
 from fsdp_flat.errors import PhaseError, UsageError
 from tests.support import assert_close, on_ranks
 from tests.support.kit import BLOCKS, batch, full_params, seeded, square_loss, wrapped
@@ -46,11 +46,17 @@ def summoned(model: Any) -> None:
         pass
 
 
+def saved_in_boxes(model: Any) -> None:
+    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig(boxes=True)):
+        model.state_dict()
+
+
 CALLS: dict[str, Callable[[Any], object]] = {
     "forward": lambda model: model(batch(0, 1)),
     "state_dict": lambda model: model.state_dict(),
     "summon_full_params": summoned,
     "deepcopy": copy.deepcopy,
+    "boxes": saved_in_boxes,
 }
 
 
