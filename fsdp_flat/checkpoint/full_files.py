@@ -399,8 +399,8 @@ def load_full(
         with torch.no_grad():
             for unit in units_of(model):
                 unit.reshard()
+                unit.adopt_changes()
                 for handle in unit.handles:
-                    handle.adopt_changes()
                     handle.views.bump_version()
             for entry, local_shard in planned.values():
                 target = entry.held()

@@ -66,7 +66,7 @@ class FSDPState:
 
     @property
     def _fsdp_param_groups(self) -> list[FSDPParamGroup]:
-        return [FSDPParamGroup(unit) for unit in (self.unit, *self.unit.inner) if unit.handles]
+        return [FSDPParamGroup(unit) for unit in self.unit.with_inner if unit.handles]
 
     @property
     def _fsdp_param_group(self) -> FSDPParamGroup | None:

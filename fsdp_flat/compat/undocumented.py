@@ -216,8 +216,8 @@ class UndocumentedMembers(GroupMember, ShardedModule):
                 raise PhaseError(f"Unit {unit.name!r} was made with use_orig_params=False: it shows flat parameters.")
         for unit in units:
             unit.reshard()
+            unit.adopt_changes()
             for position, handle in enumerate(unit.handles):
-                handle.adopt_changes()
                 handle.views.remove()
                 for site in [site for entry in handle.views.params for site in entry.sites]:
                     site.module._parameters[site.name] = None

@@ -96,7 +96,7 @@ def fully_shard(
         return by_mesh[other], dim
 
     unit = build_rows(members, options, _ignored(members, ignored_params), place)
-    for each in (unit, *unit.inner):
+    for each in unit.with_inner:
         _set_resharding(each, reshard_after_forward)
         hook_state_dicts(each)
     assert unit.options.rows is not None

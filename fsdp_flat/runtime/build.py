@@ -161,9 +161,8 @@ def build_rows(
         own.rows.dims_of(params)  # raises before any parameter is replaced
     units, shared = [], tuple(members)
     for own, params in divided.values() or [(options, [])]:
-        assert own.rows is not None
         unit_id = digest_of(f"{count_call(own.groups.primary.group)}/rows".encode())
-        full_name = name + own.rows.suffix
+        full_name = name + own.suffix
         handles = handles_of(params, module, full_name, own)
         stored = StoredTensors(child for _, child in modules)
         unit = Unit(module, full_name, own, handles, ignored, BufferCasts(module, (), None), stored, unit_id)
@@ -444,7 +443,13 @@ def compared_names(root: nn.Module, ignored: Ignored) -> Callable[[str], str]:
     return name_of
 
 
-def describe_structure(root: nn.Module, unit_names: Sequence[str], options: UnitOptions, ignored: Ignored) -> list[str]:
+def describe_structure(
+    root: nn.Module,
+    unit_names: Sequence[str],
+    options: UnitOptions,
+    ignored: Ignored,
+    name_of: Callable[[str], str],
+) -> list[str]:
     """Describe the model that this rank is about to build, one fact per line, for comparison between ranks.
 
     Raises:
@@ -458,7 +463,6 @@ def describe_structure(root: nn.Module, unit_names: Sequence[str], options: Unit
         f"sync_module_states={options.sync_states!r}",
         f"mixed precision of {precision.param_dtype}, {precision.reduce_dtype}, {precision.master_dtype}",
     ]
-    name_of = compared_names(root, ignored)
     lines += [f"unit {name_of(name)!r}\tunit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
         if param not in ignored.params:

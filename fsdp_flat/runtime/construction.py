@@ -164,12 +164,9 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     if not isinstance(module, nn.Module):
         raise OptionTypeError(f"module must be an nn.Module; got {type(module).__name__}.")
     options = _options_from(arguments)
-    plan, ignored = _agreed_plan(module, arguments, options)
+    plan, ignored, compared = _agreed_plan(module, arguments, options)
     call = _prepare(module, plan, options, ignored)
     names = {unit.module: unit.fqn for unit in plan.units}
-    # Found before wrapping changes the tree.
-    name_of = compared_names(module, ignored)
-    compared = {unit.module: name_of(unit.fqn) for unit in plan.units}
     # Most units have the same arguments: those of one call are validated once.
     known: dict[tuple[int, ...], tuple[Arguments, UnitOptions]] = {}
 
@@ -193,11 +190,14 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
     return build_unit(module, type(module).__name__, options, ignored, call, unit_id)
 
 
-def _agreed_plan(module: nn.Module, arguments: Arguments, options: UnitOptions) -> tuple[WrapPlan, Ignored]:
-    """Plan units, and compare the plan and the model with the other ranks."""
+def _agreed_plan(
+    module: nn.Module, arguments: Arguments, options: UnitOptions
+) -> tuple[WrapPlan, Ignored, dict[nn.Module, str]]:
+    """Plan units, and compare the plan and the model with the other ranks; return the units' compared names too."""
     error: Exception | None = None
     plan = WrapPlan(())
     ignored = Ignored(frozenset(), frozenset())
+    compared: dict[nn.Module, str] = {}
     lines: list[str] = []
     try:
         ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
@@ -212,12 +212,14 @@ def _agreed_plan(module: nn.Module, arguments: Arguments, options: UnitOptions) 
                 is_wrapped=lambda child: unit_of(child) is not None,
             )
             _check_overrides(plan)
-        lines = describe_structure(module, [unit.fqn for unit in plan.units], options, ignored)
+        name_of = compared_names(module, ignored)
+        compared = {unit.module: name_of(unit.fqn) for unit in plan.units}
+        lines = describe_structure(module, [unit.fqn for unit in plan.units], options, ignored, name_of)
     except Exception as raised:
         error = raised
     # A model whose shapes differ between ranks would abort the process inside the first collective.
     agree(lines, error, options.groups.rank_groups, options.device, WRAPPING)
-    return plan, ignored
+    return plan, ignored, compared
 
 
 def _check_not_managed(module: nn.Module) -> None:

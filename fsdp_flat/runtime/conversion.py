@@ -54,8 +54,8 @@ def convert_unit(unit: Unit, fn: Callable[[torch.Tensor], torch.Tensor], convert
             unit.check_idle("A conversion (.to, .float, .cuda, ...)")
         return False
     unit.reshard()
+    unit.adopt_changes()
     for handle in unit.handles:
-        handle.adopt_changes()
         handle.views.remove()
     try:
         convert_others()
@@ -255,7 +255,7 @@ def _restore_class(module: nn.Module) -> None:
     """Undo what ``fully_shard`` has changed of a module besides its parameters."""
     unit = unit_of(module)
     if unit is not None and unit.shows_dtensors:
-        for each in (unit, *unit.inner):
+        for each in unit.with_inner:
             assert each.options.rows is not None
             for hook in each.options.rows.hooks:
                 hook.remove()
@@ -267,8 +267,7 @@ def _restore_class(module: nn.Module) -> None:
 
 def _restore_full(unit: Unit) -> None:
     unit.reshard()
-    for handle in unit.handles:
-        handle.adopt_changes()
+    unit.adopt_changes()
     wholes = all_gather_full(unit, lambda handle: handle.flat_param.data)
     for handle, whole in zip(unit.handles, wholes, strict=True):
         handle.views.unflatten(whole)

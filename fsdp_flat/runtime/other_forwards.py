@@ -33,7 +33,7 @@ class UnshardHandle:
     def wait(self) -> None:
         """Wait for the all-gather, and point the modules at the unsharded parameters; a second call does nothing."""
         unit, self._unit = self._unit, None
-        for each in () if unit is None else (unit, *unit.inner):
+        for each in () if unit is None else unit.with_inner:
             if not each.is_sharded:
                 each.unshard()
 

@@ -187,7 +187,7 @@ class Schedule(CommContext):
 
     def _free_kept_buffers(self) -> None:
         unit, self._last_run = self._last_run, None
-        for each in () if unit is None else (unit, *unit.inner):
+        for each in () if unit is None else unit.with_inner:
             each.regroup_kept()
 
     def end_iteration(self) -> None:
@@ -246,7 +246,7 @@ class Schedule(CommContext):
     # -- prefetch ------------------------------------------------------------------------------------------------
 
     def _begin_early(self, unit: Unit | None, event: str) -> None:
-        for each in () if unit is None else (unit, *unit.inner):
+        for each in () if unit is None else unit.with_inner:
             if each.needs_all_gather and each.is_sharded and each.context is self:
                 each.log_event(event)
                 self._prefetched.append(each)

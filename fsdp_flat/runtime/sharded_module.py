@@ -49,7 +49,7 @@ class ShardedModule(nn.Module):
         if schedule is None or (schedule.iteration is None and schedule.backward is None):
             # No step runs, so the optimizer may have written the shards.
             unit.context.streams.shards_written()
-        for each in (unit, *unit.inner):
+        for each in unit.with_inner:
             if async_op:
                 each.begin_unshard()
             else:
@@ -65,7 +65,7 @@ class ShardedModule(nn.Module):
         unit = _unit_for(self, "reshard")
         if unit.phase is Phase.FORWARD:
             raise PhaseError(f"reshard was called inside the forward of unit {unit.name!r}, which uses the parameters.")
-        for each in (unit, *unit.inner):
+        for each in unit.with_inner:
             each.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

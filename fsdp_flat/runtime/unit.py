@@ -107,7 +107,7 @@ class Unit:
         self.context = CommContext(options.device)
         self._issued = self.context.collectives.of(options.groups)
         self.policy = ReductionPolicy()
-        self.is_nested = False
+        self.is_nested = self.is_outdated = self.shows_whole = False
         self.collectives = collectives_for(options.groups.shard, options.device, unit=unit_id, name=name)
         self._step_collectives = self.collectives
         self.collective_choice = CollectiveChoice()
@@ -118,9 +118,7 @@ class Unit:
         # A graph of a backward (create_graph=True) may need the unsharded parameters; the next backward frees them.
         self._held_for_graph = False
         self.unsharded_version = 0
-        self.is_outdated = False
         self.whole: dict[FlatParamHandle, torch.Tensor] | None = None
-        self.shows_whole = False
         self.forward_methods: set[str] = set()
         self.background: BackgroundWork | None = None
         self.optim_state_handlers: dict[str, StateHandler] = {}
@@ -157,6 +155,11 @@ class Unit:
             self.control.smaller_group.use_collectives(choice)
 
     # -- sharded and unsharded state ---------------------------------------------------------------------------
+
+    @property
+    def with_inner(self) -> tuple[Unit, ...]:
+        """This unit, and those inside it."""
+        return (self, *self.inner)
 
     @property
     def shows_dtensors(self) -> bool:
@@ -216,10 +219,8 @@ class Unit:
         collectives = self._step_collectives if smaller is None else smaller.collectives
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
-            inputs = []
-            for handle in self.handles:
-                handle.adopt_changes()
-                inputs.append(handle.begin_unshard() if smaller is None else handle.begin_unshard_of_rows())
+            self.adopt_changes()
+            inputs = [h.begin_unshard() if smaller is None else h.begin_unshard_of_rows() for h in self.handles]
             if collectives is not None:
                 for tensor, place in joined(inputs) if len(inputs) > 1 else inputs:
                     if context.trace is not None:
@@ -237,8 +238,7 @@ class Unit:
         """Unshard with the kept buffers if this is the backward that they were kept for; return whether it is."""
         if self._kept_epoch is None:
             return False
-        for handle in self.handles:
-            handle.adopt_changes()
+        self.adopt_changes()
         has_rows = self.handles[0].rows is not None
         is_regrouped = has_rows and self.control.smaller_group is None
         if in_backward() == -1 or self._kept_epoch != self.storage_epoch or is_regrouped:
@@ -497,4 +497,4 @@ def own_unit(module: nn.Module) -> Unit:
 def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     """Return every unit at or below ``module``, parents before children; without ``recurse`` the module's own."""
     modules = modules_of(module) if recurse else (module,)
-    return list(dict.fromkeys(u for m in modules if (unit := unit_of(m)) is not None for u in (unit, *unit.inner)))
+    return list(dict.fromkeys(u for m in modules if (unit := unit_of(m)) is not None for u in unit.with_inner))

@@ -260,11 +260,10 @@ def _save_unit(
         )
         if codec.is_flat:
             return _save_full(unit, FULL, config, prefix, inner, None)
-    # Placeholders of names replace what the user assigned.
-    unit.adopt_changes()
+    # Before names are shown, whose placeholders replace what the user assigned.
+    shards = _shards_of(unit, codec, prefix)
     with _names_shown(() if codec.is_flat else unit.handles):
         destination = inner()
-    shards = _shards_of(unit, codec, prefix)
     if codec.is_flat:
         for name in [name for param in params_of(unit, prefix) for name in param.fqns]:
             destination.pop(name, None)

@@ -162,7 +162,7 @@ class ParamIndex:
             if unit is None:
                 continue
             if unit.shows_dtensors:
-                shown = [param for each in (unit, *unit.inner) for param in params_of(each, "")]
+                shown = [param for each in unit.with_inner for param in params_of(each, "")]
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
                 continue
