@@ -152,7 +152,9 @@ def build_rows(
     move_to_device(modules, options, ignored)
     nested = units_of(module)
     _check_renormalisation(modules, options, ignored)
-    divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {}
+    # The outer unit, of the call's own mesh, comes first, also without parameters: the outermost unit's groups have to
+    # be those of all ranks of the model.
+    divided: dict[int, tuple[UnitOptions, list[ManagedParam]]] = {id(options): (options, [])}
     for entry in _managed_params(module, name, ignored, {}, nested):
         own, dim = place(entry.original)
         divided.setdefault(id(own), (own, []))[1].append(_adapted(replace(entry, dim=dim), own))
@@ -160,7 +162,7 @@ def build_rows(
         assert own.rows is not None
         own.rows.dims_of(params)  # raises before any parameter is replaced
     units, shared = [], tuple(members)
-    for own, params in divided.values() or [(options, [])]:
+    for own, params in divided.values():
         unit_id = digest_of(f"{count_call(own.groups.primary.group)}/rows".encode())
         full_name = name + own.suffix
         handles = handles_of(params, module, full_name, own)

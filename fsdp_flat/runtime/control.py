@@ -27,21 +27,22 @@ class SmallerGroup:
         name: name of the unit in errors.
 
     Attributes:
-        collectives: those of the smaller group.
+        rank_group: the smaller group.
+        collectives: those of it.
     """
 
     def __init__(self, shard: RankGroup, num_ranks: int, device: torch.device, *, unit: int, name: str) -> None:
-        self._rank_group = subgroup_of(shard, num_ranks)
+        self.rank_group = subgroup_of(shard, num_ranks)
         self._device = device
         self._unit = unit
         self._name = name
         num_rows = shard.size // num_ranks
-        self._ranks = range(self._rank_group.rank * num_rows, (self._rank_group.rank + 1) * num_rows)
+        self._ranks = range(self.rank_group.rank * num_rows, (self.rank_group.rank + 1) * num_rows)
         self.use_collectives(CollectiveChoice())
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
         """Use other collectives in later steps, as the unit does."""
-        group, unit, name = self._rank_group, self._unit, self._name
+        group, unit, name = self.rank_group, self._unit, self._name
         collectives = collectives_for(group, self._device, choice, unit=unit, name=name)
         assert collectives is not None
         self.collectives = collectives

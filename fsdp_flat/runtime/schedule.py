@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdp_flat.api import BackwardPrefetch
-from fsdp_flat.comm import ALONE, profiled, report_failure
+from fsdp_flat.comm import RankGroup, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
 from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
 from fsdp_flat.layout import clean_fqn
@@ -219,8 +219,12 @@ class Schedule(CommContext):
 
     def fail(self, error: BaseException) -> None:
         """Abort a step in which a forward raised, and report the reason to ranks that wait for this one."""
-        separate = self.root.collective_choice.reduce_group or ALONE
-        for rank_group in (*self.root.options.groups.rank_groups, separate):
+        rank_groups: set[RankGroup] = set()
+        for unit in self.units:
+            smaller, separate = unit.control.smaller_group, unit.collective_choice.reduce_group
+            rank_groups.update(unit.options.groups.rank_groups)
+            rank_groups.update([] if separate is None else [separate], [] if smaller is None else [smaller.rank_group])
+        for rank_group in rank_groups:
             follows = isinstance(error, PeerFailureError)
             report_failure(rank_group, f"raised {type(error).__name__}: {error}", follows=follows)
         self.abort()

@@ -367,13 +367,14 @@ def set_symm_mem_for_comm(self: nn.Module, backend: Literal["NCCL"] = "NCCL") ->
 def _only_unit(module: nn.Module, what: str) -> Unit:
     """Return the unit of a module whose parameters are all on one mesh, which a caller's communication is for."""
     unit = own_unit(module)
-    if unit.inner:
+    units = [each for each in unit.with_inner if each.handles] or [unit]
+    if len(units) > 1:
         raise OptionError(
             f"{what} communicates over one mesh, but the parameters of unit {unit.name!r} are on "
-            f"{1 + len(unit.inner)}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
+            f"{len(units)}, by its shard_placement_fn. Call fully_shard(module, mesh=...) on the modules that "
             "hold those of another mesh, and set it for each."
         )
-    return unit
+    return units[0]
 
 
 def _replace(unit: Unit, **changes: Any) -> None:

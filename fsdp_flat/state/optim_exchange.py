@@ -199,8 +199,8 @@ class FromRankZero:
 
     def plan_scatter(self, target: StateShard, plan: LoadPlan) -> None:
         """Plan how every rank gets its part."""
-        adapter, run = target.param.adapter, target.run.to_slice()
-        if adapter is PLAIN:
+        adapter, run, groups = target.param.adapter, target.run.to_slice(), target.param.unit.options.groups
+        if adapter is PLAIN and groups.rank_groups == self.groups.rank_groups:
             self._plan_transfer(target.held, target.local, plan)
         else:
             self.plan_broadcast(

@@ -21,6 +21,7 @@ from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
 from fsdp_flat.errors import LoadError, OptionError, some_of
 from fsdp_flat.flat import clear_padding
+from fsdp_flat.runtime import units_of
 from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
@@ -70,7 +71,9 @@ def load_optim_state(
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
-        given = shared_from_rank_zero(index.units[0], given)
+        # The groups of some units may be smaller: those of experts.
+        widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
+        given = shared_from_rank_zero(widest, given)
     loading = _OptimLoad(index, owners or {})
     result: dict[str, Any] = {}
     error: Exception | None = None
