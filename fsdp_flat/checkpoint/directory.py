@@ -20,12 +20,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
 from fsdp_flat.comm import (
@@ -306,21 +308,28 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     units = units_of(model)
     if not units:
         raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
-    adapters = [entry.adapter for unit in units for handle in unit.handles for entry in handle.views.params]
+    params = [entry for unit in units for handle in unit.handles for entry in handle.views.params]
     groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
-    groups += [group for adapter in adapters for group in adapter.mesh_groups if dist.get_world_size(group) > 1]
+    groups += [group for entry in params for group in entry.adapter.mesh_groups if dist.get_world_size(group) > 1]
     # There may be several groups of the same ranks; every rank must choose the same one.
     rank_groups: dict[frozenset[int], dist.ProcessGroup] = {}
     for group in groups:
         rank_groups.setdefault(frozenset(global_ranks(group)), group)
     joint = next(iter(rank_groups.values()), units[0].options.groups.process_group)
-    everybody = frozenset().union(*rank_groups)
-    if everybody in rank_groups:
-        joint = rank_groups[everybody]
-    elif len(rank_groups) > 1:
-        # The groups are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
-        joint, num_ranks = dist.group.WORLD, math.prod(map(len, rank_groups))
-        if num_ranks != dist.get_world_size():
+    meshes = [unit.options.groups.mesh for unit in units if unit.options.strategy.is_hybrid]
+    meshes += [entry.param.device_mesh for entry in params if isinstance(entry.param, DTensor)]
+    joined = {
+        *rank_groups,
+        *(frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None and mesh.size() > 1),
+    }
+    # Meshes of other parameters, experts among them, divide the same ranks in other ways.
+    largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
+    if len(largest) == 1 and largest[0] in rank_groups:
+        joint = rank_groups[largest[0]]
+    elif largest:
+        # The sets are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
+        joint, num_ranks = dist.group.WORLD, math.prod(map(len, largest))
+        if num_ranks != dist.get_world_size() or any(len(a & b) > 1 for a, b in combinations(largest, 2)):
             raise UnsupportedError(
                 f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups "
                 "(sharded, replicated, tensor parallel), and no process group joins just these. Save it by "
