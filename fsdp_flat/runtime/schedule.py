@@ -122,9 +122,9 @@ class Schedule(CommContext):
 
     @property
     def ran_units_without_gradients(self) -> bool:
-        """True if units ran below the running outermost one, all of them with gradients disabled."""
+        """True if units ran below the running outermost ones, all of them with gradients disabled."""
         assert self.iteration is not None
-        _, *nested = self.iteration.events
+        nested = [event for event in self.iteration.events if not self.is_outermost(event.unit)]
         return bool(nested) and not any(event.in_grad for event in nested)
 
     @property
