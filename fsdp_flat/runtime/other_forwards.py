@@ -42,8 +42,18 @@ class UnshardHandle:
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
     """Run ``call``, the module's own ``__call__``, with the parameters of the module's units unsharded."""
     unit = own_unit(module)
-    run = run_forward if len(unit.members) == 1 else _run_member
+    run = _run_member if len(unit.members) > 1 and _is_in_iteration(module, unit) else run_forward
     return _run_nested(module, unit, args, kwargs, call, run)
+
+
+@dynamo_disabled
+def _is_in_iteration(module: nn.Module, unit: Unit) -> bool:
+    """Return whether the forward of an outer unit runs, which ends forwards of which some modules do not run.
+
+    Elsewhere each of several modules is a forward: of the unit, and inside it of each of its inner ones.
+    """
+    schedule = schedule_of(module, unit)
+    return schedule.iteration is not None and not schedule.recomputes
 
 
 @dynamo_disabled_here
@@ -74,12 +84,9 @@ def _run_member(
 ) -> Any:
     """Run one of several modules of a unit.
 
-    The unit's forward begins with the first of them to run and ends with the last. Called outside of the forward of an
-    outer unit, which ends forwards of which some modules do not run, each is a forward.
+    The unit's forward begins with the first of them to run and ends with the last.
     """
     schedule = schedule_of(module, unit)
-    if schedule.recomputes or schedule.iteration is None:
-        return run_forward(module, unit, args, kwargs, call)
     group = schedule.open_groups.get(unit)
     if group is None:
         group = schedule.open_groups[unit] = _GroupForward(UnitForward(module, unit), set(unit.members))
