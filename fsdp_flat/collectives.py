@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from torch import nn
 
-from fsdp_flat.comm import AllGather, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
-from fsdp_flat.runtime import units_of
+from fsdp_flat.comm import AllGather, CollectiveChoice, QuantizedAllGather, QuantizedReduceScatter, ReduceScatter
+from fsdp_flat.runtime import replace_collectives, units_of
 
 __all__ = ["AllGather", "QuantizedAllGather", "QuantizedReduceScatter", "ReduceScatter", "use_collectives"]
 
@@ -34,6 +34,8 @@ def use_collectives(
     Raises:
         PhaseError: a step is under way.
     """
-    for unit in units_of(module):
-        choice = replace(unit.collective_choice, all_gather=all_gather, reduce_scatter=reduce_scatter)
-        unit.use_collectives(replace(choice, gather_memory=None, reduce_memory=None))
+    own = CollectiveChoice(all_gather, reduce_scatter)
+    choices = {unit: unit.collective_choice for unit in units_of(module)}
+    replace_collectives(
+        {unit: replace(own, reduce_group=was.reduce_group, backend=was.backend) for unit, was in choices.items()}
+    )

@@ -96,6 +96,13 @@ def fully_shard(
         return by_mesh[other], dim
 
     unit = build_rows(members, options, _ignored(members, ignored_params), place)
+    is_one = reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool)
+    if is_one and any(each.options.strategy.shards for each in unit.with_inner):
+        warn_user(
+            "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to free "
+            "them.",
+            stacklevel=2,
+        )
     for each in unit.with_inner:
         _set_resharding(each, reshard_after_forward)
         hook_state_dicts(each)
@@ -238,13 +245,7 @@ def _set_resharding(unit: Unit, value: bool | int | None) -> None:
         control.reshard_after_forward = value
     else:
         control.reshard_after_forward = value > 1
-        if value == 1:
-            warn_user(
-                "reshard_after_forward=1 leaves the parameters unsharded on every rank, as False does. Pass True to "
-                "free them.",
-                stacklevel=3,
-            )
-        elif value < shard.size:
+        if 1 < value < shard.size:
             device = unit.options.device
             control.smaller_group = SmallerGroup(shard, value, device, unit=unit.unit_id, name=unit.name)
     control.reshard_after_backward = True

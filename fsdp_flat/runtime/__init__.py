@@ -28,6 +28,7 @@ from fsdp_flat.runtime.unit import Phase, Unit, own_unit, unit_of, units_of
 from fsdp_flat.runtime.unit_settings import (
     clear_gradients,
     register_comm_hook,
+    replace_collectives,
     set_divide_factor_of_tree,
     set_reduce_scatter_divide_factor,
     without_reduction,

@@ -262,9 +262,10 @@ class ShardedModule(nn.Module):
         Args:
             enable: False restores the default.
         """
-        for unit in units_of(self):
+        units = units_of(self)
+        unit_settings.replace_collectives({unit: replace(unit.collective_choice, backend=enable) for unit in units})
+        for unit in units:
             unit.control.keeps_last = not enable
-            unit.use_collectives(replace(unit.collective_choice, backend=enable))
 
     # -- gradients and communication -------------------------------------------------------------------------------
 

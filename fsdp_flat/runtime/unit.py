@@ -142,12 +142,7 @@ class Unit:
             handle.pool = context.pool
 
     def use_collectives(self, choice: CollectiveChoice) -> None:
-        """Use other collectives in later steps; raise a PhaseError if a step is under way."""
-        if self._pending_all_gathers or self.phase is not Phase.IDLE:
-            raise PhaseError(
-                f"Collectives of unit {self.name!r} were replaced while it is {self.phase.value}, with an all-gather "
-                "or a reduce-scatter under way. Replace them between steps."
-            )
+        """Use other collectives in later steps; :func:`replace_collectives` checks that none is under way."""
         self.collective_choice = choice
         shard, device = self.options.groups.shard, self.options.device
         self._step_collectives = collectives_for(shard, device, choice, unit=self.unit_id, name=self.name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, NoReturn
@@ -11,11 +11,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import nn
 
-from fsdp_flat.comm import AllGather, ReduceScatter, memory_of_group, second_group
+from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
 from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
 from fsdp_flat.runtime.schedule import Schedule, schedule_of
-from fsdp_flat.runtime.unit import Unit, own_unit, units_of
+from fsdp_flat.runtime.unit import Phase, Unit, own_unit, units_of
 
 
 @contextmanager
@@ -305,11 +305,11 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
             step is under way.
         UnsupportedError: the backend has no allocator, as gloo.
     """
-    for unit in units_of(self, recurse=False):
-        _allocate_from_group(unit, enable=enable)
+    replace_collectives({unit: _with_memory(unit, enable=enable) for unit in units_of(self, recurse=False)})
 
 
-def _allocate_from_group(unit: Unit, *, enable: bool) -> None:
+def _with_memory(unit: Unit, *, enable: bool) -> CollectiveChoice:
+    """Return a unit's choice with memory of its groups, or without."""
     choice, groups = unit.collective_choice, unit.options.groups
     if choice.all_gather is not None or choice.reduce_scatter is not None:
         raise PhaseError(
@@ -317,13 +317,14 @@ def _allocate_from_group(unit: Unit, *, enable: bool) -> None:
             "either those or set_allocate_memory_from_process_group_for_comm."
         )
     if not enable:
-        _replace(unit, gather_memory=None, reduce_memory=None)
-    elif groups.shard.group is not None:
-        gather_memory = memory_of_group(groups.shard.group, unit.options.device)
-        reduce_group = choice.reduce_group or groups.shard
-        assert reduce_group.group is not None
-        reduce_memory = memory_of_group(reduce_group.group, unit.options.device)
-        _replace(unit, gather_memory=gather_memory, reduce_memory=reduce_memory)
+        return replace(choice, gather_memory=None, reduce_memory=None)
+    if groups.shard.group is None:
+        return choice
+    gather_memory = memory_of_group(groups.shard.group, unit.options.device)
+    reduce_group = choice.reduce_group or groups.shard
+    assert reduce_group.group is not None
+    reduce_memory = memory_of_group(reduce_group.group, unit.options.device)
+    return replace(choice, gather_memory=gather_memory, reduce_memory=reduce_memory)
 
 
 def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:
@@ -339,6 +340,7 @@ def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, r
         PhaseError: a step is under way.
     """
     units = [unit for unit in units_of(self, recurse=recurse) if unit.options.groups.shard.size > 1]
+    _check_between_steps(units)  # before a group is created
     second = {
         unit.options.groups.shard: unit.collective_choice.reduce_group
         for unit in units_of(self)
@@ -348,7 +350,7 @@ def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, r
         shard = unit.options.groups.shard
         if enable and shard not in second:
             second[shard] = second_group(shard)
-        unit.use_collectives(replace(unit.collective_choice, reduce_group=second.get(shard)))
+        _replace(unit, reduce_group=second.get(shard))
 
 
 def set_symm_mem_for_comm(self: nn.Module, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
@@ -378,7 +380,27 @@ def _only_unit(module: nn.Module, what: str) -> Unit:
 
 
 def _replace(unit: Unit, **changes: Any) -> None:
-    unit.use_collectives(replace(unit.collective_choice, **changes))
+    replace_collectives({unit: replace(unit.collective_choice, **changes)})
+
+
+def replace_collectives(choices: Mapping[Unit, CollectiveChoice]) -> None:
+    """Have units use other collectives in later steps, all of them or none.
+
+    Raises:
+        PhaseError: a step is under way.
+    """
+    _check_between_steps(choices)
+    for unit, choice in choices.items():
+        unit.use_collectives(choice)
+
+
+def _check_between_steps(units: Iterable[Unit]) -> None:
+    for unit in units:
+        if unit.phase is not Phase.IDLE or not (unit.is_sharded or unit.is_unsharded):
+            raise PhaseError(
+                f"Collectives of unit {unit.name!r} were replaced while it is {unit.phase.value}, with an all-gather "
+                "or a reduce-scatter under way. Replace them between steps."
+            )
 
 
 def _allocate_of(comm: Any) -> Any:
