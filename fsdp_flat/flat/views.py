@@ -432,11 +432,8 @@ class FlatViews(Views):
                 ShardedPlaceholder.of(unsharded_param, functools.partial(self.describe_with_shape, index))
                 for index, unsharded_param in enumerate(self.unsharded_params)
             ]
-        self._names = [
-            (index, site.module._parameters, site.name)
-            for index, entry in enumerate(self.params)
-            for site in entry.sites
-        ]
+        # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
+        self._places = [(i, site.module._parameters) for i, entry in enumerate(self.params) for site in entry.sites]
         bindings: Bindings = [
             (site.module.__dict__, site.name, unsharded_param, placeholder)
             for entry, unsharded_param, placeholder in zip(
@@ -475,7 +472,10 @@ class FlatViews(Views):
         return {}
 
     def changed(self) -> list[int]:
-        return [index for index, parameters, name in self._names if name in parameters]
+        found = zip(self._places, self._bindings, strict=False)
+        return [
+            index for (index, params), (held, name, _, own) in found if name in params or held.get(name, own) is not own
+        ]
 
     def adopt_changes(self) -> None:
         current = self.module._parameters.get(FLAT_PARAM)

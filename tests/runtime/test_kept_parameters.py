@@ -102,10 +102,12 @@ def test_modules_hold_sharded_parameters_after_a_call_between_steps(call: str, h
         model.module.head(torch.ones(1, 8))
 
 
-@on_ranks(2)
+@on_ranks(1, 2)
 @pytest.mark.parametrize("call", CALLS)
-def test_an_assigned_parameter_of_a_flat_one_is_an_error(call: str) -> None:
+@pytest.mark.parametrize("kind", ["parameter", "tensor", "none"])
+def test_an_assigned_parameter_of_a_flat_one_is_an_error(call: str, kind: str) -> None:
     model: Any = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=False)
-    model.module.head.weight = nn.Parameter(torch.ones(model.module.head.weight.shape))
+    ones = torch.ones(5, 8)
+    model.module.head.weight = {"parameter": nn.Parameter(ones), "tensor": ones, "none": None}[kind]
     with pytest.raises(UsageError, match=r"'head.weight' .* was assigned on rank \d.* summon_full_params"):
         CALLS[call](model)
