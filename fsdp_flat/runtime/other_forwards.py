@@ -42,18 +42,20 @@ class UnshardHandle:
 def run_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
     """Run ``call``, the module's own ``__call__``, with the parameters of the module's units unsharded."""
     unit = own_unit(module)
-    run = _run_member if len(unit.members) > 1 and _is_in_iteration(module, unit) else run_forward
-    return _run_nested(module, unit, args, kwargs, call, run)
+    return _run_nested(module, unit, args, kwargs, call, _run_of(module, unit))
 
 
-@dynamo_disabled
-def _is_in_iteration(module: nn.Module, unit: Unit) -> bool:
-    """Return whether the forward of an outer unit runs, which ends forwards of which some modules do not run.
+@dynamo_disabled_here
+def _run_of(module: nn.Module, unit: Unit) -> Callable[..., Any]:
+    """Return the function that runs a module's forward as that of its unit, or as a part of it.
 
-    Elsewhere each of several modules is a forward: of the unit, and inside it of each of its inner ones.
+    Outside of the forward of an outer unit, which ends forwards of which some modules do not run, each of several
+    modules is a forward: of the unit, and inside it of each of its inner ones.
     """
+    if len(unit.members) == 1:
+        return run_forward
     schedule = schedule_of(module, unit)
-    return schedule.iteration is not None and not schedule.recomputes
+    return run_forward if schedule.recomputes or schedule.iteration is None else _run_member
 
 
 @dynamo_disabled_here
@@ -174,7 +176,8 @@ def participate(module: nn.Module, *inputs: Any) -> None:
     """
     unit = unit_of(module)
     if unit is not None:
-        _run_nested(module, unit, (), {}, functools.partial(_participate_below, module, inputs))
+        call = functools.partial(_participate_below, module, inputs)
+        _run_nested(module, unit, (), {}, call, _run_of(module, unit))
     else:
         _participate_below(module, inputs)
 
