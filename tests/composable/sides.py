@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
 from torch.utils import _pytree as pytree
 
 from fsdp_flat.composable import fully_shard
@@ -150,6 +151,12 @@ def _part_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return full
     assert like.shape == full.shape
+    mesh, (placement, *others) = like.device_mesh, like.placements
+    if not others and isinstance(placement, ShardPlacement):
+        # As below, without an operation on DTensors.
+        chunks = full.chunk(mesh.size(), placement.dim)
+        rank = mesh.get_local_rank()
+        return chunks[rank] if rank < len(chunks) else full.narrow(placement.dim, 0, 0)
     return distribute_tensor(full, like.device_mesh, like.placements, src_data_rank=None).to_local()
 
 

@@ -186,15 +186,16 @@ class FirstState:
         """Destroy every group but the default one, and make the names of later groups unique."""
         world: Any = distributed_c10d._world
         default = world.default_pg
-        for group in list(world.pg_map):
-            if group is not default:
-                dist.destroy_process_group(group)
+        others = [group for group in world.pg_map if group is not default]
+        for group in others:
+            dist.destroy_process_group(group)
         # Ranks may have counted groups differently in the last task, and some group names are hashes of the ranks:
         # restart the count at a number that depends on the task alone, and give each task a prefix for its keys.
+        has_new = world.group_count != 1000 * (self._num_restores - 1)
         world.group_count = 1000 * self._num_restores
         backend, _ = world.pg_map[default]
         world.pg_map[default] = (backend, dist.PrefixStore(f"task{self._num_restores}", self._base_store))
-        if "torch.distributed.tensor" in sys.modules:
+        if (others or has_new) and "torch.distributed.tensor" in sys.modules:
             # It caches meshes, whose groups are destroyed, under keys that an equal new mesh would hit.
             clear_sharding_cache()
 
