@@ -329,11 +329,14 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
     elif largest:
         # The sets are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
         joint, num_ranks = dist.group.WORLD, math.prod(map(len, largest))
-        if num_ranks != dist.get_world_size() or any(len(a & b) > 1 for a, b in combinations(largest, 2)):
+        overlaps = any(len(a & b) > 1 for a, b in combinations(largest, 2))
+        if overlaps or num_ranks != dist.get_world_size():
+            where = f"{num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups"
+            if overlaps:
+                where = f"groups that overlap, of the ranks {' and '.join(map(str, sorted(map(sorted, largest))))}"
             raise UnsupportedError(
-                f"The model is on {num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups "
-                "(sharded, replicated, tensor parallel), and no process group joins just these. Save it by "
-                "state_dict() and torch.distributed.checkpoint."
+                f"The model is on {where} (sharded, replicated, tensor parallel), and no process group joins just "
+                "these. Save it by state_dict() and torch.distributed.checkpoint."
             )
     assert joint is not None
     return joint

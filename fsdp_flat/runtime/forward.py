@@ -174,7 +174,7 @@ class UnitForward:
             reshards = (not schedule.is_outermost(unit) if wanted is None else wanted) and unit.holds_copies
             # Outputs may require gradients on some ranks only, so the next action must depend on the unit alone. The
             # outermost forward of a method under no_grad begins with gradients enabled, but its units run without.
-            is_outermost = iteration is not None and schedule.is_outermost(unit)
+            is_outermost = iteration is not None and iteration.order[0].members is unit.members
             in_grad = torch.is_grad_enabled() and not (is_outermost and schedule.ran_units_without_gradients)
             expects_backward = returns or (unit.is_trainable and in_grad)
             # A re-entrant checkpoint runs its units without gradients; the iteration shows that a backward may follow.

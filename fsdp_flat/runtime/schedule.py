@@ -124,7 +124,8 @@ class Schedule(CommContext):
     def ran_units_without_gradients(self) -> bool:
         """True if units ran below the running outermost ones, all of them with gradients disabled."""
         assert self.iteration is not None
-        nested = [event for event in self.iteration.events if not self.is_outermost(event.unit)]
+        outermost = self.iteration.order[0].members
+        nested = [event for event in self.iteration.events if event.unit.members is not outermost]
         return bool(nested) and not any(event.in_grad for event in nested)
 
     @property

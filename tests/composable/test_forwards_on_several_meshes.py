@@ -59,6 +59,33 @@ def test_a_method_of_the_root_without_gradients_leaves_nothing_to_wait_for() -> 
     assert_no_step_runs(model)
 
 
+class Encoder(nn.Sequential):
+    """A part of a model, with a method that computes without gradients."""
+
+    @torch.no_grad()
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("has_run", [False, True])
+def test_a_method_of_a_nested_unit_without_gradients_leaves_nothing_to_wait_for(has_run: bool) -> None:
+    model: Any = nn.Sequential(Encoder(nn.Linear(6, 6), nn.Linear(6, 6)), nn.Linear(6, 6))
+    plain: Any = copy.deepcopy(model)
+    for module in (model[0][0], model[0], model):
+        fully_shard(module)
+    register_fsdp_forward_method(model[0], "score")
+    x = torch.randn(3, 6)
+    if has_run:
+        model(x).sum().backward()
+    for _ in range(3):
+        torch.testing.assert_close(model[0].score(x), plain[0].score(x))
+    schedule = schedule_of(model, own_unit(model[0]))
+    assert not schedule._pending._iterations
+    if has_run:  # an outermost unit is not resharded after its forward
+        assert_no_step_runs(model)
+
+
 @on_ranks(4)
 @pytest.mark.parametrize("reshards", [None, True, False])
 def test_modules_of_a_list_that_are_called_by_themselves_reshard_on_all_meshes(reshards: bool | None) -> None:
