@@ -34,6 +34,9 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 PlaceRows = Callable[[int, torch.Tensor], object]
 """Copies ``(first rank, rows)`` to where they belong; ``rows`` is 2-D, each row the input of one more rank."""
 
+GatherInto = Callable[[torch.Tensor, torch.Tensor], Any]
+"""Begins to all-gather in its first argument (1-D), of which the second is this rank's slice; returns the work."""
+
 
 class Collectives(ABC):
     """Defines the collectives of one shard group of more than one rank, on flat tensors."""
@@ -51,7 +54,11 @@ class Collectives(ABC):
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
         """Begin to all-gather ``own`` (1-D), whose elements from every rank ``place`` copies to where they belong."""
-        return self.begin_staged(own, place, own.new_empty(self.size * own.numel()), self.begin_all_gather)
+        return self.begin_staged(own, place, own.new_empty(self.size * own.numel()), self.gather_into)
+
+    def gather_into(self, full: torch.Tensor, _own: torch.Tensor) -> Any:
+        """Begin to all-gather this rank's slice of ``full``, which is also the second argument; return the work."""
+        return self.begin_all_gather(full)
 
     @abstractmethod
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
@@ -65,19 +72,18 @@ class Collectives(ABC):
         numel = full.numel() // self.size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def begin_staged(
-        self, own: torch.Tensor, place: PlaceRows, staging: torch.Tensor, begin: Callable[[torch.Tensor], Pending]
-    ) -> Pending:
+    def begin_staged(self, own: torch.Tensor, place: PlaceRows, staging: torch.Tensor, begin: GatherInto) -> Pending:
         """Implement :meth:`begin_all_gather_rows` by ``begin``, an all-gather in ``staging`` (1-D), in rank order."""
-        self.own_slice(staging).copy_(own)
-        pending = begin(staging)
+        # The copy is what ranks get, whatever a caller writes to the shard meanwhile.
+        work = begin(staging, self.own_slice(staging).copy_(own))
+        rows = staging.view(self.size, -1)
 
         def finish() -> torch.Tensor:
             with torch.no_grad():
-                place(0, pending.wait().view(self.size, -1))
+                place(0, rows)
             return own
 
-        return Pending([pending], own, finish, alive=(staging,))
+        return Pending([work], own, finish)
 
     def _begin_broadcasts(self, full: torch.Tensor) -> list[Any]:
         try:
@@ -94,8 +100,10 @@ class BackendCollectives(Collectives):
     """Calls the backend's all_gather and reduce_scatter."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
-        work = _torch.all_gather_single(full, self.own_slice(full), group=self.group, async_op=True)
-        return Pending([work], full)
+        return Pending([self.gather_into(full, self.own_slice(full))], full)
+
+    def gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
+        return _torch.all_gather_single(full, own, group=self.group, async_op=True)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         out = full.new_empty(full.numel() // self.size)
@@ -281,7 +289,7 @@ class CustomCollectives(Collectives):
         if not self._replaces_gather_of(full):
             return self._own.begin_all_gather(full)
         if self._choice.gather_memory is None:
-            return self._begin_gather(full)
+            return Pending([self.gather_into(full, self.own_slice(full))], full)
         pending = self._begin_in_memory(self.own_slice(full), lambda _, rows: full.copy_(rows.view(-1)))
         return Pending([pending], full)
 
@@ -298,11 +306,11 @@ class CustomCollectives(Collectives):
     def _begin_in_memory(self, own: torch.Tensor, place: PlaceRows) -> Pending:
         allocate = self._choice.gather_memory or torch.empty
         staging = allocate((self.size * own.numel(),), dtype=own.dtype, device=own.device)
-        return self.begin_staged(own, place, staging, self._begin_gather)
+        return self.begin_staged(own, place, staging, self.gather_into)
 
-    def _begin_gather(self, full: torch.Tensor) -> Pending:
+    def gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         all_gather = self._choice.all_gather or _torch.all_gather_single
-        return Pending([all_gather(full, self.own_slice(full), self.group, async_op=True)], full)
+        return all_gather(full, own, self.group, async_op=True)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         reduce_scatter, memory = self._choice.reduce_scatter, self._choice.reduce_memory

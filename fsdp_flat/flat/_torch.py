@@ -35,6 +35,11 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = (
 in_backward: Callable[[], int] = torch._C._current_graph_task_id
 
 
+# Splits each tensor into as many chunks along a dim, padded with zeros, and concatenates the first chunks of all, the
+# second chunks of all, and so on, as rows of a matrix: the order of a reduce-scatter of rows, by one operation.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
+
+
 def node_will_run(node: Any) -> bool:
     """Return whether the running backward executes an autograd node.
 
@@ -72,10 +77,11 @@ def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
 def dtensor_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     """Return a DTensor of ``local`` with the mesh, placements and global shape of the DTensor ``like``.
 
-    ``DTensor.from_local`` computes these anew and records an autograd node: too slow for each gradient of each step.
+    ``DTensor.from_local`` computes these anew and records an autograd node, and ``DTensor.__init__`` does nothing but
+    leave torch.compile: too slow for each gradient of each step.
     """
     assert isinstance(like, DTensor)
-    return DTensor(local, like._spec, requires_grad=False)
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

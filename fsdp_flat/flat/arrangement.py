@@ -5,21 +5,20 @@ A flat layout has one order of elements; a row layout has two (see :class:`RowLa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import nn
 
-from fsdp_flat.layout import FlatLayout, RowLayout
+from fsdp_flat.layout import FlatLayout, Interval, RowLayout
+
+# Elements of gradients that are padded in copies.
+_MOST_PADDED = 1 << 14
 
 Place = Callable[[int, torch.Tensor], None]
 """Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
-
-
-def _identity(grad: torch.Tensor) -> torch.Tensor:
-    return grad
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +31,6 @@ class VisibleParam:
         in_shard: its elements in the rank's shard; None for all.
         shape: its shape where nothing is sharded, else None for one dim.
         is_elsewhere: it has elements, but none on this rank.
-        as_grad: makes its gradient from a tensor of its local shape; the identity for plain parameters.
     """
 
     param: nn.Parameter
@@ -41,7 +39,6 @@ class VisibleParam:
     in_shard: slice | None = None
     shape: tuple[int, ...] | None = None
     is_elsewhere: bool = False
-    as_grad: Callable[[torch.Tensor], torch.Tensor] = _identity
 
     def part_of(self, shard: torch.Tensor) -> torch.Tensor:
         """Return the parameter's elements of a tensor like the shard, in the parameter's shape."""
@@ -52,6 +49,25 @@ class VisibleParam:
 def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     """Return each parameter of a tensor like the unsharded buffer (1-D, ``layout.numel``), as a view of its shape."""
     return [flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos]
+
+
+def split_alone(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:
+    """Return a view of each interval of ``shard`` (1-D), in its shape, whose storage begins and ends with it.
+
+    A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0.
+    """
+    storage, itemsize, views = shard.untyped_storage(), shard.itemsize, []
+    # Fake tensors have storages on the meta device.
+    can_alias = storage.device.type != "meta" and type(shard) is torch.Tensor
+    offset = shard.storage_offset()
+    for interval, shape in parts:
+        start, stop = interval.start, interval.stop
+        if can_alias and start < stop:
+            own = storage[(offset + start) * itemsize : (offset + stop) * itemsize]
+            views.append(shard.new_empty(0).set_(own, 0, shape))  # type: ignore[call-overload]
+        else:
+            views.append(shard[start:stop].view(shape))
+    return views
 
 
 def local_part(layout: FlatLayout, index: int, rank: int, param: torch.Tensor) -> torch.Tensor:
@@ -104,9 +120,12 @@ def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
         key = first, first + len(rows)
         if key not in targets:
             targets[key] = [each[slice(*key)] for each in ranked]
-        sources = list(rows.split(sizes, 1))
-        for index, shape in shapes.items():
-            sources[index] = sources[index].view(len(rows), *shape)
+        sources = torch.split_with_sizes(rows, sizes, 1)
+        if shapes:
+            sources = tuple(
+                source.view(len(rows), *shapes[index]) if index in shapes else source
+                for index, source in enumerate(sources)
+            )
         torch._foreach_copy_(targets[key], sources)
 
     return place
@@ -167,23 +186,29 @@ def grad_places(flat: torch.Tensor, layout: FlatLayout) -> list[list[torch.Tenso
     places = []
     for index, (chunk, shape) in enumerate(zip(layout.chunks, layout.chunk_shapes, strict=True)):
         by_rank = ranks[:, chunk.to_slice()].view(layout.world_size, *shape)
-        full, rest = _full_ranks(layout, index)
+        full, rest = layout.full_ranks[index]
         places.append([by_rank[:full], by_rank[full, :rest]] if rest else [by_rank[:full]])
     return places
+
+
+def can_chunk(layout: FlatLayout) -> bool:
+    """Return whether :func:`chunk_cat` lays out gradients as fast as copies to :func:`grad_places`, in one operation.
+
+    It pads each uneven gradient in a copy, so that there must be few elements of those.
+    """
+    if not isinstance(layout, RowLayout) or any(layout.dims):
+        return False
+    numels = [param_info.numel for param_info in layout.param_infos]
+    uneven = sum(numel for numel, (_, rest) in zip(numels, layout.full_ranks, strict=True) if rest)
+    return 0 not in numels and uneven <= _MOST_PADDED
 
 
 def split_grad(grad: torch.Tensor, layout: RowLayout, index: int) -> list[torch.Tensor]:
     """Split the gradient of a parameter (the parameter's shape) by the places of :func:`grad_places`."""
     dim, shape = layout.dims[index], layout.chunk_shapes[index]
-    step, (full, rest) = shape[dim], _full_ranks(layout, index)
+    full, rest = layout.full_ranks[index]
     if dim == 0 and not rest:
         return [grad.view(full, *shape)]
+    step = shape[dim]
     whole = grad.narrow(dim, 0, full * step).unflatten(dim, (full, step)).movedim(dim, 0)
     return [whole, grad.narrow(dim, full * step, rest)] if rest else [whole]
-
-
-def _full_ranks(layout: RowLayout, index: int) -> tuple[int, int]:
-    """Return the number of ranks with a chunk without padding, and the number of rows of the next rank."""
-    dim = layout.dims[index]
-    rows, step = layout.param_infos[index].shape[dim], layout.chunk_shapes[index][dim]
-    return (rows // step, rows % step) if step else (layout.world_size, 0)

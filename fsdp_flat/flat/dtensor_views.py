@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
-from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part
+from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
@@ -123,6 +123,9 @@ class DTensorViews(Views):
             entries.append(replace(entry, param=shown, replaced=replaced))
         super().__init__(entries, unsharded_params, layout, *args)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
+        self._local_parts = [
+            (local_shard.in_shard, layout.local_shape(local_shard.index, rank)) for local_shard in self.local_shards
+        ]
         self._show(self.params)
 
     def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
@@ -138,11 +141,11 @@ class DTensorViews(Views):
                 partial(self.describe, index),
                 self.local_shards[index].in_shard.to_slice(),
                 self.layout.local_shape(index, self.rank),
-                as_grad=partial(_grad_like, entry.param),
             )
             for index, entry in enumerate(self.params)
         )
-        self._pointers = [_data(entry.param).data_ptr() for entry in self.params]
+        self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
+        self._pointers = [param._local_tensor.data_ptr() for param in shown]
         for held in self._held.values():
             held.clear()
         for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
@@ -157,6 +160,10 @@ class DTensorViews(Views):
         found = [each.param.grad for each in self.visible]
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
 
+    def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
+        parts = split_alone(shard_grad, self._local_parts)
+        return [dtensor_like(param, part) for param, part in zip(self._shown, parts, strict=True)]
+
     def note_step(self) -> None:
         super().note_step()
         # Foreach operations change DTensors without raising a version counter.
@@ -166,7 +173,7 @@ class DTensorViews(Views):
         return (
             self.flat_param._version
             + self._num_rewrites
-            + sum([entry.param._version + _data(entry.param)._version for entry in self.params])
+            + sum([param._version + param._local_tensor._version for param in self._shown])
         )
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -260,8 +267,8 @@ class DTensorViews(Views):
         return self._held[module]
 
     def changed(self) -> list[int]:
-        unchanged = all(parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings)
-        if unchanged and self._pointers == [_data(entry.param).data_ptr() for entry in self.params]:
+        is_assigned = [parameters.get(name) is not sharded for parameters, name, _, sharded in self._bindings]
+        if True not in is_assigned and self._pointers == [param._local_tensor.data_ptr() for param in self._shown]:
             return []
         found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
         return [
@@ -351,23 +358,4 @@ def _data(tensor: torch.Tensor) -> torch.Tensor:
 
 def _local_of(layout: RowLayout, index: int, rank: int, shard: torch.Tensor) -> torch.Tensor:
     """Return a rank's part of parameter ``index``, in the memory of its shard."""
-    part = shard[layout.local_shard(index, rank).in_shard.to_slice()]
-    return _with_own_storage(part.view(layout.local_shape(index, rank)))
-
-
-def _with_own_storage(part: torch.Tensor) -> torch.Tensor:
-    """Return an alias of ``part`` whose storage begins and ends with it.
-
-    A DTensor has the storage offset of its local tensor, and torch cannot copy one whose offset is not 0.
-    """
-    storage = part.untyped_storage()
-    # Fake tensors have storages on the meta device.
-    if part.numel() == 0 or storage.device.type == "meta" or type(part) is not torch.Tensor:
-        return part
-    first, nbytes = part.storage_offset() * part.itemsize, part.numel() * part.itemsize
-    own = storage[first : first + nbytes]
-    return torch.empty(0, dtype=part.dtype, device=part.device).set_(own, 0, part.shape, part.stride())
-
-
-def _grad_like(param: nn.Parameter, part: torch.Tensor) -> DTensor:
-    return dtensor_like(param, _with_own_storage(part))
+    return split_alone(shard, [(layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank))])[0]

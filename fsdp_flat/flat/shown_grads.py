@@ -50,17 +50,17 @@ def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> 
 
     ``used`` holds for each parameter whether any rank has used it; others get no gradient.
     """
-    hooked = []
-    for each in views.visible:
-        # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
-        if each.is_elsewhere or not any(used[each.indices.start : each.indices.stop]):
-            continue
-        param, grad = each.param, each.as_grad(each.part_of(shard_grad))
-        if param is views.flat_param:
-            with unguarded():
-                hooks = param._backward_hooks
-            grad = apply_hooks(hooks or {}, grad)
+    if views.visible[0].param is views.flat_param and any(used):
         with unguarded():
+            hooks = views.flat_param._backward_hooks
+        shard_grad = apply_hooks(hooks or {}, shard_grad)
+    hooked, all_used = [], all(used)
+    with unguarded():
+        for each, grad in zip(views.visible, views.reduced_grads(shard_grad), strict=True):
+            # A parameter with no elements on this rank gets no gradient, so norms and optimizers skip it.
+            if each.is_elsewhere or not (all_used or any(used[each.indices.start : each.indices.stop])):
+                continue
+            param = each.param
             if param.grad is not None:
                 param.grad.add_(grad)
             else:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
-from fsdp_flat.errors import UnsupportedError
-from fsdp_flat.flat._torch import dynamo_disabled, is_in_a_graph, swap_memory, unguarded
-from fsdp_flat.flat.arrangement import grad_places, split_grad
+from fsdp_flat.errors import UnsupportedError, UsageError
+from fsdp_flat.flat._torch import chunk_cat, dynamo_disabled, is_in_a_graph, swap_memory, unguarded
+from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.shown_grads import (
     ReduceScatteredGrad,
@@ -133,13 +134,15 @@ class FlatGradBuffer:
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_waiting", "grads_ready", "is_exposed")
+    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_rows", "_waiting", "grads_ready", "is_exposed")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
         flat = self._buffer.tensor
         self._layout = layout
         self._places = grad_places(flat, layout)
+        # The gradient as a matrix with a row for each rank, if one operation can write it.
+        self._rows = flat.view(layout.world_size, -1) if can_chunk(layout) else None
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
         self._waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
@@ -183,6 +186,12 @@ class FlatGradBuffer:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
         if self._buffer.nbytes == 0:
             self._buffer.alloc(pool)
+            if self._rows is not None and len(self._waiting) == len(self._places):
+                grads = [self._waiting[index] for index in range(len(self._places))]
+                if {grad.dtype for grad in grads} == {self._rows.dtype}:  # it converts slowly
+                    chunk_cat(grads, 0, len(self._rows), out=self._rows)
+                    self._waiting.clear()
+                    return self._buffer.tensor
             for padding in self._paddings:
                 padding.zero_()
             for places, there in zip(self._places, self.grads_ready, strict=True):
@@ -258,7 +267,7 @@ class HandleGradients:
         for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
             unsharded_param.requires_grad_(want)
             if want and not was:
-                unsharded_param.register_post_accumulate_grad_hook(_grad_hook(self, index))
+                unsharded_param.register_post_accumulate_grad_hook(partial(_accept, weakref.ref(self), index))
             elif was and not want:
                 unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
@@ -272,11 +281,13 @@ class HandleGradients:
             for unsharded_param in self._views.unsharded_params
         )
 
-    @dynamo_disabled
-    def _accept(self, index: int, unsharded_param: torch.Tensor) -> None:
-        grad, unsharded_param.grad = unsharded_param.grad, None
-        if grad is None:
-            return  # the graph reaches the parameter, but the loss does not depend on it: an unused output
+    def accept(self, index: int, grad: torch.Tensor) -> None:
+        """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
+
+        Raises:
+            UnsupportedError: it is differentiable.
+            UsageError: a gradient hook changes its shape.
+        """
         if grad.requires_grad:
             raise UnsupportedError(
                 f"A gradient of {self._layout.param_infos[index].fqn!r} (unit {self._views.unit_name!r}) is itself "
@@ -287,11 +298,17 @@ class HandleGradients:
             self.hide_unreduced()
         if self._buffer is None:
             self._buffer = self._new_buffer(grad.device)
-        grad, entry = grad.detach(), self._views.params[index]
+        entry = self._views.params[index]
         with unguarded():
             hooks = entry.param._backward_hooks or self._hooks[index]
         if hooks:
-            grad = apply_hooks(hooks, grad)
+            shape, grad = grad.shape, apply_hooks(hooks, grad)
+            if grad.shape != shape:
+                raise UsageError(
+                    f"A gradient hook of {self._layout.param_infos[index].fqn!r} (unit {self._views.unit_name!r}) "
+                    f"returned a tensor of shape {tuple(grad.shape)} on rank {self._views.rank} of the shard group; "
+                    f"expected the gradient's shape {tuple(shape)}. Return a tensor of this shape, or None."
+                )
         if entry.adapter is not PLAIN:
             grad = entry.adapter.to_local(grad)
         self._buffer.add_grad(index, grad)
@@ -388,17 +405,16 @@ class HandleGradients:
         return bool(shown)
 
 
-def _grad_hook(gradients: HandleGradients, index: int) -> Callable[[torch.Tensor], None]:
-    """Create the post-accumulate-grad hook of unsharded parameter ``index``.
+@dynamo_disabled
+def _accept(gradients: weakref.ref[HandleGradients], index: int, unsharded_param: torch.Tensor) -> None:
+    """Take the gradient of unsharded parameter ``index``, as its post-accumulate-grad hook.
 
-    It must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++ objects is
-    never collected, so no wrapped model would ever be freed.
+    The hook must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++
+    objects is never collected, so no wrapped model would ever be freed.
     """
-    owner = weakref.ref(gradients)
-
-    def grad_ready(unsharded_param: torch.Tensor) -> None:
-        there = owner()
-        if there is not None:
-            there._accept(index, unsharded_param)
-
-    return grad_ready
+    owner = gradients()
+    if owner is not None:
+        grad, unsharded_param.grad = unsharded_param.grad, None
+        # The graph may reach the parameter although the loss does not depend on it: an unused output.
+        if grad is not None:
+            owner.accept(index, grad)

@@ -197,11 +197,7 @@ class Views:
                 place[name] = value
 
     def check_shown(self) -> None:
-        """Check that no parameter was assigned while the unit was unsharded.
-
-        Raises:
-            PhaseError: if one was; the assignment would be lost.
-        """
+        """Raise a PhaseError if a parameter was assigned while the unit was unsharded, which would be lost."""
         if not self.shows_unsharded:
             for index in self.changed():
                 raise PhaseError(
@@ -259,6 +255,10 @@ class Views:
         """Return this rank's gradient of each visible parameter."""
         with unguarded():
             return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
+
+    def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
+        """Return the gradient of each visible parameter, as views of a gradient like the shard."""
+        return [each.part_of(shard_grad) for each in self.visible]
 
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""

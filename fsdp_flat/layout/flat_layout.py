@@ -220,11 +220,13 @@ class RowLayout(FlatLayout):
         dims: the sharded dim of each parameter.
         chunk_shapes: the shape of a rank's padded chunk of each parameter, equal on every rank.
         chunks: the interval of each padded chunk in a shard.
+        full_ranks: for each parameter, the number of ranks with a chunk without padding, and the rows of the next rank.
     """
 
     dims: tuple[int, ...]
     chunk_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     chunks: tuple[Interval, ...] = field(init=False, repr=False, compare=False)
+    full_ranks: tuple[tuple[int, int], ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         FlatLayout.__post_init__(self)
@@ -238,6 +240,11 @@ class RowLayout(FlatLayout):
             end = chunks[-1].stop
         object.__setattr__(self, "chunk_shapes", shapes)
         object.__setattr__(self, "chunks", tuple(chunks))
+        full_ranks = tuple(
+            divmod(param_info.shape[dim], shape[dim]) if shape[dim] else (self.world_size, 0)
+            for param_info, shape, dim in zip(self.param_infos, shapes, self.dims, strict=True)
+        )
+        object.__setattr__(self, "full_ranks", full_ranks)
 
     @classmethod
     def of_rows(cls, params: Sequence[tuple[str, Sequence[int]]], dims: Sequence[int], *, world_size: int) -> RowLayout:

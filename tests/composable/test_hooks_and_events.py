@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm.streams import AcceleratorStreams
-from fsdp_flat.errors import OptionError, OptionTypeError
+from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.runtime import units_of
 from tests.composable.beside import Beside, grads_of
 from tests.composable.sides import blocks_and_root
@@ -101,6 +101,19 @@ def test_a_failed_step_calls_no_hooks(rank: int) -> None:
     models.backward(1, models=[ours])
     assert before < 4
     assert len(calls) == before + 4
+
+
+@on_ranks(2)
+def test_a_gradient_hook_that_changes_the_shape_raises(rank: int) -> None:
+    ours = Beside.of().ours
+    shape = ours.first.weight.shape
+    handle = ours.first.weight.register_hook(lambda grad: grad.sum(0))
+    models = Beside(ours, ours, Stack())
+    expected = rf"first.weight' .*\({shape[1]},\) on rank {rank} .*\({shape[0]}, {shape[1]}\)"
+    with pytest.raises(UsageError, match=expected):
+        models.backward(0, models=[ours])
+    handle.remove()
+    models.backward(1, models=[ours])
 
 
 @on_ranks(2)

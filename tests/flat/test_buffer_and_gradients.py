@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 from fsdp_flat.flat._torch import swap_memory
+from fsdp_flat.flat.arrangement import can_chunk
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, FlatGradBuffer, MemoryPool
-from fsdp_flat.layout import FlatLayout
+from fsdp_flat.layout import FlatLayout, RowLayout
 from tests.support import assert_equal
 
 CPU = torch.device("cpu")
@@ -106,6 +109,51 @@ def test_closing_zeroes_paddings_and_what_never_came_but_nothing_else() -> None:
     expected = torch.zeros(LAYOUT.numel)
     expected[LAYOUT.param_infos[1].interval.to_slice()] = torch.tensor([1.0, 2.0, 3.0])
     assert_equal(flat, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, 0, 1)])
+@pytest.mark.parametrize("num_given", [2, 3])
+@pytest.mark.parametrize("rows", [1, 5, 0])
+def test_gradients_of_rows_are_laid_out_rank_by_rank(
+    rows: int, num_given: int, dims: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    shapes = [(rows, 3), (7,), (3, 8)]
+    layout = RowLayout.of_rows(list(zip("abc", shapes, strict=True)), dims, world_size=4)
+    grad_buffer = FlatGradBuffer(layout, torch.float32, CPU)
+    pool = MemoryPool()
+    filled(torch.full((layout.numel,), float("nan"))).free(pool)
+    grads = [torch.randn(shape[::-1]).t() if len(shape) > 1 else torch.randn(shape) for shape in shapes]
+    grads = [grad.to(dtype) if index < num_given else torch.zeros(grad.shape) for index, grad in enumerate(grads)]
+    for index in reversed(range(num_given)):
+        grad_buffer.add_grad(index, grads[index])
+    by_rank: list[list[torch.Tensor]] = [[], [], [], []]
+    for grad, dim in zip(grads, dims, strict=True):
+        step = math.ceil(grad.shape[dim] / 4)
+        padded = torch.zeros([4 * step if index == dim else size for index, size in enumerate(grad.shape)])
+        padded.narrow(dim, 0, grad.shape[dim]).copy_(grad)
+        for rank, parts in enumerate(by_rank):
+            parts.append(padded.narrow(dim, rank * step, step).reshape(-1))
+    assert_equal(grad_buffer.close(pool), torch.cat([part for parts in by_rank for part in parts]))
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dims", "can"),
+    [
+        ([(8, 3), (4,)], (0, 0), True),
+        ([(8, 3), (5,)], (0, 0), True),
+        ([(8, 3), (50257, 4)], (0, 0), False),  # a padded copy of it takes longer than copies of its parts
+        ([(8, 4), (4,)], (1, 0), False),
+        ([(8, 3), (0, 2)], (0, 0), False),
+    ],
+)
+def test_one_operation_lays_out_rows_that_need_little_padding(
+    shapes: list[tuple[int, ...]], dims: tuple[int, ...], can: bool
+) -> None:
+    names = [f"weight{index}" for index in range(len(shapes))]
+    layout = RowLayout.of_rows(list(zip(names, shapes, strict=True)), dims, world_size=4)
+    assert can_chunk(layout) == can
+    assert not can_chunk(LAYOUT)
 
 
 def test_a_window_goes_on_after_it_was_closed() -> None:

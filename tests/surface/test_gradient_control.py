@@ -364,6 +364,17 @@ def test_a_hook_can_change_the_gradient_before_it_is_reduced(use_orig_params: bo
 
 
 @KINDS
+@on_ranks(2)
+def test_a_hook_that_changes_the_shape_of_a_gradient_raises(use_orig_params: bool, rank: int, num_ranks: int) -> None:
+    plain = small_model()
+    plain[1].up.weight.register_hook(lambda grad: grad.sum(1, keepdim=True))
+    model = sharded(plain, use_orig_params=use_orig_params)
+    rows, columns = small_model()[1].up.weight.shape
+    with pytest.raises(UsageError, match=rf"'up.weight'.*\({rows}, 1\) on rank {rank}.*\({rows}, {columns}\)"):
+        mean_loss(model, batches(num_ranks)[rank]).backward()
+
+
+@KINDS
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2)
 def test_a_post_accumulate_hook_fires_once_per_backward_with_the_reduced_gradient(
