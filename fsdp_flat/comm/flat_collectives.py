@@ -34,9 +34,6 @@ EmptyLike = Callable[[torch.Tensor], torch.Tensor]
 PlaceRows = Callable[[int, torch.Tensor], object]
 """Copies ``(first rank, rows)`` to where they belong; ``rows`` is 2-D, each row the input of one more rank."""
 
-GatherInto = Callable[[torch.Tensor, torch.Tensor], Any]
-"""Begins to all-gather in its first argument (1-D), of which the second is this rank's slice; returns the work."""
-
 
 class Collectives(ABC):
     """Defines the collectives of one shard group of more than one rank, on flat tensors."""
@@ -54,7 +51,7 @@ class Collectives(ABC):
 
     def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
         """Begin to all-gather ``own`` (1-D), whose elements from every rank ``place`` copies to where they belong."""
-        return self.begin_staged(own, place, own.new_empty(self.size * own.numel()), self.gather_into)
+        return self.begin_staged(own, place, own.new_empty(self.size * own.numel()))
 
     def gather_into(self, full: torch.Tensor, _own: torch.Tensor) -> Any:
         """Begin to all-gather this rank's slice of ``full``, which is also the second argument; return the work."""
@@ -72,10 +69,10 @@ class Collectives(ABC):
         numel = full.numel() // self.size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def begin_staged(self, own: torch.Tensor, place: PlaceRows, staging: torch.Tensor, begin: GatherInto) -> Pending:
-        """Implement :meth:`begin_all_gather_rows` by ``begin``, an all-gather in ``staging`` (1-D), in rank order."""
+    def begin_staged(self, own: torch.Tensor, place: PlaceRows, staging: torch.Tensor) -> Pending:
+        """Implement :meth:`begin_all_gather_rows` by an all-gather in ``staging`` (1-D), in rank order."""
         # The copy is what ranks get, whatever a caller writes to the shard meanwhile.
-        work = begin(staging, self.own_slice(staging).copy_(own))
+        work = self.gather_into(staging, self.own_slice(staging).copy_(own))
         rows = staging.view(self.size, -1)
 
         def finish() -> torch.Tensor:
@@ -306,7 +303,7 @@ class CustomCollectives(Collectives):
     def _begin_in_memory(self, own: torch.Tensor, place: PlaceRows) -> Pending:
         allocate = self._choice.gather_memory or torch.empty
         staging = allocate((self.size * own.numel(),), dtype=own.dtype, device=own.device)
-        return self.begin_staged(own, place, staging, self.gather_into)
+        return self.begin_staged(own, place, staging)
 
     def gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         all_gather = self._choice.all_gather or _torch.all_gather_single

@@ -267,8 +267,8 @@ class DTensorViews(Views):
         return self._held[module]
 
     def changed(self) -> list[int]:
-        is_assigned = [parameters.get(name) is not sharded for parameters, name, _, sharded in self._bindings]
-        if True not in is_assigned and self._pointers == [param._local_tensor.data_ptr() for param in self._shown]:
+        unchanged = [parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings]
+        if all(unchanged) and self._pointers == [param._local_tensor.data_ptr() for param in self._shown]:
             return []
         found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
         return [
