@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import multiprocessing
 import os
@@ -152,6 +153,9 @@ def unprintable_errors_into(ignored: list[str]) -> Iterator[None]:
         sys.unraisablehook, threading.excepthook = hooks
 
 
+_CACHE = type(functools.lru_cache(len))
+
+
 class FirstState:
     """Restores the initial state of every task: one process group, fixed seeds, default settings."""
 
@@ -162,6 +166,7 @@ class FirstState:
         self._directory = os.getcwd()
         self._streams: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
         self._num_modules = 0
+        self._caches: list[Any] = []
 
     def restore(self) -> None:
         """Restore the process's initial state. Called when no rank is inside the task any more."""
@@ -196,22 +201,35 @@ class FirstState:
         backend, _ = world.pg_map[default]
         world.pg_map[default] = (backend, dist.PrefixStore(f"task{self._num_restores}", self._base_store))
         if (others or has_new) and "torch.distributed.tensor" in sys.modules:
-            # It caches meshes, whose groups are destroyed, under keys that an equal new mesh would hit.
+            # It caches meshes, whose groups are destroyed, under keys that an equal new mesh would hit. They keep the
+            # groups' threads too, of which one never sleeps again if a test ended amid its message (gloo).
             clear_sharding_cache()
+            for cache in self._caches:
+                cache.cache_clear()
 
     def _collect_garbage(self) -> None:
         gc.collect()
         if len(sys.modules) != self._num_modules:
             # Imported code stays alive: exclude it from later collections, which then take a millisecond.
             self._num_modules = len(sys.modules)
+            self._caches += [
+                each
+                for each in gc.get_objects()
+                if isinstance(each, _CACHE) and (each.__module__ or "").startswith("torch.distributed.")
+            ]
             gc.freeze()
 
 
 def clear_sharding_cache() -> None:
-    """Clear DTensor's cache of derived shardings; there is only a private function for it, since torch 2.9."""
+    """Clear DTensor's caches of derived shardings, by private functions where torch has them, since 2.9 and later."""
     from torch.distributed.tensor import DTensor, debug
 
     if hasattr(debug, "_clear_sharding_prop_cache"):
         debug._clear_sharding_prop_cache()
     else:
         DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    clear_planners = getattr(
+        sys.modules["torch.distributed.tensor._redistribute"], "clear_redistribute_planner_cache", None
+    )
+    if clear_planners is not None:
+        clear_planners()
