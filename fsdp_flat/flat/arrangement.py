@@ -117,13 +117,14 @@ def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
     targets: dict[tuple[int, int], list[torch.Tensor]] = {}
 
     def place(first: int, rows: torch.Tensor) -> None:
-        key = first, first + len(rows)
+        num_ranks = rows.size(0)
+        key = first, first + num_ranks
         if key not in targets:
             targets[key] = [each[slice(*key)] for each in ranked]
         sources = torch.split_with_sizes(rows, sizes, 1)
         if shapes:
             sources = tuple(
-                source.view(len(rows), *shapes[index]) if index in shapes else source
+                source.view(num_ranks, *shapes[index]) if index in shapes else source
                 for index, source in enumerate(sources)
             )
         torch._foreach_copy_(targets[key], sources)

@@ -5,8 +5,10 @@ All others are set without the checks of ``nn.Module.__setattr__``, which take l
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 
@@ -41,3 +43,19 @@ _PLAIN_SETTERS = (nn.Module.__setattr__, nn.RNNBase.__setattr__)
 def parameters_of(module: nn.Module) -> Any:
     """Return the parameters that a module holds itself, by name, as a mapping that sets them as the module needs it."""
     return module._parameters if type(module).__setattr__ in _PLAIN_SETTERS else _Assignments(module)
+
+
+class Bindings(NamedTuple):
+    """Lists the places of a handle's tensors in modules, as columns: a step goes through them several times a unit.
+
+    Attributes:
+        attributes: for each place, the mapping of a module that holds the tensor.
+        names: the names there.
+        unsharded: the tensors for compute.
+        sharded: the tensors outside of compute.
+    """
+
+    attributes: Sequence[Any]
+    names: Sequence[str]
+    unsharded: Sequence[torch.Tensor]
+    sharded: Sequence[torch.Tensor]

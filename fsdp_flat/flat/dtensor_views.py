@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph
+from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph, unguarded
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.views import Views
@@ -123,9 +123,11 @@ class DTensorViews(Views):
             entries.append(replace(entry, param=shown, replaced=replaced))
         super().__init__(entries, unsharded_params, layout, *args)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
-        self._local_parts = [
-            (local_shard.in_shard, layout.local_shape(local_shard.index, rank)) for local_shard in self.local_shards
-        ]
+        # Shape, stride and offset of each parameter's part of the shard.
+        self._parts = []
+        for part in self.local_shards:
+            shape = layout.local_shape(part.index, rank)
+            self._parts.append((shape, torch.empty(shape, device="meta").stride(), part.in_shard.start))
         self._show(self.params)
 
     def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
@@ -145,6 +147,8 @@ class DTensorViews(Views):
             for index, entry in enumerate(self.params)
         )
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
+        # A change of either raises its own version counter.
+        self._tensors = (*shown, *[param._local_tensor for param in shown])
         self._pointers = [param._local_tensor.data_ptr() for param in shown]
         for held in self._held.values():
             held.clear()
@@ -161,8 +165,10 @@ class DTensorViews(Views):
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
-        parts = split_alone(shard_grad, self._local_parts)
-        return [dtensor_like(param, part) for param, part in zip(self._shown, parts, strict=True)]
+        return [
+            dtensor_like(param, shard_grad.as_strided(*part))
+            for param, part in zip(self._shown, self._parts, strict=True)
+        ]
 
     def note_step(self) -> None:
         super().note_step()
@@ -170,11 +176,8 @@ class DTensorViews(Views):
         self.bump_version()
 
     def version(self) -> int:
-        return (
-            self.flat_param._version
-            + self._num_rewrites
-            + sum([param._version + param._local_tensor._version for param in self._shown])
-        )
+        with unguarded():
+            return self.flat_param._version + self._num_rewrites + sum([tensor._version for tensor in self._tensors])
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         for entry, tensor in zip(self.params, tensors, strict=True):
@@ -267,8 +270,8 @@ class DTensorViews(Views):
         return self._held[module]
 
     def changed(self) -> list[int]:
-        unchanged = [parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings]
-        if all(unchanged) and self._pointers == [param._local_tensor.data_ptr() for param in self._shown]:
+        pointers = [param._local_tensor.data_ptr() for param in self._shown]
+        if self._pointers == pointers and self._hold_sharded():
             return []
         found = [(self._assigned(index), entry.param) for index, entry in enumerate(self.params)]
         return [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import partial
@@ -14,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import register_as_plain_tensor, unguarded
+from fsdp_flat.flat.params import ManagedParam
 from fsdp_flat.flat.sharded_grad import ShardedGrad, first_of
 
 _HINTS = (
@@ -220,6 +222,18 @@ def new_flat_parameter(shard: torch.Tensor, *, requires_grad: bool, is_sharded: 
     ``is_sharded`` is true if optimizers hold it (``use_orig_params=False``) and other ranks hold other elements.
     """
     return _marked((ShardedFlatParameter if is_sharded else nn.Parameter)(shard, requires_grad))
+
+
+def warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
+    """Warn if a parameter that becomes a part of a flat one has a hook for its gradient, which will not run."""
+    lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]
+    if lost:
+        warnings.warn(
+            f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which "
+            "will not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
+            "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True.",
+            stacklevel=2,
+        )
 
 
 def replace_shard(flat_param: nn.Parameter, shard: torch.Tensor) -> None:

@@ -9,7 +9,14 @@ from functools import partial
 import torch
 
 from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.flat._torch import chunk_cat, dynamo_disabled, is_in_a_graph, swap_memory, unguarded
+from fsdp_flat.flat._torch import (
+    chunk_cat,
+    dynamo_disabled,
+    dynamo_disabled_here,
+    is_in_a_graph,
+    swap_memory,
+    unguarded,
+)
 from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.shown_grads import (
@@ -23,6 +30,7 @@ from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 _MOST_IDLE = 2
+_GRADS_PER_CALL = 8
 
 
 class MemoryPool:
@@ -33,10 +41,11 @@ class MemoryPool:
     nothing for them, nor if torch cannot move memory between storages.
     """
 
-    __slots__ = ("_idle",)
+    __slots__ = ("_blank", "_idle")
 
     def __init__(self) -> None:
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
+        self._blank: list[torch.UntypedStorage] = []  # objects without memory
 
     @property
     def nbytes(self) -> int:
@@ -47,7 +56,8 @@ class MemoryPool:
         """Allocate ``nbytes`` for an empty ``storage``; the content is undefined."""
         idle = self._idle.get(nbytes)
         if idle and storage.device.type == "cpu":
-            swap_memory(storage, idle.pop())
+            swap_memory(storage, idle[-1])
+            self._blank.append(idle.pop())
         else:
             storage.resize_(nbytes)
 
@@ -60,7 +70,7 @@ class MemoryPool:
         if swap_memory is None or storage.device.type != "cpu" or len(idle) >= _MOST_IDLE:
             storage.resize_(0)
             return
-        kept = torch.UntypedStorage(0)
+        kept = self._blank.pop() if self._blank else torch.UntypedStorage(0)
         swap_memory(kept, storage)
         idle.append(kept)
 
@@ -131,10 +141,11 @@ class FlatGradBuffer:
 
     Attributes:
         grads_ready: one byte per parameter: 1 where it has a gradient.
+        waiting: the gradients that are not in the flat buffer yet, by the parameter's index.
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
 
-    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_rows", "_waiting", "grads_ready", "is_exposed")
+    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_rows", "grads_ready", "is_exposed", "waiting")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
@@ -144,7 +155,7 @@ class FlatGradBuffer:
         # The gradient as a matrix with a row for each rank, if one operation can write it.
         self._rows = flat.view(layout.world_size, -1) if can_chunk(layout) else None
         self._paddings = [flat[interval.to_slice()] for interval in layout.paddings()]
-        self._waiting: dict[int, torch.Tensor] = {}
+        self.waiting: dict[int, torch.Tensor] = {}
         self.grads_ready = bytearray(len(layout.param_infos))
         self.is_exposed = False
         self._buffer.free(MemoryPool())
@@ -156,7 +167,7 @@ class FlatGradBuffer:
     @property
     def nbytes(self) -> int:
         """Number of bytes of the waiting gradients and of the buffer."""
-        return self._buffer.nbytes + sum(grad.nbytes for grad in self._waiting.values())
+        return self._buffer.nbytes + sum(grad.nbytes for grad in self.waiting.values())
 
     def add_grad(self, index: int, grad: torch.Tensor) -> None:
         """Add the gradient of parameter ``index`` (the parameter's shape, any float dtype)."""
@@ -164,9 +175,9 @@ class FlatGradBuffer:
             grad = grad.to_dense()
         if not self.grads_ready[index]:
             self.grads_ready[index] = 1
-            self._waiting[index] = grad
-        elif index in self._waiting:
-            self._waiting[index] = torch.add(self._waiting[index].to(self._buffer.tensor.dtype), grad)
+            self.waiting[index] = grad
+        elif index in self.waiting:
+            self.waiting[index] = torch.add(self.waiting[index].to(self._buffer.tensor.dtype), grad)
         else:
             for place, piece in zip(self._places[index], self._split(index, grad), strict=True):
                 place.add_(piece)
@@ -174,35 +185,35 @@ class FlatGradBuffer:
     def clear(self, indices: Iterable[int], *, set_to_none: bool) -> None:
         """Fill the gradients of parameters with zeros, or drop them."""
         for index in indices:
-            waiting = self._waiting.pop(index, None)
+            waiting = self.waiting.pop(index, None)
             if waiting is None and self._buffer.nbytes:
                 torch._foreach_zero_(self._places[index])
             if set_to_none:
                 self.grads_ready[index] = 0
             elif waiting is not None:
-                self._waiting[index] = torch.zeros_like(waiting)  # autograd may hold the tensor too
+                self.waiting[index] = torch.zeros_like(waiting)  # autograd may hold the tensor too
 
     def close(self, pool: MemoryPool) -> torch.Tensor:
         """Return the complete flat gradient: zero in the padding and for parameters without a gradient."""
         if self._buffer.nbytes == 0:
             self._buffer.alloc(pool)
-            if self._rows is not None and len(self._waiting) == len(self._places):
-                grads = [self._waiting[index] for index in range(len(self._places))]
+            if self._rows is not None and len(self.waiting) == len(self._places):
+                grads = [self.waiting[index] for index in range(len(self._places))]
                 if {grad.dtype for grad in grads} == {self._rows.dtype}:  # it converts slowly
-                    chunk_cat(grads, 0, len(self._rows), out=self._rows)
-                    self._waiting.clear()
+                    chunk_cat(grads, 0, self._layout.world_size, out=self._rows)
+                    self.waiting.clear()
                     return self._buffer.tensor
             for padding in self._paddings:
                 padding.zero_()
             for places, there in zip(self._places, self.grads_ready, strict=True):
                 if not there:
                     torch._foreach_zero_(places)
-        if self._waiting:
+        if self.waiting:
             torch._foreach_copy_(
-                [place for index in self._waiting for place in self._places[index]],
-                [piece for index, grad in self._waiting.items() for piece in self._split(index, grad)],
+                [place for index in self.waiting for place in self._places[index]],
+                [piece for index, grad in self.waiting.items() for piece in self._split(index, grad)],
             )
-            self._waiting.clear()
+            self.waiting.clear()
         return self._buffer.tensor
 
     def _split(self, index: int, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -223,7 +234,7 @@ class HandleGradients:
         views: the handle's views.
 
     Attributes:
-        on_ready: called after each gradient that arrives.
+        on_ready: called after the first gradient that arrives in a backward of the unit, and after every eighth.
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
@@ -239,8 +250,11 @@ class HandleGradients:
         self._views = views
         self._layout = views.layout
         self._hooks = [entry.param._backward_hooks for entry in params]
+        self._are_plain = all(entry.adapter is PLAIN for entry in params)
         self._synced = [False] * len(params)
         self._buffer: FlatGradBuffer | None = None
+        # The buffer while gradients are added to it without checks, from the first one of a backward to its end.
+        self.open_buffer: FlatGradBuffer | None = None
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
         self.partial = ReduceScatteredGrad()
@@ -281,6 +295,7 @@ class HandleGradients:
             for unsharded_param in self._views.unsharded_params
         )
 
+    @dynamo_disabled
     def accept(self, index: int, grad: torch.Tensor) -> None:
         """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
 
@@ -300,7 +315,8 @@ class HandleGradients:
             self._buffer = self._new_buffer(grad.device)
         entry = self._views.params[index]
         with unguarded():
-            hooks = entry.param._backward_hooks or self._hooks[index]
+            hooks_of = [each.param._backward_hooks or own for each, own in zip(self._views.params, self._hooks)]
+        hooks = hooks_of[index]
         if hooks:
             shape, grad = grad.shape, apply_hooks(hooks, grad)
             if grad.shape != shape:
@@ -312,7 +328,13 @@ class HandleGradients:
         if entry.adapter is not PLAIN:
             grad = entry.adapter.to_local(grad)
         self._buffer.add_grad(index, grad)
+        if not any(hooks_of) and self._are_plain:
+            self.open_buffer = self._buffer
         self.on_ready()
+
+    def end_backward(self) -> None:
+        """Examine the next gradient in full, because the unit's part of a backward has ended."""
+        self.open_buffer = None
 
     def _new_buffer(self, device: torch.device) -> FlatGradBuffer:
         buffer, self._spare_buffer = self._spare_buffer, None
@@ -345,7 +367,7 @@ class HandleGradients:
             :meth:`recycle` once the gradient is no longer used, or None.
         """
         self.hide_unreduced()
-        buffer, self._buffer = self._buffer, None
+        buffer, self._buffer, self.open_buffer = self._buffer, None, None
         if buffer is None:
             return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
         closed = buffer.close(pool)
@@ -363,7 +385,7 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = None
+        self._buffer = self.open_buffer = None
         self.partial = ReduceScatteredGrad()
         for shown in self._unreduced:
             shown.take_back()
@@ -401,20 +423,28 @@ class HandleGradients:
                 self._buffer.clear(dropped, set_to_none=True)
                 self._buffer.clear(zeroed, set_to_none=False)
                 if not any(self._buffer.grads_ready):
-                    self._buffer = None
+                    self._buffer = self.open_buffer = None
         return bool(shown)
 
 
-@dynamo_disabled
+@dynamo_disabled_here
 def _accept(gradients: weakref.ref[HandleGradients], index: int, unsharded_param: torch.Tensor) -> None:
     """Take the gradient of unsharded parameter ``index``, as its post-accumulate-grad hook.
 
     The hook must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++
-    objects is never collected, so no wrapped model would ever be freed.
+    objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
+    gradients need by itself.
     """
-    owner = gradients()
-    if owner is not None:
-        grad, unsharded_param.grad = unsharded_param.grad, None
-        # The graph may reach the parameter although the loss does not depend on it: an unused output.
-        if grad is not None:
-            owner.accept(index, grad)
+    owner, grad = gradients(), unsharded_param.grad
+    # The graph may reach the parameter although the loss does not depend on it: an unused output.
+    if owner is None or grad is None:
+        return
+    unsharded_param.grad = None
+    buffer = owner.open_buffer
+    if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
+        owner.accept(index, grad)
+        return
+    buffer.grads_ready[index] = 1
+    buffer.waiting[index] = grad
+    if not len(buffer.waiting) % _GRADS_PER_CALL:
+        owner.on_ready()

@@ -13,7 +13,6 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,14 +26,17 @@ from torch.utils.weak import TensorWeakRef
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
-from fsdp_flat.flat.assignments import parameters_of
-from fsdp_flat.flat.guards import ShardedParameter, ShardedPlaceholder, module_guard, set_sharded_class
+from fsdp_flat.flat.assignments import Bindings, parameters_of
+from fsdp_flat.flat.guards import (
+    ShardedParameter,
+    ShardedPlaceholder,
+    module_guard,
+    set_sharded_class,
+    warn_of_lost_hooks,
+)
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout
-
-Bindings = list[tuple[Any, str, Any, Any]]
-"""Lists for each place in a module: its attributes, the name there, the unsharded and the sharded tensor."""
 
 Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
 """Lists forward pre-hooks that raise when modules are called with sharded parameters: hooks, key, hook."""
@@ -117,17 +119,19 @@ class Views:
         """Make sharded parameters views of the data of ``flat_param``."""
 
     def _bind(self) -> Bindings:
-        return [
-            (parameters_of(site.module), site.name, unsharded_param, entry.param)
-            for entry, unsharded_param in zip(self.params, self.unsharded_params, strict=True)
-            for site in entry.sites
-        ]
+        sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
+        return Bindings(
+            [parameters_of(site.module) for _, site in sites],
+            [site.name for _, site in sites],
+            [self.unsharded_params[index] for index, _ in sites],
+            [self.params[index].param for index, _ in sites],
+        )
 
     def remove(self) -> None:
         """Remove the managed parameters from the modules, so that ``Module._apply`` skips them."""
         # Not absent, because optimizers number parameters in registration order, and not None, which modules that
         # rebuild their list of weights after a conversion (nn.RNN) would keep.
-        for parameters, name, _, _ in self._bindings:
+        for parameters, name in zip(self._bindings.attributes, self._bindings.names, strict=True):
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
     @without_torch_function
@@ -156,16 +160,24 @@ class Views:
         """Point the modules at the unsharded parameters."""
         self.shows_unsharded = True
         self.unguard()
-        for attributes, name, unsharded_param, _ in self._bindings:
-            attributes[name] = unsharded_param
+        attributes, names, unsharded, _ = self._bindings
+        for held, name, tensor in zip(attributes, names, unsharded, strict=True):
+            held[name] = tensor
 
     def use_sharded_views(self) -> None:
         """Point the modules at the sharded parameters or their placeholders."""
         self.shows_unsharded = False
-        for attributes, name, _, sharded in self._bindings:
-            attributes[name] = sharded
+        attributes, names, _, sharded = self._bindings
+        for held, name, tensor in zip(attributes, names, sharded, strict=True):
+            held[name] = tensor
         for hooks, key, guard in self._guard_hooks:
             hooks[key] = guard
+
+    def _hold_sharded(self) -> bool:
+        """Return whether every place in a module has its sharded tensor."""
+        attributes, names, _, sharded = self._bindings
+        there = [held.get(name) is tensor for held, name, tensor in zip(attributes, names, sharded, strict=True)]
+        return all(there)
 
     def hide_unsharded(self) -> None:
         """Point the modules at the sharded parameters, unless they do: what a user assigned is adopted later."""
@@ -183,10 +195,10 @@ class Views:
 
         The current tensors, sharded or unsharded, are restored at the end.
         """
-        places = [(attributes, name) for attributes, name, _, _ in self._bindings]
-        places += [(hooks, key) for hooks, key, _ in self._guard_hooks]
+        bound = list(zip(self._bindings.attributes, self._bindings.names, strict=True))
+        places = [*bound, *[(hooks, key) for hooks, key, _ in self._guard_hooks]]
         held = [(place, name, place[name]) for place, name in places if name in place]
-        for attributes, name, _, _ in self._bindings:
+        for attributes, name in bound:
             if name in attributes:
                 attributes[name] = None
         self.unguard()
@@ -206,7 +218,7 @@ class Views:
                     "assignments, or do not keep parameters (set_reshard_after_backward, SHARD_GRAD_OP in no_sync)."
                 )
             return
-        bindings = iter(self._bindings)
+        bindings = zip(*self._bindings, strict=True)
         for index, (entry, storage) in enumerate(zip(self.params, self._storages, strict=True)):
             for _ in entry.sites:
                 attributes, name, unsharded_param, sharded = next(bindings)
@@ -364,8 +376,8 @@ class OrigViews(Views):
 
     @without_torch_function
     def changed(self) -> list[int]:
-        unchanged = [parameters.get(name) is sharded for parameters, name, _, sharded in self._bindings]
-        if all(unchanged) and self._pointers == tuple([each.param.data_ptr() for each in self.visible]):
+        pointers = tuple([each.param.data_ptr() for each in self.visible])
+        if self._pointers == pointers and self._hold_sharded():
             return []
         return [
             index
@@ -422,7 +434,7 @@ class FlatViews(Views):
                 self.flat_param, range(len(entries)), lambda: f"the flat parameter of unit {self.unit_name!r}"
             ),
         )
-        _warn_of_lost_hooks(params, self.unit_name)
+        warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
     def _bind(self) -> Bindings:
@@ -434,14 +446,13 @@ class FlatViews(Views):
             ]
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
         self._places = [(i, site.module._parameters) for i, entry in enumerate(self.params) for site in entry.sites]
-        bindings: Bindings = [
-            (site.module.__dict__, site.name, unsharded_param, placeholder)
-            for entry, unsharded_param, placeholder in zip(
-                self.params, self.unsharded_params, placeholders, strict=True
-            )
-            for site in entry.sites
-        ]
-        return [*bindings, (self.module._parameters, FLAT_PARAM, self.flat_param, self.flat_param)]
+        sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
+        return Bindings(
+            [*[site.module.__dict__ for _, site in sites], self.module._parameters],
+            [*[site.name for _, site in sites], FLAT_PARAM],
+            [*[self.unsharded_params[index] for index, _ in sites], self.flat_param],
+            [*[placeholders[index] for index, _ in sites], self.flat_param],
+        )
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self.unguard()
@@ -472,7 +483,7 @@ class FlatViews(Views):
         return {}
 
     def changed(self) -> list[int]:
-        found = zip(self._places, self._bindings, strict=False)
+        found = zip(self._places, zip(*self._bindings, strict=True), strict=False)
         return [
             index for (index, params), (held, name, _, own) in found if name in params or held.get(name, own) is not own
         ]
@@ -487,14 +498,3 @@ class FlatViews(Views):
                 "it is a part of the unit's flat parameter, and the assignment would be lost. Assign inside "
                 "summon_full_params, copy a value to it there, or wrap with use_orig_params=True."
             )
-
-
-def _warn_of_lost_hooks(params: Sequence[ManagedParam], unit_name: str) -> None:
-    lost = [entry.fqn for entry in params if entry.param._post_accumulate_grad_hooks]
-    if lost:
-        warnings.warn(
-            f"Parameter {lost[0]!r} of unit {unit_name!r} has a hook from register_post_accumulate_grad_hook, which "
-            "will not run: with use_orig_params=False the parameter becomes a part of a flat one, and only that gets a "
-            "reduced gradient. Register the hook on the flat parameter after wrapping, or pass use_orig_params=True.",
-            stacklevel=2,
-        )

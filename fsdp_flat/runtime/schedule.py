@@ -27,7 +27,6 @@ from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
 # Number of gradients between two polls for completed reductions; a poll is a system call a rank.
-_GRADS_PER_POLL = 4
 
 
 class Schedule(CommContext):
@@ -54,7 +53,6 @@ class Schedule(CommContext):
         self.backward: Backward | None = None
         self._callback: weakref.ref[Any] | None = None
         self._used: dict[FlatParamHandle, bytes] = {}
-        self._num_grads_ready = 0
         self._position = 0
         self.iteration: Iteration | None = None
         self._pending = PendingIterations()
@@ -349,8 +347,9 @@ class Schedule(CommContext):
             backward.include([record.iteration])
         backward.complete(record, node)
 
+    @dynamo_disabled
     def grads_ready(self, unit: Unit) -> None:
-        """Record that a parameter of a unit has its gradient."""
+        """Record that parameters of a unit have got their gradients, and free what completed reductions hold."""
         if unit.phase is not Phase.BACKWARD:
             # Autograd passed no output of the unit: a parameter, or a tensor that the unit stored, was used directly.
             if not (unit.is_sharded or unit.is_unsharded):
@@ -362,8 +361,7 @@ class Schedule(CommContext):
                 )
             self._in_backward()
             unit.phase = Phase.BACKWARD
-        self._num_grads_ready += 1
-        if self._num_grads_ready % _GRADS_PER_POLL == 0 and not self.streams.is_accelerator:
+        if not self.streams.is_accelerator:
             self.reductions.finish_done()
 
     def _make_room_for(self, unit: Unit) -> None:

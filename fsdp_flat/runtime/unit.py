@@ -436,6 +436,8 @@ class Unit:
         """
         self.phase = Phase.IDLE if self._depth == 0 else Phase.FORWARD
         self._held_for_graph = keeps_graph
+        for handle in self.handles:
+            handle.grads.end_backward()
         if self._depth > 0:
             return
         control = self.control
