@@ -96,6 +96,7 @@ def describe_flat_params(unit: Unit) -> None:
     for handle in unit.handles:
         layout, infos = handle.layout, handle.layout.param_infos
         numels = _numels_and_paddings(handle)
+        own_shards = [layout.local_shard(index, handle.spec.rank) for index in range(len(infos))]
         own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
         handle.flat_param.__dict__.update(
             _num_params=len(infos),
@@ -104,7 +105,7 @@ def describe_flat_params(unit: Unit) -> None:
             _numels=tuple(param_info.numel for param_info in infos),
             _numels_with_padding=tuple(numel for numel, _ in numels),
             _is_padding_mask=[is_padding for _, is_padding in numels],
-            _shard_param_infos=tuple(_shard_param_info(local_shard) for local_shard in handle.views.local_shards),
+            _shard_param_infos=tuple(_shard_param_info(local_shard) for local_shard in own_shards),
             _shard_numel_padded=layout.shard_numel - own.numel,
             _sharded_size=torch.Size([layout.shard_numel]),
             _unpadded_unsharded_size=torch.Size([layout.unpadded_numel]),

@@ -7,7 +7,7 @@ a view of this rank's shard. State dicts, optimizers and gradient clipping are t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NoReturn, Protocol, cast
@@ -125,23 +125,25 @@ class DTensorViews(Views):
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         # Shape, stride and offset of each parameter's part of the shard.
         self._parts = []
-        for part in self.local_shards:
-            shape = layout.local_shape(part.index, rank)
+        for index in range(len(entries)):
+            part = layout.local_shard(index, rank)
+            shape = layout.local_shape(index, rank)
             self._parts.append((shape, torch.empty(shape, device="meta").stride(), part.in_shard.start))
         self._show(self.params)
 
-    def _guards(self) -> list[tuple[Any, str, Callable[..., NoReturn]]]:
+    def _guarded_hooks(self) -> list[dict[Any, Any]]:
         return []  # operations on DTensors are defined, and mixing them with plain tensors raises
 
     def _show(self, params: Sequence[ManagedParam]) -> None:
         """Use these parameters, whose local tensors are views of the shard, from now on."""
         self.params = tuple(params)
+        describe = self.describe
         self.visible = tuple(
             VisibleParam(
                 entry.param,
                 range(index, index + 1),
-                partial(self.describe, index),
-                self.local_shards[index].in_shard.to_slice(),
+                partial(describe, index),
+                self.layout.local_shard(index, self.rank).in_shard.to_slice(),
                 self.layout.local_shape(index, self.rank),
             )
             for index, entry in enumerate(self.params)

@@ -25,13 +25,13 @@ _HINTS = (
 )
 
 
-def module_guard(describe: Callable[[], str]) -> Callable[..., NoReturn]:
-    """Create a forward pre-hook that raises, for a module with the sharded parameter that ``describe`` names."""
+def module_guard(describe: Callable[[nn.Module], str]) -> Callable[..., NoReturn]:
+    """Create a forward pre-hook that raises, for modules with a sharded parameter that ``describe`` names."""
 
     def guard(module: nn.Module, _args: Any) -> NoReturn:
         raise UsageError(
-            f"{type(module).__name__} was called while its parameter {describe()} is sharded: this rank holds a local "
-            f"shard of it. {_HINTS}"
+            f"{type(module).__name__} was called while its parameter {describe(module)} is sharded: this rank holds "
+            f"a local shard of it. {_HINTS}"
         )
 
     return guard
@@ -43,16 +43,13 @@ class ShardedPlaceholder(torch.Tensor):
     It has the parameter's shape and dtype but no data; every operation on it raises.
     """
 
-    _explain: Callable[[], str]
+    _describe: Callable[[], str]
 
     @classmethod
     def of(cls, unsharded_param: torch.Tensor, describe: Callable[[], str]) -> ShardedPlaceholder:
         """Create the placeholder for ``unsharded_param``, which ``describe`` names."""
         placeholder = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
-        placeholder._explain = lambda: (
-            f"Parameter {describe()} was used while it is sharded: this rank holds a local shard of the unit's flat "
-            f"parameter. {_HINTS}"
-        )
+        placeholder._describe = describe
         return placeholder
 
     @classmethod
@@ -63,10 +60,15 @@ class ShardedPlaceholder(torch.Tensor):
                 if isinstance(result, torch.Tensor):
                     # The results of ``.T`` and ``.data`` have a shape but no data either.
                     result = result.as_subclass(cls)
-                    result._explain = args[0]._explain
+                    result._describe = args[0]._describe
                 return result
         found = first_of(ShardedPlaceholder, args, kwargs)
-        raise UsageError(found._explain() if found is not None else f"A sharded parameter was used. {_HINTS}")
+        if found is None:
+            raise UsageError(f"A sharded parameter was used. {_HINTS}")
+        raise UsageError(
+            f"Parameter {found._describe()} was used while it is sharded: this rank holds a local shard of the unit's "
+            f"flat parameter. {_HINTS}"
+        )
 
     def __deepcopy__(self, _memo: Any) -> ShardedPlaceholder:
         return self

@@ -252,6 +252,7 @@ class HandleGradients:
         self._hooks = [entry.param._backward_hooks for entry in params]
         self._are_plain = all(entry.adapter is PLAIN for entry in params)
         self._synced = [False] * len(params)
+        self._hook = partial(_accept, weakref.ref(self))
         self._buffer: FlatGradBuffer | None = None
         # The buffer while gradients are added to it without checks, from the first one of a backward to its end.
         self.open_buffer: FlatGradBuffer | None = None
@@ -281,7 +282,8 @@ class HandleGradients:
         for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
             unsharded_param.requires_grad_(want)
             if want and not was:
-                unsharded_param.register_post_accumulate_grad_hook(partial(_accept, weakref.ref(self), index))
+                unsharded_param._fsdp_flat_index = index  # type: ignore[attr-defined]
+                unsharded_param.register_post_accumulate_grad_hook(self._hook)
             elif was and not want:
                 unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
@@ -428,8 +430,8 @@ class HandleGradients:
 
 
 @dynamo_disabled_here
-def _accept(gradients: weakref.ref[HandleGradients], index: int, unsharded_param: torch.Tensor) -> None:
-    """Take the gradient of unsharded parameter ``index``, as its post-accumulate-grad hook.
+def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tensor) -> None:
+    """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
 
     The hook must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++
     objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
@@ -440,7 +442,7 @@ def _accept(gradients: weakref.ref[HandleGradients], index: int, unsharded_param
     if owner is None or grad is None:
         return
     unsharded_param.grad = None
-    buffer = owner.open_buffer
+    buffer, index = owner.open_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
     if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
         owner.accept(index, grad)
         return

@@ -13,7 +13,7 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -36,10 +36,7 @@ from fsdp_flat.flat.guards import (
 )
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import set_grad
-from fsdp_flat.layout import FLAT_PARAM, FlatLayout
-
-Guards = list[tuple[Any, str, Callable[..., NoReturn]]]
-"""Lists forward pre-hooks that raise when modules are called with sharded parameters: hooks, key, hook."""
+from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
 
 class Views:
@@ -51,7 +48,6 @@ class Views:
         module: the unit's module, where a visible flat parameter is registered.
 
     Attributes:
-        local_shards: this rank's local shard of each parameter.
         visible: the parameters that an optimizer holds.
         shows_unsharded: the modules point at the unsharded parameters.
         exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
@@ -77,22 +73,26 @@ class Views:
         self.rank = rank
         self.flat_param = flat_param
         self.module = module
-        self.local_shards = tuple(layout.local_shard(i, rank) for i in range(len(layout.param_infos)))
         self._num_rewrites = 0
         self.shows_unsharded = self.is_stepped = False
         self._saved_grads: list[torch.Tensor | None] | None = None
-        self._guard_hooks = self._guards()
+        self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
+        self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
         self.use_unsharded_params(unsharded_params)
 
-    def _guards(self) -> Guards:
-        guards: dict[nn.Module, Callable[..., NoReturn]] = {}
-        if self.layout.world_size > 1:
-            for index, entry in enumerate(self.params):
-                for site in entry.sites:
-                    guards.setdefault(site.module, module_guard(functools.partial(self.describe_with_shape, index)))
-        # Several units may guard one module.
-        key = f"fsdp_flat_guard_{id(self)}"
-        return [(module._forward_pre_hooks, key, guard) for module, guard in guards.items()]
+    @functools.cached_property
+    def local_shards(self) -> tuple[LocalShard, ...]:
+        """This rank's local shard of each parameter."""
+        return tuple(self.layout.local_shard(i, self.rank) for i in range(len(self.layout.param_infos)))
+
+    def _guarded_hooks(self) -> list[dict[Any, Any]]:
+        """Return the forward pre-hooks of modules that must not be called with sharded parameters."""
+        modules = dict.fromkeys(site.module for entry in self.params for site in entry.sites)
+        return [module._forward_pre_hooks for module in modules] if self.layout.world_size > 1 else []
+
+    def _describe_one_of(self, module: nn.Module) -> str:
+        own = (i for i, entry in enumerate(self.params) if any(site.module is module for site in entry.sites))
+        return self.describe_with_shape(next(own))
 
     # -- the implementations differ in these ---------------------------------------------------------------------
 
@@ -170,8 +170,8 @@ class Views:
         attributes, names, _, sharded = self._bindings
         for held, name, tensor in zip(attributes, names, sharded, strict=True):
             held[name] = tensor
-        for hooks, key, guard in self._guard_hooks:
-            hooks[key] = guard
+        for hooks in self._guarded:
+            hooks[self._guard_key] = self._guard
 
     def _hold_sharded(self) -> bool:
         """Return whether every place in a module has its sharded tensor."""
@@ -186,8 +186,8 @@ class Views:
 
     def unguard(self) -> None:
         """Remove the guards, which raise when modules are called with sharded parameters."""
-        for hooks, key, _ in self._guard_hooks:
-            hooks.pop(key, None)
+        for hooks in self._guarded:
+            hooks.pop(self._guard_key, None)
 
     @contextmanager
     def detached(self) -> Iterator[None]:
@@ -196,7 +196,7 @@ class Views:
         The current tensors, sharded or unsharded, are restored at the end.
         """
         bound = list(zip(self._bindings.attributes, self._bindings.names, strict=True))
-        places = [*bound, *[(hooks, key) for hooks, key, _ in self._guard_hooks]]
+        places = [*bound, *[(hooks, self._guard_key) for hooks in self._guarded]]
         held = [(place, name, place[name]) for place, name in places if name in place]
         for attributes, name in bound:
             if name in attributes:
@@ -315,19 +315,18 @@ class OrigViews(Views):
 
     def __init__(self, params: Sequence[ManagedParam], *args: Any) -> None:
         super().__init__(params, *args)
-        is_sharded = self.layout.world_size > 1
+        is_sharded, describe = self.layout.world_size > 1, self.describe
+        own_shards = [self.layout.local_shard(index, self.rank) for index in range(len(self.params))]
         self.visible = tuple(
             VisibleParam(
                 entry.param,
                 range(local_shard.index, local_shard.index + 1),
-                functools.partial(self.describe, local_shard.index),
+                functools.partial(describe, local_shard.index),
                 local_shard.in_shard.to_slice(),
                 None if is_sharded else param_info.shape,
                 local_shard.is_empty and param_info.numel > 0,
             )
-            for entry, local_shard, param_info in zip(
-                self.params, self.local_shards, self.layout.param_infos, strict=True
-            )
+            for entry, local_shard, param_info in zip(self.params, own_shards, self.layout.param_infos, strict=True)
         )
         self._class = ShardedParameter if is_sharded else nn.Parameter
         self._pointers: tuple[int, ...] = ()
@@ -440,8 +439,9 @@ class FlatViews(Views):
     def _bind(self) -> Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
+            describe = self.describe_with_shape
             placeholders = [
-                ShardedPlaceholder.of(unsharded_param, functools.partial(self.describe_with_shape, index))
+                ShardedPlaceholder.of(unsharded_param, functools.partial(describe, index))
                 for index, unsharded_param in enumerate(self.unsharded_params)
             ]
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.

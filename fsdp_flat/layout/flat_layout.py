@@ -38,20 +38,21 @@ class ParamInfo:
         fqn: the parameter's FQN.
         shape: its shape; () for a scalar, which has one element; a dim of 0 makes an empty parameter.
         offset: index of its first element in the flat buffer.
-        interval: its elements in the flat buffer.
         numel: its number of elements.
     """
 
     fqn: str
     shape: tuple[int, ...]
     offset: int
-    interval: Interval = field(init=False, repr=False, compare=False)
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        numel = math.prod(self.shape)
-        object.__setattr__(self, "numel", numel)
-        object.__setattr__(self, "interval", Interval(self.offset, self.offset + numel))
+        object.__setattr__(self, "numel", math.prod(self.shape))
+
+    @property
+    def interval(self) -> Interval:
+        """Its elements in the flat buffer."""
+        return Interval(self.offset, self.offset + self.numel)
 
 
 @dataclass(frozen=True, slots=True)

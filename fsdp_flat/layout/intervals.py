@@ -12,18 +12,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Interval:
+class Interval(NamedTuple):
     """Describes the elements ``start, start + 1, ..., stop - 1``; empty if ``start == stop``."""
 
     start: int
     stop: int
-
-    def __post_init__(self) -> None:
-        assert 0 <= self.start <= self.stop, self
 
     @property
     def numel(self) -> int:

@@ -438,6 +438,9 @@ def compared_names(root: nn.Module, ignored: Ignored) -> Callable[[str], str]:
         if len(kept) < len(parent._modules):
             indices.update({clean_fqn(join_fqn(path, n)): str(i) for i, n in enumerate(kept) if n.isdigit()})
 
+    if not indices:
+        return clean_fqn
+
     def name_of(path: str) -> str:
         parts = clean_fqn(path).split(".")
         return ".".join(indices.get(".".join(parts[: end + 1]), part) for end, part in enumerate(parts))
