@@ -81,14 +81,7 @@ def dtensor_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     leave torch.compile: too slow for each gradient of each step.
     """
     assert isinstance(like, DTensor)
-    # A DTensor has the storage offset of the tensor that it is made with, and torch cannot copy one whose offset is not
-    # 0. That of parameters is.
-    first = like._local_tensor
-    if first.dtype != local.dtype or first.device != local.device:
-        first = torch.empty_like(first, dtype=local.dtype, device=local.device)
-    result = DTensor.__new__(DTensor, first, like._spec, requires_grad=False)
-    result._local_tensor = local
-    return result
+    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

@@ -123,12 +123,9 @@ class DTensorViews(Views):
             entries.append(replace(entry, param=shown, replaced=replaced))
         super().__init__(entries, unsharded_params, layout, *args)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
-        # Shape, stride and offset of each parameter's part of the shard.
-        self._parts = []
-        for index in range(len(entries)):
-            part = layout.local_shard(index, rank)
-            shape = layout.local_shape(index, rank)
-            self._parts.append((shape, torch.empty(shape, device="meta").stride(), part.in_shard.start))
+        self._local_parts = [
+            (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(entries))
+        ]
         self._show(self.params)
 
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
@@ -167,10 +164,8 @@ class DTensorViews(Views):
         return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
-        return [
-            dtensor_like(param, shard_grad.as_strided(*part))
-            for param, part in zip(self._shown, self._parts, strict=True)
-        ]
+        parts = split_alone(shard_grad, self._local_parts)
+        return [dtensor_like(param, part) for param, part in zip(self._shown, parts, strict=True)]
 
     def note_step(self) -> None:
         super().note_step()

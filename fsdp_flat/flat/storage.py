@@ -30,6 +30,7 @@ from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 _MOST_IDLE = 2
+# Number of gradients between two calls of on_ready, which looks for completed reductions: a system call a rank.
 _GRADS_PER_CALL = 8
 
 
@@ -234,11 +235,16 @@ class HandleGradients:
         views: the handle's views.
 
     Attributes:
-        on_ready: called after the first gradient that arrives in a backward of the unit, and after every eighth.
+        on_ready: called after the first gradient of the handle in a backward, and again after every few.
+        open_buffer: the buffer that takes a parameter's first gradient without a call of :meth:`accept`: from the
+            first gradient of a backward, once ``on_ready`` has returned, to :meth:`end_backward`; else None. None too
+            if a parameter is a DTensor of the caller's, whose gradients have to be converted.
         buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
         reduce_dtype: dtype in which they are reduced.
         num_trainable: number of parameters that require a gradient.
         partial: gradient that a later backward completes.
+        views: the handle's views.
+        hooks: the gradient hooks of each parameter before it was flattened, or None.
     """
 
     buffer_dtype: torch.dtype
@@ -247,15 +253,15 @@ class HandleGradients:
     def __init__(self, params: Sequence[ManagedParam], views: Views) -> None:
         self.on_ready: Callable[[], None] = lambda: None
         self.num_trainable = 0
-        self._views = views
+        self.views = views
         self._layout = views.layout
-        self._hooks = [entry.param._backward_hooks for entry in params]
+        self.hooks = [entry.param._backward_hooks for entry in params]
         self._are_plain = all(entry.adapter is PLAIN for entry in params)
         self._synced = [False] * len(params)
         self._hook = partial(_accept, weakref.ref(self))
         self._buffer: FlatGradBuffer | None = None
-        # The buffer while gradients are added to it without checks, from the first one of a backward to its end.
         self.open_buffer: FlatGradBuffer | None = None
+        self._num_accepted = 0  # in this backward
         self._spare_buffer: FlatGradBuffer | None = None
         self._unreduced: list[UnreducedLocalGrad] = []
         self.partial = ReduceScatteredGrad()
@@ -267,16 +273,16 @@ class HandleGradients:
         self.buffer_dtype = torch.promote_types(compute_dtype, reduce_dtype)
         self.reduce_dtype, self._device = reduce_dtype, device
         # Unsharded parameters that were in use before still have their flags and hooks.
-        self._synced = [unsharded_param.requires_grad for unsharded_param in self._views.unsharded_params]
+        self._synced = [unsharded_param.requires_grad for unsharded_param in self.views.unsharded_params]
         self.sync_requires_grad()
 
     def sync_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
-        unsharded_params, before = self._views.unsharded_params, self._synced
+        unsharded_params, before = self.views.unsharded_params, self._synced
         shown = [unsharded_param.requires_grad for unsharded_param in unsharded_params]
         if shown != before:
-            self._views.adopt_requires_grad(shown, before)
-        wanted = self._views.requires_grad()
+            self.views.adopt_requires_grad(shown, before)
+        wanted = self.views.requires_grad()
         if wanted == shown == before:
             return
         for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
@@ -294,7 +300,7 @@ class HandleGradients:
         """Return whether a caller holds an autograd graph that can still produce gradients."""
         return any(
             unsharded_param.requires_grad and is_in_a_graph(unsharded_param)
-            for unsharded_param in self._views.unsharded_params
+            for unsharded_param in self.views.unsharded_params
         )
 
     @dynamo_disabled
@@ -307,7 +313,7 @@ class HandleGradients:
         """
         if grad.requires_grad:
             raise UnsupportedError(
-                f"A gradient of {self._layout.param_infos[index].fqn!r} (unit {self._views.unit_name!r}) is itself "
+                f"A gradient of {self._layout.param_infos[index].fqn!r} (unit {self.views.unit_name!r}) is itself "
                 "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
                 "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
             )
@@ -315,28 +321,28 @@ class HandleGradients:
             self.hide_unreduced()
         if self._buffer is None:
             self._buffer = self._new_buffer(grad.device)
-        entry = self._views.params[index]
+        entry = self.views.params[index]
         with unguarded():
-            hooks_of = [each.param._backward_hooks or own for each, own in zip(self._views.params, self._hooks)]
-        hooks = hooks_of[index]
+            hooks = entry.param._backward_hooks or self.hooks[index]
         if hooks:
             shape, grad = grad.shape, apply_hooks(hooks, grad)
             if grad.shape != shape:
                 raise UsageError(
-                    f"A gradient hook of {self._layout.param_infos[index].fqn!r} (unit {self._views.unit_name!r}) "
-                    f"returned a tensor of shape {tuple(grad.shape)} on rank {self._views.rank} of the shard group; "
+                    f"A gradient hook of {self._layout.param_infos[index].fqn!r} (unit {self.views.unit_name!r}) "
+                    f"returned a tensor of shape {tuple(grad.shape)} on rank {self.views.rank} of the shard group; "
                     f"expected the gradient's shape {tuple(shape)}. Return a tensor of this shape, or None."
                 )
         if entry.adapter is not PLAIN:
             grad = entry.adapter.to_local(grad)
         self._buffer.add_grad(index, grad)
-        if not any(hooks_of) and self._are_plain:
-            self.open_buffer = self._buffer
-        self.on_ready()
+        if self._num_accepted % _GRADS_PER_CALL == 0:
+            self.on_ready()
+        self._num_accepted += 1
+        self.open_buffer = self._buffer if self._are_plain else None
 
     def end_backward(self) -> None:
-        """Examine the next gradient in full, because the unit's part of a backward has ended."""
-        self.open_buffer = None
+        """Have the next gradient count as the first one of a backward."""
+        self.open_buffer, self._num_accepted = None, 0
 
     def _new_buffer(self, device: torch.device) -> FlatGradBuffer:
         buffer, self._spare_buffer = self._spare_buffer, None
@@ -369,7 +375,8 @@ class HandleGradients:
             :meth:`recycle` once the gradient is no longer used, or None.
         """
         self.hide_unreduced()
-        buffer, self._buffer, self.open_buffer = self._buffer, None, None
+        self.end_backward()
+        buffer, self._buffer = self._buffer, None
         if buffer is None:
             return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
         closed = buffer.close(pool)
@@ -387,12 +394,13 @@ class HandleGradients:
 
     def drop(self) -> None:
         """Drop all gradients."""
-        self._buffer = self.open_buffer = None
+        self.end_backward()
+        self._buffer = None
         self.partial = ReduceScatteredGrad()
         for shown in self._unreduced:
             shown.take_back()
         self._unreduced = []
-        for unsharded_param in self._views.unsharded_params:
+        for unsharded_param in self.views.unsharded_params:
             unsharded_param.grad = None
 
     def zero(self) -> None:
@@ -401,7 +409,7 @@ class HandleGradients:
             self._buffer.clear(range(len(self.ready)), set_to_none=False)
         if self.partial.shard is not None:
             self.partial.shard.zero_()
-        for unsharded_param in self._views.unsharded_params:
+        for unsharded_param in self.views.unsharded_params:
             if unsharded_param.grad is not None:
                 unsharded_param.grad.zero_()
 
@@ -410,22 +418,23 @@ class HandleGradients:
 
         It costs no memory unless shards are offloaded: ``convert`` converts a tensor to the shard's dtype and device.
         """
-        if self._buffer is None or self._unreduced or not self._views.exposes_unreduced:
+        if self._buffer is None or self._unreduced or not self.views.exposes_unreduced:
             return
         self._buffer.is_exposed = True
-        own = self._buffer.close(pool)[self._layout.shard(self._views.rank).to_slice()]
-        self._unreduced = show_unreduced(self._views, convert(own), self.ready)
+        own = self._buffer.close(pool)[self._layout.shard(self.views.rank).to_slice()]
+        self._unreduced = show_unreduced(self.views, convert(own), self.ready)
 
     def hide_unreduced(self) -> bool:
         """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set."""
         shown, self._unreduced = self._unreduced, []
         if shown:
-            dropped, zeroed = hide_unreduced(self._views, shown, self.ready)
+            dropped, zeroed = hide_unreduced(self.views, shown, self.ready)
             if self._buffer is not None:
                 self._buffer.clear(dropped, set_to_none=True)
                 self._buffer.clear(zeroed, set_to_none=False)
                 if not any(self._buffer.grads_ready):
-                    self._buffer = self.open_buffer = None
+                    self._buffer = None
+                    self.end_backward()
         return bool(shown)
 
 
@@ -444,6 +453,11 @@ def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tens
     unsharded_param.grad = None
     buffer, index = owner.open_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
     if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
+        owner.accept(index, grad)
+        return
+    with unguarded():
+        hooked = owner.views.params[index].param._backward_hooks or owner.hooks[index]
+    if hooked:
         owner.accept(index, grad)
         return
     buffer.grads_ready[index] = 1

@@ -92,7 +92,7 @@ class Views:
 
     def _describe_one_of(self, module: nn.Module) -> str:
         own = (i for i, entry in enumerate(self.params) if any(site.module is module for site in entry.sites))
-        return self.describe_with_shape(next(own))
+        return self.describe_with_shape(next(own, 0))  # a copy of a module is called, which has the hook too
 
     # -- the implementations differ in these ---------------------------------------------------------------------
 

@@ -12,14 +12,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class Interval:
     """Describes the elements ``start, start + 1, ..., stop - 1``; empty if ``start == stop``."""
 
     start: int
     stop: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.stop, self
 
     @property
     def numel(self) -> int:

@@ -26,8 +26,6 @@ from fsdp_flat.runtime.reduction import CommContext
 from fsdp_flat.runtime.unit import Phase, Unit, Weights, unit_of, units_of
 from fsdp_flat.runtime.unmanaged import UnmanagedTensors
 
-# Number of gradients between two polls for completed reductions; a poll is a system call a rank.
-
 
 class Schedule(CommContext):
     """Holds the units at and below one root and makes the decisions that concern all of them in a step.

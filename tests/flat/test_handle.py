@@ -253,8 +253,7 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     for _ in range(2):
         module(torch.ones(4, 3)).sum().backward()
         handle.grads.end_backward()
-    # The first gradient of each backward, and the second one of the second backward, which is added to another.
-    assert grads_ready == [handle] * 3
+    assert grads_ready == [handle] * 2  # once a backward: there are few gradients
     assert all(leaf.grad is None for leaf in handle.views.unsharded_params)
     assert handle.grads.num_ready == 2
     expected = torch.zeros(handle.layout.numel)
@@ -263,6 +262,25 @@ def test_gradients_land_flat_and_leave_nothing_on_the_leaves(use_orig_params: bo
     assert_equal(handle.grads.take(handle.pool)[0], expected)
     assert handle.grads.num_ready == 0
     assert_equal(handle.grads.take(handle.pool)[0], torch.zeros(handle.layout.numel))
+
+
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_gradient_after_one_that_was_refused_is_examined_as_the_first_one(use_orig_params: bool) -> None:
+    module = Small()
+    handle = handle_of(module, use_orig_params=use_orig_params)
+    calls: list[int] = []
+
+    def refuse() -> None:
+        calls.append(1)
+        raise UsageError("not now")
+
+    handle.grads.on_ready = refuse
+    gather(handle)
+    handle.use_unsharded_views()
+    for number in range(2):
+        with pytest.raises(UsageError, match="not now"):
+            module(torch.ones(4, 3)).sum().backward()
+        assert len(calls) == number + 1
 
 
 def test_a_published_gradient_is_added_to_what_was_used_and_the_rest_stays_none() -> None:

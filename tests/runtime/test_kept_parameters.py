@@ -98,8 +98,9 @@ def test_modules_hold_sharded_parameters_after_a_call_between_steps(call: str, h
     after = dict(model.named_parameters())
     assert list(after) == list(before)
     assert all(after[name] is param and param.shape == shape for name, (param, shape) in before.items())
-    with pytest.raises(UsageError, match="is sharded"):
-        model.module.head(torch.ones(1, 8))
+    for head in (model.module.head, copy.copy(model.module.head)):
+        with pytest.raises(UsageError, match="is sharded"):
+            head(torch.ones(1, 8))
 
 
 @on_ranks(1, 2)

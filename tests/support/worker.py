@@ -215,7 +215,7 @@ class FirstState:
             self._caches += [
                 each
                 for each in gc.get_objects()
-                if isinstance(each, _CACHE) and (each.__module__ or "").startswith("torch.distributed.")
+                if type(each) is _CACHE and (each.__module__ or "").startswith("torch.distributed.")
             ]
             gc.freeze()
 

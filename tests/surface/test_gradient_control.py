@@ -363,6 +363,21 @@ def test_a_hook_can_change_the_gradient_before_it_is_reduced(use_orig_params: bo
     assert_near(grads_or_zeros(model), expected, 1e-5, "gradients")
 
 
+@on_ranks(2)
+def test_a_hook_that_is_registered_in_a_backward_changes_the_gradients_that_follow(rank: int, num_ranks: int) -> None:
+    model = sharded(small_model(), use_orig_params=True)
+    block = model.module[1].module
+
+    def triple(*_: Any) -> None:
+        block.up.weight.register_hook(lambda grad: 3 * grad)
+
+    block.down.register_full_backward_hook(triple)
+    mean_loss(model, batches(num_ranks)[rank]).backward()
+    expected = plain_mean_grads(small_model(), num_ranks)
+    expected["1.up.weight"] *= 3
+    assert_near(grads_or_zeros(model), expected, 1e-5, "gradients")
+
+
 @KINDS
 @on_ranks(2)
 def test_a_hook_that_changes_the_shape_of_a_gradient_raises(use_orig_params: bool, rank: int, num_ranks: int) -> None:
