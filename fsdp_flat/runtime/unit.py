@@ -215,6 +215,8 @@ class Unit:
         # Buffers and shards must be ordinary tensors even if the first forward runs in inference mode.
         with profiled("all_gather", self.name), unrecorded(), context.streams.all_gathers:
             self.adopt_changes()
+            # The values that ranks get are those of now, whatever changes before the wait.
+            self.unsharded_version = self._version()
             inputs = [h.begin_unshard() if smaller is None else h.begin_unshard_of_rows() for h in self.handles]
             if collectives is not None:
                 for tensor, place in joined(inputs) if len(inputs) > 1 else inputs:
@@ -262,7 +264,6 @@ class Unit:
             streams.wait_for_all_gathers()
             for handle in self.handles:
                 handle.finish_unshard()
-        self.unsharded_version = self._version()
         self.log_event("wait_for_unshard")
 
     def _version(self) -> int:

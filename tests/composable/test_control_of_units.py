@@ -43,6 +43,29 @@ def blocks_of(model: Any) -> Any:
 
 @on_ranks(2, 4)
 @FRONTS
+@pytest.mark.parametrize("waits", [True, False])
+def test_weights_changed_during_their_all_gather_do_not_pass_for_those_gathered(front: str, waits: bool) -> None:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(stack_of(front, 2))
+    model, other = models
+    params = list(model.parameters())
+    handle = blocks_of(model)[0].unshard(async_op=True)
+    with torch.no_grad():
+        for param in (*params, *other.parameters()):
+            param.mul_(2)
+    if waits:
+        handle.wait()
+        close(model(batch_of(0)), other(batch_of(0)))
+        return
+    loss = model(batch_of(0)).sum()
+    with pytest.raises(PhaseError, match=r"weights of unit 'blocks.0.*' were changed after the forward"):
+        loss.backward()
+
+
+@on_ranks(2, 4)
+@FRONTS
 @pytest.mark.parametrize("async_op", [False, True])
 def test_a_unit_unsharded_by_hand_is_not_gathered_again_by_its_forward(front: str, async_op: bool) -> None:
     model = stack_of(front)
