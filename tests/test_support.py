@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import os
 import random
+import sys
+import threading
 import time
 import warnings
 import weakref
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.support import RankFailure, Ranks, assert_close, assert_equal, on_ranks
+from tests.support import RankFailure, Ranks, assert_close, assert_equal, on_ranks, worker
 from tests.support.pool import WarmPools
 from tests.support.reference import replicated_gradients, replicated_step
 
@@ -196,6 +199,32 @@ def print_rank() -> None:
 def test_what_ranks_print_reaches_the_test(ranks: GetRanks, capsys: pytest.CaptureFixture[str]) -> None:
     ranks(2).run(print_rank)
     assert capsys.readouterr().out == "[rank 0] hello from 0\n[rank 1] hello from 1\n"
+
+
+def spin_as_gloo() -> None:
+    def spin() -> None:
+        ctypes.CDLL(None).prctl(15, b"gloo_tcp_loop", 0, 0, 0)  # PR_SET_NAME
+        end = time.monotonic() + 2
+        while time.monotonic() < end:
+            pass
+
+    worker.SpinningThreads.WINDOW_S = 0.2
+    threading.Thread(target=spin, daemon=True).start()
+    time.sleep(0.3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_in_which_a_thread_of_gloo_spins_are_replaced(ranks: GetRanks) -> None:
+    pools = WarmPools()
+    try:
+        first = pools.pool(1).pids
+        pools.run(1, where_am_i, (), {}, timeout=60)
+        assert pools.pool(1).pids == first
+        for _ in range(2):
+            pools.run(1, spin_as_gloo, (), {}, timeout=60)
+        assert pools.pool(1).pids != first
+    finally:
+        pools.close()
 
 
 def test_a_function_without_a_name_is_refused(ranks: GetRanks) -> None:

@@ -33,9 +33,15 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Reports that the worker is in its initial state. ``ignored`` holds the errors that Python only printed since."""
+    """Reports that the worker is in its initial state.
+
+    Attributes:
+        ignored: the errors that Python only printed since.
+        spins: a thread of gloo runs all the time, so that the process should be replaced.
+    """
 
     ignored: str = ""
+    spins: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,8 @@ class WorkerPool:
         ignored = [f"--- rank {rank} ---\n{answer.ignored}" for rank, answer in enumerate(answers) if answer.ignored]
         if ignored:
             raise RankFailure(f"{name_of(function)} returned, but left errors behind:\n" + "\n".join(ignored))
+        if any(answer.spins for answer in answers):
+            self.close()
 
     def _print_output(self) -> None:
         """Print the output of the ranks, for pytest's capture."""
