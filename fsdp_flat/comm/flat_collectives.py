@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,24 @@ from fsdp_flat.comm.custom import AllGather, Allocate, ReduceScatter
 from fsdp_flat.comm.exchanges import WatchedWork, unit_names
 from fsdp_flat.comm.rank_groups import RankGroup, destroyed_error, moves_by_gloo
 from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of
-from fsdp_flat.comm.streams import Pending
+from fsdp_flat.comm.streams import Pending, unrecorded
 
 EmptyLike = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[[], object]
 
-PlaceRows = Callable[[int, torch.Tensor], object]
-"""Copies ``(first rank, rows)`` to where they belong; ``rows`` is 2-D, each row the input of one more rank."""
+
+class PlacesRows(Protocol):
+    """Receives the rows of an all-gather, each the input of one rank."""
+
+    def place(self, first: int, rows: torch.Tensor) -> object:
+        """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
+
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]:
+        """Allocate memory for the rows of all ranks, and copy this rank's row, ``own`` (1-D), there.
+
+        Returns:
+            The memory (1-D, in rank order); this rank's row in it; and a function that places all rows.
+        """
 
 
 class Collectives(ABC):
@@ -49,9 +61,9 @@ class Collectives(ABC):
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         """Begin to all-gather ``full`` (1-D, numel a multiple of the group size), which contains this rank's slice."""
 
-    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        """Begin to all-gather ``own`` (1-D), whose elements from every rank ``place`` copies to where they belong."""
-        return self.begin_staged(own, place, own.new_empty(self.size * own.numel()))
+    def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
+        """Begin to all-gather ``own`` (1-D), a row of ``target``."""
+        return self.begin_staged(own, *target.stage(own, self.rank, self.size))
 
     def gather_into(self, full: torch.Tensor, _own: torch.Tensor) -> Any:
         """Begin to all-gather this rank's slice of ``full``, which is also the second argument; return the work."""
@@ -69,15 +81,16 @@ class Collectives(ABC):
         numel = full.numel() // self.size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def begin_staged(self, own: torch.Tensor, place: PlaceRows, staging: torch.Tensor) -> Pending:
-        """Implement :meth:`begin_all_gather_rows` by an all-gather in ``staging`` (1-D), in rank order."""
-        # The copy is what ranks get, whatever a caller writes to the shard meanwhile.
-        work = self.gather_into(staging, self.own_slice(staging).copy_(own))
-        rows = staging.view(self.size, -1)
+    def begin_staged(self, own: torch.Tensor, staging: torch.Tensor, row: torch.Tensor, place: Finish) -> Pending:
+        """Begin to all-gather ``row``, this rank's slice of ``staging``, there; ``place`` follows.
+
+        ``row`` is a copy of ``own``: ranks get its values, whatever a caller writes to the shard meanwhile.
+        """
+        work = self.gather_into(staging, row)
 
         def finish() -> torch.Tensor:
-            with torch.no_grad():
-                place(0, rows)
+            with unrecorded():
+                place()
             return own
 
         return Pending([work], own, finish)
@@ -179,14 +192,14 @@ class HostCollectives(Collectives):
 
         return Pending(messages.values(), full, finish)
 
-    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+    def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
         messages = self._send_own(own)
-        place(self.rank, own.view(1, -1))
+        target.place(self.rank, own.view(1, -1))
 
         def finish() -> torch.Tensor:
             with torch.no_grad():
                 for rank, message in messages.items():
-                    place(rank, message.content(own.dtype).view(1, -1))
+                    target.place(rank, message.content(own.dtype).view(1, -1))
                     message.close()
             return own
 
@@ -242,8 +255,8 @@ class CpuCollectives(Collectives):
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return self._chosen.begin_all_gather(full)
 
-    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        return self._chosen.begin_all_gather_rows(own, place)
+    def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
+        return self._chosen.begin_all_gather_rows(own, target)
 
     def begin_reduce_scatter(self, full: torch.Tensor, empty_like: EmptyLike = torch.empty_like) -> Pending:
         return self._chosen.begin_reduce_scatter(full, empty_like)
@@ -287,23 +300,26 @@ class CustomCollectives(Collectives):
             return self._own.begin_all_gather(full)
         if self._choice.gather_memory is None:
             return Pending([self.gather_into(full, self.own_slice(full))], full)
-        pending = self._begin_in_memory(self.own_slice(full), lambda _, rows: full.copy_(rows.view(-1)))
+        pending = self._begin_in_memory(self.own_slice(full), lambda rows: full.copy_(rows.view(-1)))
         return Pending([pending], full)
 
-    def begin_all_gather_rows(self, own: torch.Tensor, place: PlaceRows) -> Pending:
+    def begin_all_gather_rows(self, own: torch.Tensor, target: PlacesRows) -> Pending:
         if not self._replaces_gather_of(own):
-            return self._own.begin_all_gather_rows(own, place)
-        return self._begin_in_memory(own, place)
+            return self._own.begin_all_gather_rows(own, target)
+        if self._choice.gather_memory is None:
+            return super().begin_all_gather_rows(own, target)
+        return self._begin_in_memory(own, partial(target.place, 0))
 
     def _replaces_gather_of(self, tensor: torch.Tensor) -> bool:
         # Quantized all-gathers are for floats; integer parameters use the library's all-gather.
         is_replaced = self._choice.all_gather is not None or self._choice.gather_memory is not None
         return is_replaced and tensor.is_floating_point()
 
-    def _begin_in_memory(self, own: torch.Tensor, place: PlaceRows) -> Pending:
-        allocate = self._choice.gather_memory or torch.empty
-        staging = allocate((self.size * own.numel(),), dtype=own.dtype, device=own.device)
-        return self.begin_staged(own, place, staging)
+    def _begin_in_memory(self, own: torch.Tensor, place: Callable[[torch.Tensor], object]) -> Pending:
+        assert self._choice.gather_memory is not None
+        staging = self._choice.gather_memory((self.size * own.numel(),), dtype=own.dtype, device=own.device)
+        rows = staging.view(self.size, -1)
+        return self.begin_staged(own, staging, rows[self.rank].copy_(own), partial(place, rows))
 
     def gather_into(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         all_gather = self._choice.all_gather or _torch.all_gather_single

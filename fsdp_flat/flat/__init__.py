@@ -12,7 +12,7 @@ from fsdp_flat.flat._torch import (
     pytree_children,
     unguarded,
 )
-from fsdp_flat.flat.arrangement import Place, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
+from fsdp_flat.flat.arrangement import RowTarget, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import (
     FlatParameter,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -16,9 +17,6 @@ from fsdp_flat.layout import FlatLayout, Interval, RowLayout
 
 # Elements of gradients that are padded in copies.
 _MOST_PADDED = 1 << 14
-
-Place = Callable[[int, torch.Tensor], None]
-"""Copies ``(first rank, rows)`` into a buffer; ``rows`` is 2-D, each row the shard of one more rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +57,13 @@ def split_alone(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, 
     storage, itemsize, views = shard.untyped_storage(), shard.itemsize, []
     # Fake tensors have storages on the meta device.
     can_alias = storage.device.type != "meta" and type(shard) is torch.Tensor
-    offset = shard.storage_offset()
+    offset, blank = shard.storage_offset(), shard.new_empty(0)
     for interval, shape in parts:
         start, stop = interval.start, interval.stop
         if can_alias and start < stop:
             own = storage[(offset + start) * itemsize : (offset + stop) * itemsize]
-            views.append(shard.new_empty(0).set_(own, 0, shape))  # type: ignore[call-overload]
+            # ``.data`` is the cheapest way to another tensor with a version counter of its own.
+            views.append(blank.data.set_(own, 0, shape))  # type: ignore[call-overload]
         else:
             views.append(shard[start:stop].view(shape))
     return views
@@ -99,61 +98,146 @@ def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
     if not isinstance(layout, RowLayout) or layout.world_size == 1:
         return ranked
     unsharded = torch.empty_like(ranked)
-    place_rows(unsharded, layout)(0, ranked.view(layout.world_size, -1))
+    BufferRows(unsharded, layout).place(0, ranked.view(layout.world_size, -1))
     return unsharded
 
 
-def place_rows(buffer: torch.Tensor, layout: RowLayout) -> Place:
-    """Return a function that copies shards of ranks into the unsharded buffer."""
-    ranked = [_by_rank(buffer, layout, index) for index in range(len(layout.param_infos))]
-    sizes = [chunk.numel for chunk in layout.chunks]
-    # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows. Views are made once: each costs as
-    # much host time as a copy of a small parameter.
-    shapes = {index: shape for index, shape in enumerate(layout.chunk_shapes) if layout.dims[index] != 0}
-    ranked = [
-        each if index in shapes else each.view(layout.world_size, size)
-        for index, (each, size) in enumerate(zip(ranked, sizes, strict=True))
-    ]
-    targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+class RowTarget:
+    """Receives the rows of an all-gather, each the input of one rank."""
 
-    def place(first: int, rows: torch.Tensor) -> None:
-        num_ranks = rows.size(0)
-        key = first, first + num_ranks
-        if key not in targets:
-            targets[key] = [each[slice(*key)] for each in ranked]
-        sources = torch.split_with_sizes(rows, sizes, 1)
-        if shapes:
-            sources = tuple(
-                source.view(num_ranks, *shapes[index]) if index in shapes else source
-                for index, source in enumerate(sources)
-            )
-        torch._foreach_copy_(targets[key], sources)
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
+        raise NotImplementedError
 
-    return place
+    def stage(
+        self, own: torch.Tensor, rank: int, num_ranks: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+        """Allocate memory for the rows of all ranks, and copy this rank's there.
+
+        Args:
+            own: the row of this rank (1-D).
+            rank, num_ranks: this rank, and the number of ranks.
+
+        Returns:
+            The memory (1-D, in rank order); this rank's row in it; and a function that places all rows once they are
+            there, to be called once.
+        """
+        full = own.new_empty(num_ranks * own.numel())
+        rows = full.view(num_ranks, -1)
+        return full, rows[rank].copy_(own), partial(self.place, 0, rows)
 
 
-def joined(inputs: Sequence[tuple[torch.Tensor, Place | None]]) -> list[tuple[torch.Tensor, Place | None]]:
-    """Join inputs of all-gathers of one unit, each with the function that places its rows, by dtype.
+class _Staging(NamedTuple):
+    """Holds the memory for the rows of all ranks, which is freed between all-gathers, and views of it."""
+
+    full: torch.Tensor
+    storage: torch.UntypedStorage
+    nbytes: int
+    own: torch.Tensor
+    sources: list[torch.Tensor]
+
+
+class BufferRows(RowTarget):
+    """Places shards of ranks in the unsharded buffer of a row layout.
+
+    Views are made once: each costs as much host time as a copy of a small parameter.
+    """
+
+    __slots__ = ("_buffer", "_num_ranks", "_ranked", "_shapes", "_sizes", "_staging", "_targets")
+
+    def __init__(self, buffer: torch.Tensor, layout: RowLayout) -> None:
+        self._buffer = buffer
+        self._num_ranks = layout.world_size
+        self._sizes = [chunk.numel for chunk in layout.chunks]
+        # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
+        self._shapes = {index: shape for index, shape in enumerate(layout.chunk_shapes) if layout.dims[index] != 0}
+        ranked = [_by_rank(buffer, layout, index) for index in range(len(layout.param_infos))]
+        self._ranked = [
+            each if index in self._shapes else each.view(layout.world_size, size)
+            for index, (each, size) in enumerate(zip(ranked, self._sizes, strict=True))
+        ]
+        self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._staging: _Staging | None = None
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        key = first, first + rows.size(0)
+        if key not in self._targets:
+            self._targets[key] = [each[slice(*key)] for each in self._ranked]
+        torch._foreach_copy_(self._targets[key], self._split(rows))
+
+    def _split(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        sources = list(torch.split_with_sizes(rows, self._sizes, 1))
+        if not self._shapes:
+            return sources
+        return [
+            source.view(len(rows), *self._shapes[index]) if index in self._shapes else source
+            for index, source in enumerate(sources)
+        ]
+
+    def stage(
+        self, own: torch.Tensor, rank: int, num_ranks: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
+        if num_ranks != self._num_ranks:
+            return super().stage(own, rank, num_ranks)
+        staging = self._staging
+        if staging is None:
+            full = torch.empty_like(self._buffer)
+            rows, storage = full.view(num_ranks, -1), full.untyped_storage()
+            staging = self._staging = _Staging(full, storage, storage.nbytes(), rows[rank], self._split(rows))
+        else:
+            staging.storage.resize_(staging.nbytes)
+        staging.own.copy_(own)
+        return staging.full, staging.own, self._place_staged
+
+    def _place_staged(self) -> None:
+        assert self._staging is not None
+        torch._foreach_copy_(self._ranked, self._staging.sources)
+        self._staging.storage.resize_(0)
+
+
+class GroupedRows(RowTarget):
+    """Places rows that are the shards of several consecutive ranks each.
+
+    Args:
+        target: places the shards of ranks.
+        num_ranks: number of ranks whose shards are in a row.
+    """
+
+    def __init__(self, target: RowTarget, num_ranks: int) -> None:
+        self._target = target
+        self._num_ranks = num_ranks
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        self._target.place(first * self._num_ranks, rows.reshape(len(rows) * self._num_ranks, -1))
+
+
+class _JoinedRows(RowTarget):
+    """Places rows that are inputs for several targets, one after another."""
+
+    def __init__(self, inputs: Sequence[tuple[torch.Tensor, RowTarget]]) -> None:
+        self._targets = [target for _, target in inputs]
+        self._sizes = [tensor.numel() for tensor, _ in inputs]
+
+    def place(self, first: int, rows: torch.Tensor) -> None:
+        for target, part in zip(self._targets, rows.split(self._sizes, 1), strict=True):
+            target.place(first, part)
+
+
+def joined(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list[tuple[torch.Tensor, RowTarget | None]]:
+    """Join inputs of all-gathers of one unit, each with the target of its rows, by dtype.
 
     Inputs that are all-gathered in place, with None, stay as they are.
     """
-    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, Place]]] = {}
-    results: list[tuple[torch.Tensor, Place | None]] = []
-    for tensor, place in inputs:
-        if place is None:
+    by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, RowTarget]]] = {}
+    results: list[tuple[torch.Tensor, RowTarget | None]] = []
+    for tensor, target in inputs:
+        if target is None:
             results.append((tensor, None))
         else:
-            by_dtype.setdefault(tensor.dtype, []).append((tensor, place))
+            by_dtype.setdefault(tensor.dtype, []).append((tensor, target))
     for some in by_dtype.values():
-        results.append(
-            some[0] if len(some) == 1 else (torch.cat([tensor for tensor, _ in some]), partial(_place_each, some))
-        )
+        results.append(some[0] if len(some) == 1 else (torch.cat([tensor for tensor, _ in some]), _JoinedRows(some)))
     return results
-
-
-def _place_each(inputs: Sequence[tuple[torch.Tensor, Place]], first: int, rows: torch.Tensor) -> None:
-    for (_, place), part in zip(inputs, rows.split([tensor.numel() for tensor, _ in inputs], 1), strict=True):
-        place(first, part)
 
 
 def rows_of(buffer: torch.Tensor, layout: RowLayout, ranks: range) -> torch.Tensor:

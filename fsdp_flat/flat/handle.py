@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions, unguarded
-from fsdp_flat.flat.arrangement import Place, clear_padding, local_part, place_rows, rows_of, views_of
+from fsdp_flat.flat.arrangement import BufferRows, GroupedRows, RowTarget, clear_padding, local_part, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
 from fsdp_flat.flat.guards import new_flat_parameter, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
@@ -97,10 +97,10 @@ class UnshardedParams:
 
     Attributes:
         params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
-        place: copies shards of ranks into the buffer, for a row layout over several ranks; else None.
+        rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
     """
 
-    __slots__ = ("_own_slice", "_versions", "buffer", "params", "place")
+    __slots__ = ("_own_slice", "_versions", "buffer", "params", "rows")
 
     def __init__(
         self,
@@ -113,9 +113,7 @@ class UnshardedParams:
         is_shard = layout.world_size == 1 and dtype == shard.dtype and spec.device == shard.device
         self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, spec.device)
         flat = self.buffer.tensor
-        self.place: Place | None = None
-        if isinstance(layout, RowLayout) and layout.world_size > 1:
-            self.place = place_rows(flat, layout)
+        self.rows = BufferRows(flat, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
         self._own_slice = flat[layout.shard(spec.rank).to_slice()]
         params = []
         for entry, view in zip(managed, views_of(flat, layout), strict=True):
@@ -128,19 +126,20 @@ class UnshardedParams:
         self._versions: tuple[int, ...] | None = None
         self.free(MemoryPool())
 
-    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, Place | None]:
+    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, RowTarget | None]:
         """Allocate the buffer, and return the input of its all-gather.
 
-        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and a function
-        that places the shards of ranks in the buffer.
+        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
+        of the shards of all ranks.
         """
         buffer = self.buffer
         buffer.alloc(pool)
         if shard.device != buffer.tensor.device:
             # Copy in the shard's dtype first: a converting copy between devices would block the host.
             shard = shard.to(buffer.tensor.device, non_blocking=True)
-        if self.place is not None:
-            return shard.to(buffer.tensor.dtype), self.place
+        if self.rows is not None:
+            dtype = buffer.tensor.dtype
+            return shard if shard.dtype == dtype else shard.to(dtype), self.rows
         if not isinstance(buffer, AliasBuffer):
             self._own_slice.copy_(shard)
         return buffer.tensor, None
@@ -301,7 +300,7 @@ class FlatParamHandle:
             )
         self.state = after
 
-    def begin_unshard(self) -> tuple[torch.Tensor, Place | None]:
+    def begin_unshard(self) -> tuple[torch.Tensor, RowTarget | None]:
         """Allocate the buffer, and return the input of its all-gather, as :meth:`UnshardedParams.load`."""
         if isinstance(self.views, DTensorViews):
             self.views.check_materialized()
@@ -316,20 +315,15 @@ class FlatParamHandle:
         assert isinstance(self.layout, RowLayout)
         self.rows = rows_of(self.buffer.tensor, self.layout, ranks)
 
-    def begin_unshard_of_rows(self) -> tuple[torch.Tensor, Place]:
+    def begin_unshard_of_rows(self) -> tuple[torch.Tensor, RowTarget]:
         """Allocate the buffer, and return the input of an all-gather over a smaller group, as :meth:`begin_unshard`."""
         self._move(ShardState.SHARDED, ShardState.UNSHARDING)
         self.buffer.alloc(self.pool)
         rows, self.rows = self.rows, None
-        place, shard_numel = self._unsharded.place, self.layout.shard_numel
+        target = self._unsharded.rows
         assert rows is not None
-        assert place is not None
-        numel = rows.numel()
-
-        def place_groups(first: int, groups: torch.Tensor) -> None:
-            place(first * (numel // shard_numel), groups.reshape(-1, shard_numel))
-
-        return rows, place_groups
+        assert target is not None
+        return rows, GroupedRows(target, rows.numel() // self.layout.shard_numel)
 
     def finish_unshard(self) -> None:
         """Mark the buffer as filled."""

@@ -380,11 +380,11 @@ class HandleGradients:
         if buffer is None:
             return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
         closed = buffer.close(pool)
+        if closed.dtype == self.reduce_dtype:
+            return closed, buffer
         flat = closed.to(self.reduce_dtype)
-        if flat is not closed:
-            self.recycle(buffer, pool)
-            return flat, None
-        return flat, buffer
+        self.recycle(buffer, pool)
+        return flat, None
 
     def recycle(self, buffer: FlatGradBuffer, pool: MemoryPool) -> None:
         """Keep a used buffer object for the next gradient, and return its memory to ``pool``."""

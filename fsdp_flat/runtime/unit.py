@@ -219,14 +219,14 @@ class Unit:
             self.unsharded_version = self._version()
             inputs = [h.begin_unshard() if smaller is None else h.begin_unshard_of_rows() for h in self.handles]
             if collectives is not None:
-                for tensor, place in joined(inputs) if len(inputs) > 1 else inputs:
+                for tensor, rows in joined(inputs) if len(inputs) > 1 else inputs:
                     if context.trace is not None:
                         context.trace.append(("all_gather", self.name))
                     self._issued.append(("all-gather", self))
                     self._pending_all_gathers.append(
                         collectives.begin_all_gather(tensor)
-                        if place is None
-                        else collectives.begin_all_gather_rows(tensor, place)
+                        if rows is None
+                        else collectives.begin_all_gather_rows(tensor, rows)
                     )
             if self.options.offload_params and context.streams.is_accelerator:
                 context.streams.shards_read()

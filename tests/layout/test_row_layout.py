@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat.arrangement import local_part, place_rows, views_of
+from fsdp_flat.flat.arrangement import BufferRows, local_part, views_of
 from fsdp_flat.layout import Interval, RowLayout
 
 Shapes = list[tuple[int, ...]]
@@ -64,17 +64,36 @@ def test_local_parts_are_the_chunks_of_torch(layout: RowLayout) -> None:
 def test_placed_shards_are_the_parameters(layout: RowLayout) -> None:
     params = params_of(layout)
     buffer = torch.full((layout.numel,), -1)
-    place = place_rows(buffer, layout)
+    target = BufferRows(buffer, layout)
     shards = torch.stack([shard_of(layout, params, rank) for rank in range(layout.world_size)])
     # One row, and then the others together.
-    place(0, shards[:1])
+    target.place(0, shards[:1])
     if layout.world_size > 1:
-        place(1, shards[1:])
+        target.place(1, shards[1:])
     for view, param in zip(views_of(buffer, layout), params, strict=True):
         assert torch.equal(view, param)
         assert view.is_contiguous()
     # Padding too is that of the shards.
     assert torch.equal(buffer.sort().values, shards.view(-1).sort().values)
+
+
+@given(layouts, st.integers(0, 7))
+def test_staged_shards_are_the_parameters_and_their_memory_is_freed(layout: RowLayout, number: int) -> None:
+    rank, world_size = number % layout.world_size, layout.world_size
+    buffer = torch.empty(layout.numel, dtype=torch.int64)
+    target = BufferRows(buffer, layout)
+    for by in (0, 1000):  # the second time in the same memory
+        params = [param + by for param in params_of(layout)]
+        shards = torch.stack([shard_of(layout, params, rank) for rank in range(world_size)])
+        own = shards[rank].clone()
+        full, row, place = target.stage(own, rank, world_size)
+        own.zero_()  # what a caller writes later does not reach other ranks
+        assert torch.equal(row, shards[rank])
+        full.view(world_size, -1).copy_(shards)
+        place()
+        for view, param in zip(views_of(buffer, layout), params, strict=True):
+            assert torch.equal(view, param)
+        assert full.untyped_storage().nbytes() == 0
 
 
 @given(layouts)
