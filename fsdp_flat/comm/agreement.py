@@ -19,6 +19,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from fsdp_flat.comm._torch import group_store
@@ -68,20 +69,23 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a 64-bit hash of every element's bits for each tensor, with one copy to the host for all small ones."""
+    """Return a 64-bit hash of every element's bits for each tensor, with one copy to the host for all small ones.
+
+    One for each dtype and device.
+    """
     found = [0] * len(tensors)
-    small: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.nbytes <= _SMALL_NBYTES:
-            data = tensor.reshape(-1).contiguous().view(torch.uint8)
-            small.setdefault(tensor.device, []).append((index, data))
+            small.setdefault((tensor.device, tensor.dtype), []).append((index, tensor))
         else:
             found[index] = fingerprint(tensor)
     for entries in small.values():
-        host = torch.cat([data for _, data in entries]).cpu().numpy().tobytes()
+        flat = _flatten_dense_tensors([tensor for _, tensor in entries])
+        host = flat.view(torch.uint8).cpu().numpy().tobytes()
         stop = 0
-        for index, part in entries:
-            start, stop = stop, stop + part.numel()
+        for index, tensor in entries:
+            start, stop = stop, stop + tensor.nbytes
             found[index] = digest_of(host[start:stop])
     return found
 

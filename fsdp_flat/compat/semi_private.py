@@ -96,7 +96,7 @@ def describe_flat_params(unit: Unit) -> None:
     for handle in unit.handles:
         layout, infos = handle.layout, handle.layout.param_infos
         numels = _numels_and_paddings(handle)
-        own_shards = [layout.local_shard(index, handle.spec.rank) for index in range(len(infos))]
+        own_shards = {local_shard.index: local_shard for local_shard in layout.local_shards(handle.spec.rank)}
         own = layout.shard(handle.spec.rank).intersect(Interval(0, layout.unpadded_numel))
         handle.flat_param.__dict__.update(
             _num_params=len(infos),
@@ -105,7 +105,7 @@ def describe_flat_params(unit: Unit) -> None:
             _numels=tuple(param_info.numel for param_info in infos),
             _numels_with_padding=tuple(numel for numel, _ in numels),
             _is_padding_mask=[is_padding for _, is_padding in numels],
-            _shard_param_infos=tuple(_shard_param_info(local_shard) for local_shard in own_shards),
+            _shard_param_infos=tuple(_shard_param_info(own_shards.get(index)) for index in range(len(infos))),
             _shard_numel_padded=layout.shard_numel - own.numel,
             _sharded_size=torch.Size([layout.shard_numel]),
             _unpadded_unsharded_size=torch.Size([layout.unpadded_numel]),
@@ -126,8 +126,8 @@ def _numels_and_paddings(handle: flat.FlatParamHandle) -> list[tuple[int, bool]]
     return found
 
 
-def _shard_param_info(local_shard: LocalShard) -> _ShardParamInfo:
-    if local_shard.is_empty:
+def _shard_param_info(local_shard: LocalShard | None) -> _ShardParamInfo:
+    if local_shard is None:
         return _ShardParamInfo(False, None, None, None, None)
     start, stop = local_shard.in_param.start, local_shard.in_param.stop
     return _ShardParamInfo(True, local_shard.in_shard.start, stop - start, start, stop - 1)

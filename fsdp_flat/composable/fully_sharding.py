@@ -29,6 +29,7 @@ from fsdp_flat.runtime import (
     precision_of_rows,
     resolve_ignored,
     unit_of,
+    units_of,
 )
 from fsdp_flat.user_warnings import warn_user
 
@@ -149,7 +150,10 @@ def _members(module: Any) -> Sequence[nn.Module]:
 
 def _ignored(members: Sequence[nn.Module], ignored_params: set[nn.Parameter] | None) -> Ignored:
     """Return what the unit leaves alone: ``ignored_params``, what nested units ignore, and what is replicated."""
-    found = [resolve_ignored(member, list(filter(is_replicated, modules_of(member))), None) for member in members]
+    found = [
+        resolve_ignored(member, list(filter(is_replicated, modules_of(member))), None, units_of(member))
+        for member in members
+    ]
     modules = frozenset[nn.Module]().union(*[each.modules for each in found])
     return Ignored(modules, frozenset(ignored_params or ()).union(*[each.params for each in found]))
 

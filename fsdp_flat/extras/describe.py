@@ -191,7 +191,7 @@ def plan(
         raise OptionError(
             f"{type(module).__name__} holds a FullyShardedDataParallel already; describe(model) shows it."
         )
-    ignored = resolve_ignored(module, ignored_modules, ignored_states)
+    ignored = resolve_ignored(module, ignored_modules, ignored_states, nested=())
     params = {param: _on_meta(param) for param in (*module.parameters(), *ignored.params)}
     buffers = {buffer: torch.empty_like(buffer, device="meta") for buffer in module.buffers()}
     copies: dict[int, Any] = {id(tensor): twin for tensor, twin in (*params.items(), *buffers.items())}

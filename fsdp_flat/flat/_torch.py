@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch._dynamo.decorators
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -81,7 +82,18 @@ def dtensor_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
     leave torch.compile: too slow for each gradient of each step.
     """
     assert isinstance(like, DTensor)
-    return DTensor.__new__(DTensor, local, like._spec, requires_grad=False)
+    return dtensor_of(local, like._spec)
+
+
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """Return a DTensor of ``local`` with the mesh, placements, global shape and dtype that ``spec`` describes."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def dtensor_parameter(dtensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """Make a fresh DTensor a Parameter, as ``nn.Parameter`` does with an alias of it, which takes DTensor long."""
+    dtensor._is_param = True
+    return cast(nn.Parameter, dtensor.requires_grad_(requires_grad))
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

@@ -46,7 +46,7 @@ class VisibleParam:
 
 def views_of(flat: torch.Tensor, layout: FlatLayout) -> list[torch.Tensor]:
     """Return each parameter of a tensor like the unsharded buffer (1-D, ``layout.numel``), as a view of its shape."""
-    return [flat[param_info.interval.to_slice()].view(param_info.shape) for param_info in layout.param_infos]
+    return [flat[each.offset : each.offset + each.numel].view(each.shape) for each in layout.param_infos]
 
 
 def split_alone(shard: torch.Tensor, parts: Iterable[tuple[Interval, tuple[int, ...]]]) -> list[torch.Tensor]:

@@ -18,10 +18,9 @@ import torch.utils
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat._torch import dtensor_like, is_in_a_graph, unguarded
+from fsdp_flat.flat._torch import dtensor_like, dtensor_of, dtensor_parameter, is_in_a_graph, unguarded
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.views import Views
@@ -45,6 +44,7 @@ class RowSharding:
         data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
         suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
         hooks: hooks of the unit's modules and other changes, to be undone with the unit.
+        specs: torch's descriptions of DTensors that were made, by adapter, shape, dim and dtype.
     """
 
     mesh: DeviceMesh
@@ -52,6 +52,7 @@ class RowSharding:
     data_dims: DataParallelDims | None = None
     suffix: str = ""
     hooks: list[Removable] = field(default_factory=list, compare=False)
+    specs: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False)
 
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
         """Return a parameter with the adapter by which it is sharded over ``groups``.
@@ -82,10 +83,14 @@ class RowSharding:
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
         """Create the DTensor of a parameter whose part on this rank is ``local``."""
-        shape = entry.adapter.full_shape(tuple(entry.shape))
-        mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        key = entry.adapter, entry.shape, dim, local.dtype
+        if key not in self.specs:
+            shape = entry.adapter.full_shape(tuple(entry.shape))
+            mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
+            stride = torch.empty(shape, device="meta").stride()
+            made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+            self.specs[key] = made._spec
+        return dtensor_of(local, self.specs[key])
 
 
 class DTensorViews(Views):
@@ -113,20 +118,21 @@ class DTensorViews(Views):
         assert isinstance(layout, RowLayout)
         self._rows = rows
         rank, flat_param = args[0], args[1]
+        self._local_parts = [
+            (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
+        ]
         entries = []
-        for index, entry in enumerate(params):
-            local = _local_of(layout, index, rank, flat_param.data)
-            dtensor = rows.template(entry, layout.dims[index], local)
-            shown = _parameter(dtensor, like=entry.param)
-            # Only a weak reference to the original is kept, so that its memory is freed.
-            replaced = entry.replaced or TensorWeakRef(entry.param)
-            entries.append(replace(entry, param=shown, replaced=replaced))
+        locals_ = split_alone(flat_param.data, self._local_parts)
+        for entry, dim, local in zip(params, layout.dims, locals_, strict=True):
+            entries.append(entry.shown_as(_parameter(rows.template(entry, dim, local), like=entry.param)))
         super().__init__(entries, unsharded_params, layout, *args)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
-        self._local_parts = [
-            (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(entries))
-        ]
         self._show(self.params)
+
+    def _locals(self, index: int | None = None) -> list[torch.Tensor]:
+        """Return this rank's part of each parameter, or of one, in the memory of the shard."""
+        parts = self._local_parts if index is None else [self._local_parts[index]]
+        return split_alone(self.flat_param.data, parts)
 
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
         return []  # operations on DTensors are defined, and mixing them with plain tensors raises
@@ -140,10 +146,10 @@ class DTensorViews(Views):
                 entry.param,
                 range(index, index + 1),
                 partial(describe, index),
-                self.layout.local_shard(index, self.rank).in_shard.to_slice(),
-                self.layout.local_shape(index, self.rank),
+                in_shard.to_slice(),
+                shape,
             )
-            for index, entry in enumerate(self.params)
+            for index, (entry, (in_shard, shape)) in enumerate(zip(self.params, self._local_parts, strict=True))
         )
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
         # A change of either raises its own version counter.
@@ -202,8 +208,7 @@ class DTensorViews(Views):
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
-        for index, entry in enumerate(self.params):
-            local = _local_of(self.layout, index, self.rank, self.flat_param.data)
+        for index, (entry, local) in enumerate(zip(self.params, self._locals(), strict=True)):
             param = entry.param
             if (local.dtype, local.device) == (param.dtype, param.device):
                 param._local_tensor = local  # type: ignore[attr-defined]
@@ -290,7 +295,7 @@ class DTensorViews(Views):
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
         self._check_assigned(index, current)
         self.bump_version()
-        local = _local_of(self.layout, index, self.rank, self.flat_param.data)
+        local = self._locals(index)[0]
         with torch.no_grad():
             local.copy_(_data(current))
         if (local.dtype, local.device) != (current.dtype, current.device):
@@ -344,9 +349,9 @@ class DTensorViews(Views):
         )
 
 
-def _parameter(data: torch.Tensor, *, like: nn.Parameter) -> nn.Parameter:
-    """Return a Parameter with the attributes of another one."""
-    param = nn.Parameter(data, requires_grad=like.requires_grad)
+def _parameter(dtensor: DTensor, *, like: nn.Parameter) -> nn.Parameter:
+    """Make a fresh DTensor a Parameter with the attributes of another one."""
+    param = dtensor_parameter(dtensor, requires_grad=like.requires_grad)
     param.__dict__.update({key: value for key, value in like.__dict__.items() if key != "_is_param"})
     return param
 
@@ -354,8 +359,3 @@ def _parameter(data: torch.Tensor, *, like: nn.Parameter) -> nn.Parameter:
 def _data(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a DTensor, and any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _local_of(layout: RowLayout, index: int, rank: int, shard: torch.Tensor) -> torch.Tensor:
-    """Return a rank's part of parameter ``index``, in the memory of its shard."""
-    return split_alone(shard, [(layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank))])[0]

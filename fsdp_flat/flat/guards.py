@@ -37,6 +37,12 @@ def module_guard(describe: Callable[[nn.Module], str]) -> Callable[..., NoReturn
     return guard
 
 
+@functools.lru_cache(maxsize=1 << 10)
+def _blank(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor without data; a model has few shapes, and many parameters of each."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class ShardedPlaceholder(torch.Tensor):
     """Replaces an original parameter in its module while it is sharded (``use_orig_params=False``).
 
@@ -48,7 +54,7 @@ class ShardedPlaceholder(torch.Tensor):
     @classmethod
     def of(cls, unsharded_param: torch.Tensor, describe: Callable[[], str]) -> ShardedPlaceholder:
         """Create the placeholder for ``unsharded_param``, which ``describe`` names."""
-        placeholder = torch.empty(unsharded_param.shape, dtype=unsharded_param.dtype, device="meta").as_subclass(cls)
+        placeholder = _blank(unsharded_param.shape, unsharded_param.dtype).as_subclass(cls)
         placeholder._describe = describe
         return placeholder
 

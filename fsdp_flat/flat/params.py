@@ -257,6 +257,9 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
     Raises:
         UnsupportedError: if it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
     """
+    # The Parameter of a subclass of tensors is of that class. ``.data`` costs the creation of a tensor.
+    if type(tensor) is nn.Parameter:
+        return PLAIN
     data = tensor.data
     if type(data) is torch.Tensor:
         return PLAIN
@@ -384,6 +387,10 @@ class ManagedParam:
         """The user's Parameter, or one like it if the user does not hold it any more."""
         found = self.replaced() if self.replaced is not None else self.param
         return nn.Parameter(self.adapter.from_local(self.param.detach()), False) if found is None else found
+
+    def shown_as(self, param: nn.Parameter) -> ManagedParam:
+        """Return the entry of a parameter that replaces this one, of which a weak reference is kept."""
+        return ManagedParam(param, self.sites, self.adapter, self.replaced or TensorWeakRef(self.param), self.dim)
 
     def mark(self, owner: FlattenedBy) -> None:
         """Mark the parameter as flattened by a unit, and the one that it replaces."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -289,7 +290,8 @@ class HandleGradients:
             unsharded_param.requires_grad_(want)
             if want and not was:
                 unsharded_param._fsdp_flat_index = index  # type: ignore[attr-defined]
-                unsharded_param.register_post_accumulate_grad_hook(self._hook)
+                # As ``register_post_accumulate_grad_hook``, without its handle.
+                unsharded_param._post_accumulate_grad_hooks = OrderedDict(fsdp_flat=self._hook)
             elif was and not want:
                 unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted

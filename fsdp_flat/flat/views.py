@@ -15,13 +15,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat._torch import unguarded, without_torch_function
@@ -422,11 +420,7 @@ class FlatViews(Views):
     """Implements :class:`Views` for ``use_orig_params=False``; modules hold tensors as plain attributes."""
 
     def __init__(self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any) -> None:
-        # Only weak references to the originals are kept, so that their memory is freed.
-        entries = [
-            replace(entry, param=unsharded_param, replaced=entry.replaced or TensorWeakRef(entry.param))
-            for entry, unsharded_param in zip(params, unsharded_params, strict=True)
-        ]
+        entries = [entry.shown_as(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
         super().__init__(entries, unsharded_params, *args)
         self.visible = (
             VisibleParam(

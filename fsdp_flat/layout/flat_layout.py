@@ -169,17 +169,22 @@ class FlatLayout:
         parameter's end that is nearest to the rank's shard.
         """
         # The intersections of the parameter and the shard, as integers: every unit asks for all its local shards.
-        param, size = self.param_infos[index].interval, self.shard_numel
-        before = rank * size
-        start = min(max(param.start, before), param.stop)
-        numel = max(0, min(param.stop, before + size) - start)
-        in_param, in_shard = start - param.start, min(max(before, param.start), before + size) - before
+        param_info, size = self.param_infos[index], self.shard_numel
+        first, before = param_info.offset, rank * size
+        stop = first + param_info.numel
+        start = min(max(first, before), stop)
+        numel = max(0, min(stop, before + size) - start)
+        in_param, in_shard = start - first, min(max(before, first), before + size) - before
         return LocalShard(index, Interval(in_param, in_param + numel), Interval(in_shard, in_shard + numel))
 
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
         """Return the non-empty local shards that ``rank`` holds, in shard order."""
-        found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
-        return tuple(local_shard for local_shard in found if not local_shard.is_empty)
+        before, after = rank * self.shard_numel, (rank + 1) * self.shard_numel
+        return tuple(
+            self.local_shard(index, rank)
+            for index, each in enumerate(self.param_infos)
+            if each.numel and each.offset < after and each.offset + each.numel > before
+        )
 
     def partition(self, index: int) -> EvenPartition:
         """Return the partition of the flattened parameter ``index`` over the ranks."""
@@ -292,6 +297,10 @@ class RowLayout(FlatLayout):
     def local_shard(self, index: int, rank: int) -> LocalShard:
         in_param, chunk = self.partition(index)[rank], self.chunks[index]
         return LocalShard(index, in_param, Interval(chunk.start, chunk.start + in_param.numel))
+
+    def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
+        found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
+        return tuple(local_shard for local_shard in found if not local_shard.is_empty)
 
     def partition(self, index: int) -> EvenPartition:
         return EvenPartition(self.param_infos[index].numel, max(1, self.chunks[index].numel), 0, self.world_size)

@@ -23,7 +23,6 @@ from fsdp_flat.flat import (
     check_adapter,
     collect_params,
     inside_wrappers,
-    named_sites,
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
@@ -78,7 +77,13 @@ class Construction:
 
 
 def build_unit(
-    module: nn.Module, name: str, options: UnitOptions, ignored: Ignored, call: Construction, unit_id: int
+    module: nn.Module,
+    name: str,
+    options: UnitOptions,
+    ignored: Ignored,
+    nested: Sequence[Unit],
+    call: Construction,
+    unit_id: int,
 ) -> Unit:
     """Build a unit from ``module``, whose nested units are already built, and shard its parameters in place.
 
@@ -92,7 +97,6 @@ def build_unit(
     modules = [
         (path, child) for path, child in _own_modules(module) if child not in ignored.modules and unit_of(child) is None
     ]
-    nested = units_of(module)
     params = _initialised_params(modules, module, name, options, ignored, nested, call)
     unwritten = _unwritten_buffers(modules) if call.on_meta else []
     unwritten_params = {entry.fqn for entry in params if is_marked(entry.param)} if call.on_meta else set()
@@ -198,7 +202,7 @@ def _initialised_params(
     was_meta, params, error = False, [], None
     rank_groups, device, broadcast = options.groups.rank_groups, options.device, call.broadcast
     try:
-        was_meta = materialize(modules, module, options, ignored)
+        was_meta = call.on_meta and materialize(modules, module, options, ignored)
         move_to_device(modules, options, ignored)
         params = _managed_params(module, name, ignored, call.owners, nested)
         _check_renormalisation(modules, options, ignored)
@@ -351,7 +355,7 @@ def _managed_params(
     params = collect_params(
         module,
         unit_name=name,
-        skip=lambda param: param in ignored.params or owners.get(param, module) is not module,
+        skip=lambda param: ignored.has(param) or (bool(owners) and owners.get(param, module) is not module),
         is_managed_below=lambda child, key: (id(child), key) in below,
     )
     return [to_local_param(entry) for entry in params]
@@ -403,11 +407,11 @@ def owners_of_ties(
 
     visit(root, ())
     places: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
-    for site, param in named_sites(root):
-        if not is_ignored(param) and site.module in chains:
-            for chain in chains[site.module]:
-                if chain not in places.setdefault(param, []):
-                    places[param].append(chain)
+    for module, leading in chains.items():
+        for param in module._parameters.values():
+            if param is not None and not is_ignored(param):
+                found = places.setdefault(param, [])
+                found.extend([chain for chain in leading if chain not in found])
     owners: dict[nn.Parameter, nn.Module] = {}
     for param, found in places.items():
         if len({chain[-1] for chain in found}) > 1 or not _runs(found[0][-1]):
@@ -470,7 +474,7 @@ def describe_structure(
     ]
     lines += [f"unit {name_of(name)!r}\tunit {name!r}" for name in unit_names]
     for name, param in root.named_parameters():
-        if param not in ignored.params:
+        if not ignored.has(param):
             fqn, shape = clean_fqn(name), "sharded already"
             # A nested unit already holds this rank's local shard; its shapes were compared when it was built.
             if not getattr(param, "_fsdp_flattened", False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -176,18 +176,19 @@ def construct(module: nn.Module, arguments: Arguments, wrap_unit: Callable[[Unit
         if key not in known:
             known[key] = given, _options_from(given)
         _, own = known[key]
-        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states)
+        nested = units_of(child)
+        child_ignored = resolve_ignored(child, given.ignored_modules, given.ignored_states, nested)
         # Among the ranks of another group the id may identify another unit.
         same_ranks = own.groups.primary.group is options.groups.primary.group
         unit_id = digest_of(f"{call.number}/{compared[child]}".encode()) if same_ranks else 0
-        return wrap_unit(build_unit(child, names[child], own, child_ignored, call, unit_id))
+        return wrap_unit(build_unit(child, names[child], own, child_ignored, nested, call, unit_id))
 
     apply_plan(module, plan, wrapper)
     for exempt in plan.full_precision:
         keep_full_precision(exempt)
     # The id of the root has no name in it: that is the class, which may differ between ranks.
     unit_id = digest_of(f"{call.number}/".encode())
-    return build_unit(module, type(module).__name__, options, ignored, call, unit_id)
+    return build_unit(module, type(module).__name__, options, ignored, units_of(module), call, unit_id)
 
 
 def _agreed_plan(
@@ -200,7 +201,7 @@ def _agreed_plan(
     compared: dict[nn.Module, str] = {}
     lines: list[str] = []
     try:
-        ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states)
+        ignored = resolve_ignored(module, arguments.ignored_modules, arguments.ignored_states, units_of(module))
         _check_not_managed(module)
         if arguments.auto_wrap_policy is not None:
             plan = plan_units(
@@ -240,10 +241,11 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
     number = count_call(options.groups.primary.group)
     rank_groups, device = options.groups.rank_groups, options.device
-    has_meta = any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
+    params = [*module.named_parameters()]
+    has_meta = any(tensor.is_meta for tensor in (*[param for _, param in params], *module.buffers()))
     (on_meta,) = true_on_any_rank([has_meta], rank_groups, device)
     modules = [unit.module for unit in plan.units]
-    owners = owners_of_ties(module, modules, ignored.params.__contains__)
+    owners = owners_of_ties(module, modules, ignored.has)
     if any(param.is_meta for param in owners):
         holders = [
             (clean_fqn(path), child)
@@ -251,11 +253,12 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
             if any(param in owners for param in child._parameters.values() if param is not None)
         ]
         materialize(holders, module, options, ignored)
-        owners = owners_of_ties(module, modules, ignored.params.__contains__)
+        owners = owners_of_ties(module, modules, ignored.has)
+        params = [*module.named_parameters()]
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
-        for path, param in module.named_parameters()
-        if param not in ignored.params and not getattr(param, "_fsdp_flattened", False)
+        for path, param in params
+        if not ignored.has(param) and not getattr(param, "_fsdp_flattened", False)
     ]
     if options.sync_states != "warn":
         named += own_buffers(module, ignored)
@@ -288,10 +291,10 @@ def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) 
     ).as_kwargs()
 
 
-def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) -> Ignored:
+def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Sequence[Unit]) -> Ignored:
     """Validate the two arguments of ``root``'s wrapper and expand modules to their subtrees.
 
-    Nested units inside an ignored module stay units. Everything that nested units ignore is ignored here too.
+    Units inside an ignored module stay units. Everything that the ``nested`` units of ``root`` ignore is ignored too.
 
     Raises:
         OptionError: both are given, modules and parameters are mixed, or a wrapped module is among them.
@@ -328,7 +331,7 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any) 
             )
     subtree = {child for module in modules for child in _outside_units(module)}
     _check_ties(root, subtree)
-    inherited = [unit.ignored for unit in units_of(root)]
+    inherited = [unit.ignored for unit in nested]
     return Ignored(
         frozenset(subtree.union(*[entry.modules for entry in inherited])),
         frozenset(

@@ -24,7 +24,7 @@ from fsdp_flat.user_warnings import warn_user
 
 
 def _own_tensors(module: nn.Module, ignored: Ignored) -> list[torch.Tensor]:
-    params = [p for p in module._parameters.values() if p is not None and p not in ignored.params]
+    params = [p for p in module._parameters.values() if p is not None and not ignored.has(p)]
     return [*params, *(b for b in module._buffers.values() if b is not None)]
 
 

@@ -28,6 +28,10 @@ class Ignored:
     modules: frozenset[nn.Module]
     params: frozenset[nn.Parameter]
 
+    def has(self, param: nn.Parameter) -> bool:
+        """Return whether a parameter is one of them."""
+        return bool(self.params) and param in self.params  # hashing a tensor takes long
+
 
 @dataclass(frozen=True, slots=True)
 class Precision:
