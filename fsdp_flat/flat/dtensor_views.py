@@ -89,7 +89,8 @@ class RowSharding:
             mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-            self.specs[key] = made._spec
+            # One object for all DTensors of a shape, by which DTensor's dispatch finds the sharding of results at once.
+            self.specs[key] = made.detach()._spec
         return dtensor_of(local, self.specs[key])
 
 
