@@ -90,7 +90,7 @@ class RowSharding:
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
             # One object for all DTensors of a shape, by which DTensor's dispatch finds the sharding of results at once.
-            self.specs[key] = made.detach()._spec
+            self.specs[key] = cast(DTensor, made.detach())._spec
         return dtensor_of(local, self.specs[key])
 
 
