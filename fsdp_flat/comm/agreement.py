@@ -69,9 +69,9 @@ def fingerprint(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return a 64-bit hash of every element's bits for each tensor, with one copy to the host for all small ones.
+    """Return a 64-bit hash of every element's bits for each tensor.
 
-    One for each dtype and device.
+    All small ones of a dtype and a device are copied to the host together.
     """
     found = [0] * len(tensors)
     small: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}

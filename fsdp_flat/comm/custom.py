@@ -45,7 +45,7 @@ class AllGather(Protocol):
         """Begin to fill ``output_tensor`` with every rank's ``input_tensor``, in rank order.
 
         Args:
-            output_tensor: 1-D, the full buffer, in the compute dtype.
+            output_tensor: 1-D, the full buffer, in the compute dtype. Its memory is freed after use.
             input_tensor: 1-D, this rank's slice, a view of ``output_tensor``.
             group: the shard group.
             async_op: always True.

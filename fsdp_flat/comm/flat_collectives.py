@@ -43,7 +43,8 @@ class PlacesRows(Protocol):
         """Allocate memory for the rows of all ranks, and copy this rank's row, ``own`` (1-D), there.
 
         Returns:
-            The memory (1-D, in rank order); this rank's row in it; and a function that places all rows.
+            The memory (1-D, in rank order); this rank's row in it; and a function, to be called once, that places all
+            rows when they are there. It may free the memory.
         """
 
 
@@ -81,16 +82,16 @@ class Collectives(ABC):
         numel = full.numel() // self.size
         return full[self.rank * numel : (self.rank + 1) * numel]
 
-    def begin_staged(self, own: torch.Tensor, staging: torch.Tensor, row: torch.Tensor, place: Finish) -> Pending:
-        """Begin to all-gather ``row``, this rank's slice of ``staging``, there; ``place`` follows.
+    def begin_staged(self, own: torch.Tensor, staging: torch.Tensor, row: torch.Tensor, place_all: Finish) -> Pending:
+        """Begin to all-gather ``row``, this rank's slice of ``staging``, there; ``place_all`` follows.
 
-        ``row`` is a copy of ``own``: ranks get its values, whatever a caller writes to the shard meanwhile.
+        ``row`` is a copy of ``own``, the result: ranks get its values, whatever a caller writes to the shard meanwhile.
         """
         work = self.gather_into(staging, row)
 
         def finish() -> torch.Tensor:
             with unrecorded():
-                place()
+                place_all()
             return own
 
         return Pending([work], own, finish)

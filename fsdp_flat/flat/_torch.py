@@ -91,7 +91,10 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
 
 
 def dtensor_parameter(dtensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """Make a fresh DTensor a Parameter, as ``nn.Parameter`` does with an alias of it, which takes DTensor long."""
+    """Turn ``dtensor`` itself, which nothing else uses, into a Parameter.
+
+    ``nn.Parameter`` does the same with an alias, whose creation takes most of the time.
+    """
     dtensor._is_param = True
     return cast(nn.Parameter, dtensor.requires_grad_(requires_grad))
 

@@ -105,6 +105,8 @@ def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
 class RowTarget:
     """Receives the rows of an all-gather, each the input of one rank."""
 
+    __slots__ = ()
+
     def place(self, first: int, rows: torch.Tensor) -> None:
         """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
         raise NotImplementedError
@@ -119,8 +121,8 @@ class RowTarget:
             rank, num_ranks: this rank, and the number of ranks.
 
         Returns:
-            The memory (1-D, in rank order); this rank's row in it; and a function that places all rows once they are
-            there, to be called once.
+            The memory (1-D, in rank order); this rank's row in it; and a function, to be called once, that places all
+            rows when they are there. It may free the memory.
         """
         full = own.new_empty(num_ranks * own.numel())
         rows = full.view(num_ranks, -1)
@@ -180,7 +182,8 @@ class BufferRows(RowTarget):
         if num_ranks != self._num_ranks:
             return super().stage(own, rank, num_ranks)
         staging = self._staging
-        if staging is None:
+        # An all-gather that failed may still write to memory that was not freed: it is left alone.
+        if staging is None or staging.storage.nbytes():
             full = torch.empty_like(self._buffer)
             rows, storage = full.view(num_ranks, -1), full.untyped_storage()
             staging = self._staging = _Staging(full, storage, storage.nbytes(), rows[rank], self._split(rows))
@@ -188,6 +191,10 @@ class BufferRows(RowTarget):
             staging.storage.resize_(staging.nbytes)
         staging.own.copy_(own)
         return staging.full, staging.own, self._place_staged
+
+    def drop_staging(self) -> None:
+        """Drop the memory of an all-gather that failed."""
+        self._staging = None
 
     def _place_staged(self) -> None:
         assert self._staging is not None
@@ -203,6 +210,8 @@ class GroupedRows(RowTarget):
         num_ranks: number of ranks whose shards are in a row.
     """
 
+    __slots__ = ("_num_ranks", "_target")
+
     def __init__(self, target: RowTarget, num_ranks: int) -> None:
         self._target = target
         self._num_ranks = num_ranks
@@ -213,6 +222,8 @@ class GroupedRows(RowTarget):
 
 class _JoinedRows(RowTarget):
     """Places rows that are inputs for several targets, one after another."""
+
+    __slots__ = ("_sizes", "_targets")
 
     def __init__(self, inputs: Sequence[tuple[torch.Tensor, RowTarget]]) -> None:
         self._targets = [target for _, target in inputs]

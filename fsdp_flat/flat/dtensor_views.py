@@ -54,6 +54,11 @@ class RowSharding:
     hooks: list[Removable] = field(default_factory=list, compare=False)
     specs: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False)
 
+    @property
+    def shard_device_type(self) -> str:
+        """Type of the device on which shards have to be."""
+        return "cpu" if self.offloads else self.mesh.device_type
+
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
         """Return a parameter with the adapter by which it is sharded over ``groups``.
 
@@ -82,7 +87,7 @@ class RowSharding:
         return dims
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
-        """Create the DTensor of a parameter whose part on this rank is ``local``."""
+        """Create the DTensor of a parameter whose part on this rank is ``local``, on any device."""
         key = entry.adapter, entry.shape, dim, local.dtype
         if key not in self.specs:
             shape = entry.adapter.full_shape(tuple(entry.shape))
@@ -129,11 +134,6 @@ class DTensorViews(Views):
         super().__init__(entries, unsharded_params, layout, *args)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         self._show(self.params)
-
-    def _locals(self, index: int | None = None) -> list[torch.Tensor]:
-        """Return this rank's part of each parameter, or of one, in the memory of the shard."""
-        parts = self._local_parts if index is None else [self._local_parts[index]]
-        return split_alone(self.flat_param.data, parts)
 
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
         return []  # operations on DTensors are defined, and mixing them with plain tensors raises
@@ -195,12 +195,13 @@ class DTensorViews(Views):
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.
 
-        Nothing is communicated. The local tensor may be a view of ``full``, on whose device it is.
+        Nothing is communicated. The local tensor is on the device of shards, or on the meta device if ``full`` is; it
+        may be a view of ``full``.
         """
         entry = self.params[index]
         inner = entry.adapter.local_slice(full.detach())
         local = local_part(self.layout, index, self.rank, inner).view(self.layout.local_shape(index, self.rank))
-        return self.with_local(index, local)
+        return self.with_local(index, local if local.is_meta else local.to(self._rows.shard_device_type))
 
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor with the mesh and placements of parameter ``index`` and the given local tensor."""
@@ -209,7 +210,8 @@ class DTensorViews(Views):
     # -- changes ---------------------------------------------------------------------------------------------------
 
     def bind_shard(self, *, rebuilt: bool = False) -> None:
-        for index, (entry, local) in enumerate(zip(self.params, self._locals(), strict=True)):
+        locals_ = split_alone(self.flat_param.data, self._local_parts)
+        for index, (entry, local) in enumerate(zip(self.params, locals_, strict=True)):
             param = entry.param
             if (local.dtype, local.device) == (param.dtype, param.device):
                 param._local_tensor = local  # type: ignore[attr-defined]
@@ -296,7 +298,7 @@ class DTensorViews(Views):
         """Copy the values of an assigned parameter to the shard, and make it a view of the shard."""
         self._check_assigned(index, current)
         self.bump_version()
-        local = self._locals(index)[0]
+        (local,) = split_alone(self.flat_param.data, [self._local_parts[index]])
         with torch.no_grad():
             local.copy_(_data(current))
         if (local.dtype, local.device) != (current.dtype, current.device):

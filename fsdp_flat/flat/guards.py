@@ -37,12 +37,6 @@ def module_guard(describe: Callable[[nn.Module], str]) -> Callable[..., NoReturn
     return guard
 
 
-@functools.lru_cache(maxsize=1 << 10)
-def _blank(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor without data; a model has few shapes, and many parameters of each."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 class ShardedPlaceholder(torch.Tensor):
     """Replaces an original parameter in its module while it is sharded (``use_orig_params=False``).
 
@@ -52,11 +46,17 @@ class ShardedPlaceholder(torch.Tensor):
     _describe: Callable[[], str]
 
     @classmethod
-    def of(cls, unsharded_param: torch.Tensor, describe: Callable[[], str]) -> ShardedPlaceholder:
-        """Create the placeholder for ``unsharded_param``, which ``describe`` names."""
-        placeholder = _blank(unsharded_param.shape, unsharded_param.dtype).as_subclass(cls)
-        placeholder._describe = describe
-        return placeholder
+    def of(cls, unsharded_params: Sequence[torch.Tensor], describe: Callable[[int], str]) -> list[ShardedPlaceholder]:
+        """Create the placeholders of ``unsharded_params``, which ``describe`` names by their indices."""
+        placeholders = []
+        blanks: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
+        for index, each in enumerate(unsharded_params):
+            kind = each.shape, each.dtype
+            if kind not in blanks:
+                blanks[kind] = torch.empty(each.shape, dtype=each.dtype, device="meta")
+            placeholders.append(blanks[kind].as_subclass(cls))
+            placeholders[-1]._describe = partial(describe, index)
+        return placeholders
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -352,6 +352,8 @@ class FlatParamHandle:
         """Reset to the sharded state from any state after an exception, drop all gradients, and free the buffer."""
         self.state = ShardState.SHARDED
         self.rows = None
+        if self._unsharded.rows is not None:
+            self._unsharded.rows.drop_staging()
         if frees:
             self.free()
         self.views.hide_unsharded()

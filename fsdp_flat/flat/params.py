@@ -257,9 +257,6 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
     Raises:
         UnsupportedError: if it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
     """
-    # The Parameter of a subclass of tensors is of that class. ``.data`` costs the creation of a tensor.
-    if type(tensor) is nn.Parameter:
-        return PLAIN
     data = tensor.data
     if type(data) is torch.Tensor:
         return PLAIN

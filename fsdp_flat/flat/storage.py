@@ -291,7 +291,9 @@ class HandleGradients:
             if want and not was:
                 unsharded_param._fsdp_flat_index = index  # type: ignore[attr-defined]
                 # As ``register_post_accumulate_grad_hook``, without its handle.
-                unsharded_param._post_accumulate_grad_hooks = OrderedDict(fsdp_flat=self._hook)
+                if unsharded_param._post_accumulate_grad_hooks is None:
+                    unsharded_param._post_accumulate_grad_hooks = OrderedDict()
+                unsharded_param._post_accumulate_grad_hooks["fsdp_flat"] = self._hook
             elif was and not want:
                 unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted

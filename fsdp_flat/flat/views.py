@@ -433,11 +433,7 @@ class FlatViews(Views):
     def _bind(self) -> Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
-            describe = self.describe_with_shape
-            placeholders = [
-                ShardedPlaceholder.of(unsharded_param, functools.partial(describe, index))
-                for index, unsharded_param in enumerate(self.unsharded_params)
-            ]
+            placeholders = ShardedPlaceholder.of(self.unsharded_params, self.describe_with_shape)
         # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
         self._places = [(i, site.module._parameters) for i, entry in enumerate(self.params) for site in entry.sites]
         sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]

@@ -299,6 +299,7 @@ class RowLayout(FlatLayout):
         return LocalShard(index, in_param, Interval(chunk.start, chunk.start + in_param.numel))
 
     def local_shards(self, rank: int) -> tuple[LocalShard, ...]:
+        # Offsets are in the order of the unsharded buffer, which says nothing about shards.
         found = (self.local_shard(index, rank) for index in range(len(self.param_infos)))
         return tuple(local_shard for local_shard in found if not local_shard.is_empty)
 

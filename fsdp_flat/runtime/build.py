@@ -310,7 +310,7 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
         return
     for path, module in modules:
         renormalises = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
-        if renormalises and module.weight not in ignored.params:
+        if renormalises and not ignored.has(module.weight):
             raise OptionError(
                 f"max_norm={module.max_norm} of {path!r} ({type(module).__name__}) has it write to its weight in "
                 "forward. The weight there is a copy, all-gathered for this forward, so the change would be lost. "

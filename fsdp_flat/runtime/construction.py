@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy, member_of
 from fsdp_flat.comm import ShardingGroups, Strategy, agree, digest_of, resolve_groups, strategy_from, true_on_any_rank
 from fsdp_flat.errors import OptionError, OptionTypeError, TiedParameterError
-from fsdp_flat.flat import FlattenedBy, named_sites
+from fsdp_flat.flat import FlattenedBy, modules_of, named_sites
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.build import (
     WRAPPING,
@@ -241,8 +241,9 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
     """Find ties, materialize shared parameters, and compare initial weights with the other ranks."""
     number = count_call(options.groups.primary.group)
     rank_groups, device = options.groups.rank_groups, options.device
-    params = [*module.named_parameters()]
-    has_meta = any(tensor.is_meta for tensor in (*[param for _, param in params], *module.buffers()))
+    # A module may have a named_parameters of its own that leaves some out.
+    tensors = (each for child in modules_of(module) for each in (*child._parameters.values(), *child._buffers.values()))
+    has_meta = any(each is not None and each.is_meta for each in tensors)
     (on_meta,) = true_on_any_rank([has_meta], rank_groups, device)
     modules = [unit.module for unit in plan.units]
     owners = owners_of_ties(module, modules, ignored.has)
@@ -254,10 +255,9 @@ def _prepare(module: nn.Module, plan: WrapPlan, options: UnitOptions, ignored: I
         ]
         materialize(holders, module, options, ignored)
         owners = owners_of_ties(module, modules, ignored.has)
-        params = [*module.named_parameters()]
     named: list[tuple[str, torch.Tensor]] = [
         (clean_fqn(path), param)
-        for path, param in params
+        for path, param in module.named_parameters()
         if not ignored.has(param) and not getattr(param, "_fsdp_flattened", False)
     ]
     if options.sync_states != "warn":

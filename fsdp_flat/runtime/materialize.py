@@ -65,7 +65,7 @@ def materialize(
         f"{name}.{key}" if name else key
         for name, module in modules
         for key, param in module._parameters.items()
-        if param is not None and param.is_meta and param not in ignored.params
+        if param is not None and param.is_meta and not ignored.has(param)
     ]
     if left:
         raise OptionError(

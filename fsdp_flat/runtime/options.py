@@ -28,7 +28,7 @@ class Ignored:
     modules: frozenset[nn.Module]
     params: frozenset[nn.Parameter]
 
-    def has(self, param: nn.Parameter) -> bool:
+    def has(self, param: object) -> bool:
         """Return whether a parameter is one of them."""
         return bool(self.params) and param in self.params  # hashing a tensor takes long
 

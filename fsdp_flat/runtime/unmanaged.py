@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import TensorWeakRef
 
 from fsdp_flat.comm import (
     ErrorTexts,
@@ -102,9 +103,9 @@ class UnmanagedTensors:
         # Groups over which a comparison has been made.
         self._compared: set[ShardingGroups] = set()
         # Parameters compared before, and their fingerprints then.
-        self._seen: dict[str, tuple[weakref.ref[nn.Parameter], int]] = {}
+        self._seen: dict[str, tuple[TensorWeakRef, int]] = {}
         # Parameters whose values have not changed since, and the sum of their versions at the last comparison.
-        self._unchanged: list[weakref.ref[nn.Parameter]] = []
+        self._unchanged: list[TensorWeakRef] = []
         self._versions = 0
         self._num_unchanged = 0
         # Names that differed from the start, so on purpose, or that a warning has listed already.
@@ -186,9 +187,9 @@ class UnmanagedTensors:
         self._unchanged = []
         for name, param in params.items():
             if not self._has_seen(name, param):
-                self._seen[name] = (weakref.ref(param), prints.get(name, 0))
+                self._seen[name] = (TensorWeakRef(param), prints.get(name, 0))
             if name not in self._passed_over and prints[name] == self._seen[name][1]:
-                self._unchanged.append(weakref.ref(param))
+                self._unchanged.append(TensorWeakRef(param))
         self._num_unchanged = self._num_unchanged + 1 if len(self._unchanged) == before else 0
         self._versions = self._current_versions()
 

@@ -1,4 +1,4 @@
-"""Copies of parameters with gradients, torch's native paths in eval, and gradients after an exception."""
+"""Copies of parameters with gradients, torch's native paths in eval, exceptions, hooks, and other devices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ import io
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat import fully_shard
+from fsdp_flat.collectives import use_collectives
+from fsdp_flat.comm import _torch as comm_torch
+from fsdp_flat.flat.arrangement import BufferRows
 from tests.support import on_ranks
 from tests.support.kit import Stack, seeded, square_loss
 
@@ -76,3 +81,83 @@ def test_zero_grad_after_a_backward_that_raised_clears_all_gradients() -> None:
         assert isinstance(param.grad, DTensor)
         assert isinstance(expected.grad, DTensor)
         torch.testing.assert_close(param.grad.to_local(), expected.grad.to_local())
+
+
+class _Work:
+    def __init__(self, work: object, fails: bool) -> None:
+        self._work, self._fails = work, fails
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        self._work.wait()  # type: ignore[attr-defined]
+        if self._fails:
+            raise RuntimeError("on purpose")
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("fails_in", ["begin", "wait"])
+def test_an_all_gather_that_failed_keeps_no_memory_and_none_of_it_is_used_again(fails_in: str) -> None:
+    model, fails = sharded_stack(), ""
+
+    def gather(output: torch.Tensor, own: torch.Tensor, group: object, async_op: bool = False) -> _Work:
+        if fails == "begin":
+            raise RuntimeError("on purpose")
+        work = comm_torch.all_gather_single(output, own.clone(), group=group, async_op=True)
+        return _Work(work, fails == "wait")
+
+    staged: list[torch.Tensor] = []
+    stage = BufferRows.stage
+
+    def note(rows: BufferRows, own: torch.Tensor, rank: int, num_ranks: int) -> object:
+        found = stage(rows, own, rank, num_ranks)
+        staged.append(found[0])
+        return found
+
+    use_collectives(model, all_gather=gather)
+    x = torch.ones(3, 8)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(BufferRows, "stage", note)
+        expected = model(x).detach()
+        fails = fails_in
+        with pytest.raises(RuntimeError, match="on purpose"):
+            model(x)
+        # A collective that was abandoned may still write there.
+        abandoned = staged[-1].fill_(7.0)
+        fails = ""
+        output = model(x)
+        torch.testing.assert_close(output, expected, rtol=0, atol=0)
+        assert bool((abandoned == 7.0).all())
+        output.sum().backward()
+    for unit_module in (*model.blocks, model):
+        for handle in unit_module._unit.handles:
+            staging = handle._unsharded.rows._staging
+            assert staging is None or staging.storage.nbytes() == 0
+
+
+@on_ranks(1)
+def test_a_hook_on_an_unsharded_parameter_that_was_just_unfrozen_is_kept() -> None:
+    calls = []
+    module = nn.Linear(4, 4)
+    module.weight.requires_grad_(False)
+    fully_shard(module)
+    module.unshard()  # type: ignore[operator]
+    module.weight.requires_grad_(True)
+    module.weight.register_post_accumulate_grad_hook(calls.append)
+    module(torch.randn(2, 4)).sum().backward()
+    assert len(calls) == 1
+    module.reshard()  # type: ignore[operator]
+    assert module.weight.grad is not None
+
+
+@on_ranks(2)
+def test_full_tensors_that_are_assigned_go_to_the_device_of_the_mesh() -> None:
+    # The meta device stands for an accelerator.
+    mesh = DeviceMesh("meta", torch.arange(dist.get_world_size()))
+    with torch.device("meta"):
+        module = nn.Linear(4, 4)
+    fully_shard(module, mesh=mesh)
+    full = {name: torch.ones(tensor.shape) for name, tensor in module.state_dict().items()}
+    module.load_state_dict(full, assign=True)
+    assert module.weight.device.type == module.weight._local_tensor.device.type == "meta"  # type: ignore[operator,union-attr]

@@ -324,3 +324,28 @@ def test_a_model_on_the_meta_device_on_some_ranks_only_is_compared_on_all(sync: 
     found = model.state_dict()
     if sync is not False and rank != 1:
         assert_equal(dict(found), expected)
+
+
+class Hides(nn.Module):
+    """Lists its trained parameter only, as adapters do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = Layer(device="meta")
+        self.trained = nn.Parameter(torch.ones(3))
+
+    def parameters(self, recurse: bool = True) -> Any:
+        return iter([self.trained])
+
+    def named_parameters(self, *_: Any, **__: Any) -> Any:
+        return iter([("trained", self.trained)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) * self.trained
+
+
+@on_ranks(2)
+def test_parameters_that_a_module_does_not_list_leave_the_meta_device() -> None:
+    model = FSDP(Hides(), use_orig_params=True)
+    assert not any(param.is_meta for param in nn.Module.parameters(model))
+    assert_equal(model(torch.ones(1, 3)), torch.tensor([[4.5, 6.0, 7.5]]))
