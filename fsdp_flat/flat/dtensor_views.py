@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.errors import OptionError, UsageError, some_of
 from fsdp_flat.flat._torch import dtensor_like, dtensor_of, dtensor_parameter, is_in_a_graph, unguarded
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
-from fsdp_flat.flat.params import DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
+from fsdp_flat.flat.params import PLAIN, DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
 
@@ -32,6 +32,10 @@ class Removable(Protocol):
 
     def remove(self) -> None:
         """Undo it."""
+
+
+_specs: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
+"""torch's descriptions of DTensors that exist, by hash of the mesh, shape, dim and dtype: to make one takes long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,6 @@ class RowSharding:
         data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
         suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
         hooks: hooks of the unit's modules and other changes, to be undone with the unit.
-        specs: torch's descriptions of DTensors that were made, by adapter, shape, dim and dtype.
     """
 
     mesh: DeviceMesh
@@ -52,7 +55,6 @@ class RowSharding:
     data_dims: DataParallelDims | None = None
     suffix: str = ""
     hooks: list[Removable] = field(default_factory=list, compare=False)
-    specs: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False)
 
     @property
     def shard_device_type(self) -> str:
@@ -88,15 +90,18 @@ class RowSharding:
 
     def template(self, entry: ManagedParam, dim: int, local: torch.Tensor) -> DTensor:
         """Create the DTensor of a parameter whose part on this rank is ``local``, on any device."""
-        key = entry.adapter, entry.shape, dim, local.dtype
-        if key not in self.specs:
+        key = hash(self.mesh), entry.shape, dim, local.dtype
+        spec = _specs.get(key) if entry.adapter is PLAIN else None
+        if spec is None or spec.mesh != self.mesh:
             shape = entry.adapter.full_shape(tuple(entry.shape))
             mesh, placements = entry.adapter.sharded_over(self.mesh, dim)
             stride = torch.empty(shape, device="meta").stride()
             made = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
             # One object for all DTensors of a shape, by which DTensor's dispatch finds the sharding of results at once.
-            self.specs[key] = cast(DTensor, made.detach())._spec
-        return dtensor_of(local, self.specs[key])
+            spec = cast(DTensor, made.detach())._spec
+            if entry.adapter is PLAIN:
+                _specs[key] = spec
+        return dtensor_of(local, spec)
 
 
 class DTensorViews(Views):
