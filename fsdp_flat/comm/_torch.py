@@ -1,4 +1,4 @@
-"""Resolves names of torch.distributed that changed between torch 2.8 and 2.15."""
+"""Resolves names of torch.distributed that changed between torch 2.8 and 2.15, and private names of torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors
+
+# Concatenates tensors of one dtype, flattened, by one operation; DistributedDataParallel flattens its buckets by it.
+flatten_dense: Callable[[list[torch.Tensor]], torch.Tensor] = _flatten_dense_tensors
 
 # 2.13 renamed these two and warns about the old names.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -19,10 +19,9 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from fsdp_flat.comm._torch import group_store
+from fsdp_flat.comm._torch import flatten_dense, group_store
 from fsdp_flat.comm.exchanges import exchange_bytes, exchange_ints
 from fsdp_flat.comm.rank_groups import RankGroup, ShardingGroups, connected, is_fake
 from fsdp_flat.comm.shm import known_transport
@@ -81,7 +80,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
         else:
             found[index] = fingerprint(tensor)
     for entries in small.values():
-        flat = _flatten_dense_tensors([tensor for _, tensor in entries])
+        flat = flatten_dense([tensor for _, tensor in entries])
         host = flat.view(torch.uint8).cpu().numpy().tobytes()
         stop = 0
         for index, tensor in entries:

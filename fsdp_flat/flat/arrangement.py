@@ -145,11 +145,10 @@ class BufferRows(RowTarget):
     Views are made once: each costs as much host time as a copy of a small parameter.
     """
 
-    __slots__ = ("_buffer", "_num_ranks", "_ranked", "_shapes", "_sizes", "_staging", "_targets")
+    __slots__ = ("_buffer", "_ranked", "_shapes", "_sizes", "_staging", "_targets")
 
     def __init__(self, buffer: torch.Tensor, layout: RowLayout) -> None:
         self._buffer = buffer
-        self._num_ranks = layout.world_size
         self._sizes = [chunk.numel for chunk in layout.chunks]
         # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
         self._shapes = {index: shape for index, shape in enumerate(layout.chunk_shapes) if layout.dims[index] != 0}
@@ -179,8 +178,6 @@ class BufferRows(RowTarget):
     def stage(
         self, own: torch.Tensor, rank: int, num_ranks: int
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-        if num_ranks != self._num_ranks:
-            return super().stage(own, rank, num_ranks)
         staging = self._staging
         # An all-gather that failed may still write to memory that was not freed: it is left alone.
         if staging is None or staging.storage.nbytes():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -290,10 +289,7 @@ class HandleGradients:
             unsharded_param.requires_grad_(want)
             if want and not was:
                 unsharded_param._fsdp_flat_index = index  # type: ignore[attr-defined]
-                # As ``register_post_accumulate_grad_hook``, without its handle.
-                if unsharded_param._post_accumulate_grad_hooks is None:
-                    unsharded_param._post_accumulate_grad_hooks = OrderedDict()
-                unsharded_param._post_accumulate_grad_hooks["fsdp_flat"] = self._hook
+                unsharded_param.register_post_accumulate_grad_hook(self._hook)
             elif was and not want:
                 unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
