@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_flat.extras.compare import Difference, compare_with
+from fsdp_flat.extras.debug import debug
 from fsdp_flat.extras.describe import ModelDescription, UnitDescription, describe, plan
 from fsdp_flat.extras.ema import ShardedEMA
 from fsdp_flat.extras.matrix_optimizer import MatrixOptimizer, matrix_params
@@ -18,6 +19,7 @@ __all__ = [
     "clean_named_parameters",
     "clean_tensor_name",
     "compare_with",
+    "debug",
     "describe",
     "matrix_params",
     "plan",

@@ -14,12 +14,7 @@ from fsdp_flat.flat._torch import (
 )
 from fsdp_flat.flat.arrangement import RowTarget, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import (
-    FlatParameter,
-    ShardedPlaceholder,
-    copy_flat_parameter,
-    enable_torch_function,
-)
+from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, copy_flat_parameter
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.params import (
     PLAIN,

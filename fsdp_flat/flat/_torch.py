@@ -16,13 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.optim import optimizer as torch_optimizer
-from torch.utils import _foreach_utils, _pytree
+from torch.utils import _pytree
 
 # Swaps the memory of two storages of which one is empty; there is no public equivalent. None before torch 2.12.
 swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
-# Context that disables the checks of sharded parameters, for the library's own operations on them.
+# Context in which subclasses of tensors are plain ones, for the library's own operations on sharded gradients.
 unguarded = torch._C.DisableTorchFunctionSubclass
 
 # Sets the version counters of tensors, which autograd compares with those of the tensors that it has saved.
@@ -124,33 +123,7 @@ def flattened_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return mesh if mesh.ndim == 1 else mesh._flatten("_".join(mesh.mesh_dim_names or ()))
 
 
-def register_as_plain_tensor(kind: type[torch.Tensor]) -> bool:
-    """Have torch treat a class as plain tensors in optimizers, clipping and averaging; return whether this torch can.
-
-    Optimizers use their foreach and fused implementations only for classes on one list, clipping and averaging only
-    for those on another; DTensor adds itself to both.
-    """
-    supported_types = getattr(torch_optimizer, "_foreach_supported_types", None)
-    if supported_types is None:
-        return False
-    for kinds in (supported_types, getattr(_foreach_utils, "_foreach_supported_types", supported_types)):
-        if kind not in kinds:
-            kinds.append(kind)
-    return True
-
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def without_torch_function(method: _Function) -> _Function:
-    """Run ``method`` without the checks of tensor subclasses, which torch has as a context manager only."""
-
-    @functools.wraps(method)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with unguarded():
-            return method(*args, **kwargs)
-
-    return cast(_Function, run)
 
 
 _REASON = (

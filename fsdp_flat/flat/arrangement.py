@@ -25,7 +25,6 @@ class VisibleParam:
 
     Attributes:
         indices: the layout's parameters of which it holds elements.
-        describe: returns its name and unit, for error texts.
         in_shard: its elements in the rank's shard; None for all.
         shape: its shape where nothing is sharded, else None for one dim.
         is_elsewhere: it has elements, but none on this rank.
@@ -33,7 +32,6 @@ class VisibleParam:
 
     param: nn.Parameter
     indices: range
-    describe: Callable[[], str]
     in_shard: slice | None = None
     shape: tuple[int, ...] | None = None
     is_elsewhere: bool = False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat._torch import dtensor_like, dtensor_of, dtensor_parameter, is_in_a_graph, unguarded
+from fsdp_flat.flat._torch import dtensor_like, dtensor_of, dtensor_parameter, is_in_a_graph
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import PLAIN, DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.views import Views
@@ -146,15 +145,8 @@ class DTensorViews(Views):
     def _show(self, params: Sequence[ManagedParam]) -> None:
         """Use these parameters, whose local tensors are views of the shard, from now on."""
         self.params = tuple(params)
-        describe = self.describe
         self.visible = tuple(
-            VisibleParam(
-                entry.param,
-                range(index, index + 1),
-                partial(describe, index),
-                in_shard.to_slice(),
-                shape,
-            )
+            VisibleParam(entry.param, range(index, index + 1), in_shard.to_slice(), shape)
             for index, (entry, (in_shard, shape)) in enumerate(zip(self.params, self._local_parts, strict=True))
         )
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
@@ -185,8 +177,7 @@ class DTensorViews(Views):
         self.bump_version()
 
     def version(self) -> int:
-        with unguarded():
-            return self.flat_param._version + self._num_rewrites + sum([tensor._version for tensor in self._tensors])
+        return self.flat_param._version + self._num_rewrites + sum([tensor._version for tensor in self._tensors])
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         for entry, tensor in zip(self.params, tensors, strict=True):

@@ -18,10 +18,10 @@ from fsdp_flat.errors import PhaseError
 from fsdp_flat.flat._torch import set_versions, unguarded
 from fsdp_flat.flat.arrangement import BufferRows, GroupedRows, RowTarget, clear_padding, local_part, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.guards import new_flat_parameter, replace_shard
+from fsdp_flat.flat.guards import as_flat_parameter, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam
-from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.sharded_grad import convert_grad
 from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
@@ -184,10 +184,7 @@ class FlatParamHandle:
         trainable = first.dtype.is_floating_point and first.requires_grad
         self._use_dtypes((spec.master_dtype if trainable else None) or first.dtype, first.dtype)
         self.layout = spec.layout_of(params, self.compute_dtype)
-        is_split = spec.world_size > 1 or any(entry.adapter.groups for entry in params)
-        self.flat_param = new_flat_parameter(
-            self._shard_of(params), requires_grad=first.requires_grad, is_sharded=is_split and not spec.use_orig_params
-        )
+        self.flat_param = as_flat_parameter(nn.Parameter(self._shard_of(params), first.requires_grad))
         self.storage_epoch = 0
         self._attach(params)
         self._mark_params()
@@ -306,9 +303,7 @@ class FlatParamHandle:
             self.views.check_materialized()
         self.views.is_stepped = False
         self._move(ShardState.SHARDED, ShardState.UNSHARDING)
-        with unguarded():
-            shard = self.flat_param.data
-        return self._unsharded.load(shard, self.pool)
+        return self._unsharded.load(self.flat_param.data, self.pool)
 
     def keep_rows(self, ranks: range) -> None:
         """Copy the shards of some ranks from the unsharded buffer, for :meth:`begin_unshard_of_rows`."""
@@ -373,17 +368,16 @@ class FlatParamHandle:
 
     def adopt_changes(self) -> None:
         """Adopt tensors that the user assigned to sharded parameters or to the flat parameter's data."""
-        with unguarded():
-            if isinstance(self.views, DTensorViews) and self.flat_param.is_meta:
-                loaded = self.views.loaded()
-                if loaded is None:
-                    return
-                like = loaded[0]
-                self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
-                self.views.fill(loaded)
-            if not self._is_current(self.flat_param.data):
-                self.convert(lambda tensor: tensor)
-            self.views.adopt_changes()
+        if isinstance(self.views, DTensorViews) and self.flat_param.is_meta:
+            loaded = self.views.loaded()
+            if loaded is None:
+                return
+            like = loaded[0]
+            self.convert(lambda tensor: torch.empty_like(tensor, device=like.device, dtype=like.dtype))
+            self.views.fill(loaded)
+        if not self._is_current(self.flat_param.data):
+            self.convert(lambda tensor: tensor)
+        self.views.adopt_changes()
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``fn`` (of ``Module.to`` and similar methods) to the shard, and rebuild everything derived from it."""
@@ -399,7 +393,7 @@ class FlatParamHandle:
             grad, self.flat_param.grad = self.flat_param.grad, None
             replace_shard(self.flat_param, converted)
             if grad is not None:
-                set_grad(self.flat_param, fn(grad))
+                convert_grad(self.flat_param, grad, fn(grad))
             if not self._is_current(converted):
                 self._rebuild(converted)
         if was_exposed:

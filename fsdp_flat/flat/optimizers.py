@@ -12,8 +12,10 @@ from torch.optim import ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
+from fsdp_flat.flat._torch import active_compiler, dynamo_disabled_here
 from fsdp_flat.flat.guards import FlatParameter
 from fsdp_flat.flat.params import FlattenedBy, unsharded_shape
+from fsdp_flat.flat.sharded_grad import ShardedGrad, set_grad
 from fsdp_flat.flat.views import Views
 
 _ELEMENTWISE = (ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, NAdam, RAdam, RMSprop, Rprop)
@@ -36,6 +38,7 @@ class _Watch:
         )
         register_optimizer_step_pre_hook(self._before_step)
 
+    @dynamo_disabled_here
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if optimizer not in self.checked:
             _check_optimizer(optimizer)
@@ -47,6 +50,11 @@ class _Watch:
                 optimizer.register_load_state_dict_post_hook(self._forget)
         for views in self.checked[optimizer]:
             views.note_step()
+        if active_compiler():
+            # torch.compile takes plain tensors only.
+            for param in (param for group in optimizer.param_groups for param in group["params"]):
+                if type(param.grad) is ShardedGrad:
+                    set_grad(param, param.grad.as_subclass(torch.Tensor))
 
     def _forget(self, optimizer: torch.optim.Optimizer) -> None:
         self.checked.pop(optimizer, None)

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -344,6 +345,10 @@ class FlattenedBy:
     unit_name: str
     shape: tuple[int, ...]
     is_replaced: bool = False
+
+    def __reduce__(self) -> Any:
+        # A pickled or copied parameter belongs to no unit: its mark is false, of a class that torch.load accepts.
+        return set, ()
 
     def describe(self) -> str:
         """Return FQN, shape and unit, for error texts."""

@@ -1,9 +1,8 @@
-"""Marks gradients that are sharded or not reduced, so that one rank's part is not mistaken for the full gradient."""
+"""Defines the classes of gradients that are sharded or not reduced: one rank's part is not taken for the full one."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -12,53 +11,110 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import unguarded
+from fsdp_flat.flat.params import FlattenedBy
 
 # ``torch.nn.utils.get_total_norm`` computes the norm of each gradient with one of these.
 _NORMS = frozenset({"linalg_vector_norm", "_foreach_norm"})
 
 
 class ShardedGrad(torch.Tensor):
-    """Aliases this rank's shard of a gradient where ``.grad`` is read outside of an optimizer's step.
+    """Holds this rank's shard of a gradient: the ``.grad`` of a sharded parameter.
 
-    Every operation works as on any tensor and returns plain tensors, except the norms that
-    ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` compute: see :class:`LocalNorm`. The stored gradient
-    stays a plain tensor, so a step costs the same and can be compiled.
-
-    Attributes:
-        stored: the gradient itself.
+    It is used as any tensor. Operations in place return it, all others plain tensors, so that optimizer states are
+    plain. Only the norms that ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` compute are marked: see
+    :class:`LocalNorm`.
     """
 
-    _part: Callable[[], str]
-    stored: torch.Tensor
+    _owner: FlattenedBy | list[str]
+
+    # Optimizers read it of each gradient; found here, it costs no call of ``__torch_function__``.
+    is_sparse = False
 
     @classmethod
-    def of(cls, grad: torch.Tensor | None, describe: Callable[[], str]) -> torch.Tensor | None:
-        """Return an alias of ``grad``; ``describe`` returns a sentence about it for error texts."""
-        # Other classes do their own wrapping: fake tensors, unreduced gradients.
-        if type(grad) is not torch.Tensor or torch.compiler.is_compiling():
-            return grad
+    def of(cls, grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        """Return an alias of ``grad``, a gradient of the sharded parameter ``param``."""
+        if type(grad) not in (torch.Tensor, ShardedGrad):
+            return grad  # other classes do their own wrapping: fake tensors
         alias = grad.as_subclass(cls)
-        alias._part, alias.stored = describe, grad
+        # Not the parameter itself: a cycle through its gradient, which autograd's C++ objects hold, is never collected.
+        owner = param._fsdp_flattened  # type: ignore[attr-defined]
+        alias._owner = owner if isinstance(owner, FlattenedBy) else param.__dict__.get("_fqns", [])
         return alias
+
+    def mark(self, result: torch.Tensor) -> torch.Tensor:
+        """Return ``result``, computed from this gradient, as a gradient of the same kind."""
+        if type(result) is not torch.Tensor:
+            return result
+        marked = result.as_subclass(type(self))
+        marked._owner = self._owner
+        return marked
+
+    def describe(self) -> str:
+        """Return the name of its parameter, for error texts."""
+        owner = self._owner
+        return owner.describe() if isinstance(owner, FlattenedBy) else f"the flat parameter of {owner}"
+
+    def part(self) -> str:
+        """Return a sentence on the part that it is, for error texts."""
+        return f"This rank holds {self.numel()} elements of the gradient of {self.describe()}"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        others = tuple(kind for kind in types if kind is not ShardedGrad)
-        if others:
+        if len(types) > 1:
+            others = tuple(kind for kind in types if kind is not ShardedGrad)
             return others[0].__torch_function__(func, others, args, kwargs or {})
         with unguarded():
             result = func(*args, **(kwargs or {}))
-            if getattr(func, "__name__", "") == "__set__":
-                func(args[0].stored, *args[1:])  # ``.data =`` on the alias does not change the stored gradient
-            return LocalNorm.mark(func, args, result)
+            return LocalNorm.mark(func, args, result) if getattr(func, "__name__", "") in _NORMS else result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         with unguarded():
-            return self.stored.clone()
+            return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with unguarded():
-            return self.stored.__reduce_ex__(protocol)
+            return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
+
+
+class UnreducedGrad(ShardedGrad):
+    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
+
+    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
+    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
+    """
+
+    @classmethod
+    def of(cls, grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+        _forbid_steps()
+        return super().of(grad, param)
+
+    def part(self) -> str:
+        return f"The gradient of {self.describe()} is this rank's own, not reduced yet (no_sync)"
+
+    def refuse(self, operation: str) -> NoReturn:
+        """Raise for an operation that would use this rank's unreduced gradient."""
+        raise UsageError(
+            f"{operation} was called on the gradient of {self.describe()}, which is not reduced: the backwards since "
+            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
+            "an accumulation outside of no_sync, then step."
+        )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        unreduced = first_of(cls, args, kwargs)
+        if name.endswith("_") and not name.startswith("__"):
+            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
+            if not isinstance(target, cls):
+                unreduced.refuse(name)
+        with unguarded():
+            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
+            results = result if name.startswith("_foreach") and result else [result]
+            # Scalars, such as norms, stay as they are.
+            marked = [
+                unreduced.mark(each) if isinstance(each, torch.Tensor) and each.dim() else each for each in results
+            ]
+        return marked[0] if results is not result else marked
 
 
 class LocalNorm(torch.Tensor):
@@ -68,21 +124,19 @@ class LocalNorm(torch.Tensor):
     ``torch.nn.utils.get_total_norm``, whose result would differ between ranks.
     """
 
-    _part: Callable[[], str]
+    _part: str
 
     @staticmethod
     def mark(func: Any, args: Any, result: Any) -> Any:
         """Return ``result`` of ``func(*args)``, with norms of sharded gradients as :class:`LocalNorm`.
 
-        Call it with torch functions disabled. ``args[0]`` is a gradient or a list of gradients; sharded ones have
-        ``_part``, which describes them.
+        Call it with torch functions disabled. ``args[0]`` is a gradient or a list of gradients.
         """
         if getattr(func, "__name__", "") not in _NORMS or not args:
             return result
-        given = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-        norms = result if isinstance(result, (list, tuple)) else [result]
-        marked = [_marked(norm, getattr(grad, "_part", None)) for norm, grad in zip(norms, given, strict=False)]
-        return marked if isinstance(result, (list, tuple)) else marked[0]
+        if not isinstance(result, (list, tuple)):
+            return _marked(result, args[0])
+        return [_marked(norm, grad) for norm, grad in zip(result, args[0], strict=True)]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -94,16 +148,13 @@ class LocalNorm(torch.Tensor):
             if name in _NORMS and isinstance(args[0], LocalNorm) and args[0].dim() == 1:
                 args[0].refuse()
             result = func(*args, **(kwargs or {}))
-            if name not in ("to", "stack"):
-                return result
-            stacked = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
-            return _marked(result, next((norm._part for norm in stacked if isinstance(norm, LocalNorm)), None))
+        return _marked(result, first_of(LocalNorm, args, kwargs)) if name in ("to", "stack") else result
 
-    def refuse(self) -> None:
+    def refuse(self) -> NoReturn:
         """Raise for a norm over sharded gradients."""
         raise UsageError(
             f"The norm over several gradients was taken on one rank, as torch.nn.utils.clip_grad_norm_ and "
-            f"get_total_norm do. {self._part()}, so the result would differ between ranks. Call "
+            f"get_total_norm do. {self._part}, so the result would differ between ranks. Call "
             "model.clip_grad_norm_(max_norm) of the outermost FullyShardedDataParallel on every rank; it returns the "
             "norm over all ranks, and with max_norm=inf it changes nothing. For sums of your own, take norms of "
             "grad.detach() and all-reduce them."
@@ -114,61 +165,13 @@ class LocalNorm(torch.Tensor):
             return self.as_subclass(torch.Tensor).__reduce_ex__(protocol)
 
 
-def _marked(norm: torch.Tensor, describe: Callable[[], str] | None) -> torch.Tensor:
-    if describe is None or type(norm) is not torch.Tensor:
+def _marked(norm: torch.Tensor, source: object) -> torch.Tensor:
+    """Mark a norm of a sharded gradient, or a tensor computed from such norms; return others unchanged."""
+    if not isinstance(source, (ShardedGrad, LocalNorm)) or type(norm) is not torch.Tensor:
         return norm
     marked = norm.as_subclass(LocalNorm)
-    marked._part = describe
+    marked._part = source._part if isinstance(source, LocalNorm) else source.part()
     return marked
-
-
-class UnreducedGrad(torch.Tensor):
-    """Marks a ``.grad`` between two backwards inside ``no_sync``: local to this rank, not yet reduced.
-
-    Reading it works as for any tensor. Writing it, or a tensor computed from it, into another tensor raises: an
-    optimizer's (or gradient scaler's) step does this, and would use one rank's gradient.
-    """
-
-    _describe: Callable[[], str]
-
-    @classmethod
-    def of(cls, grad: torch.Tensor, describe: Callable[[], str]) -> UnreducedGrad:
-        """Return an alias of ``grad``; ``describe`` returns the parameter's name for error texts."""
-        _forbid_steps()
-        unreduced = grad.as_subclass(cls)
-        unreduced._describe = describe
-        return unreduced
-
-    def _part(self) -> str:
-        return f"The gradient of {self._describe()} is this rank's own, not reduced yet (no_sync)"
-
-    def refuse(self, operation: str) -> NoReturn:
-        """Raise for an operation that would use this rank's unreduced gradient."""
-        raise UsageError(
-            f"{operation} was called on the gradient of {self._describe()}, which is not reduced: the backwards since "
-            "the last step, or the last ones, were inside no_sync, so it is this rank's own. Run the last backward of "
-            "an accumulation outside of no_sync, then step."
-        )
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        describe = first_of(cls, args, kwargs)._describe
-        if name.endswith("_") and not name.startswith("__"):
-            target = args[0][0] if isinstance(args[0], (list, tuple)) else args[0]
-            if not isinstance(target, cls):
-                first_of(cls, args, kwargs).refuse(name)
-        with unguarded():
-            result = LocalNorm.mark(func, args, func(*args, **(kwargs or {})))
-        if isinstance(result, torch.Tensor):
-            return _marked_unreduced(result, describe)
-        return (
-            [_marked_unreduced(item, describe) for item in result] if name.startswith("_foreach") and result else result
-        )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        with unguarded():
-            return self.clone().as_subclass(torch.Tensor)
 
 
 @functools.cache
@@ -181,17 +184,10 @@ def _forbid_steps() -> None:
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    with unguarded():
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if isinstance(param.grad, UnreducedGrad):
-                    param.grad.refuse(type(optimizer).__name__ + ".step")
-
-
-def _marked_unreduced(result: torch.Tensor, describe: Callable[[], str]) -> torch.Tensor:
-    """Mark a result computed from an unreduced gradient; scalars, such as norms, stay as they are."""
-    is_plain = result.dim() == 0 or isinstance(result, UnreducedGrad)
-    return result if is_plain else UnreducedGrad.of(result, describe)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param.grad, UnreducedGrad):
+                param.grad.refuse(type(optimizer).__name__ + ".step")
 
 
 def first_of(kind: type[torch.Tensor], args: Any, kwargs: Any) -> Any:
@@ -214,3 +210,8 @@ def set_grad(param: nn.Parameter, grad: torch.Tensor | None) -> None:
     param.grad = shown
     with unguarded():
         shown.data = grad
+
+
+def convert_grad(param: nn.Parameter, grad: torch.Tensor, converted: torch.Tensor) -> None:
+    """Set ``param.grad`` to ``converted``, the result of a conversion of ``grad``."""
+    set_grad(param, grad.mark(converted) if isinstance(grad, ShardedGrad) else converted)

@@ -13,7 +13,7 @@ from fsdp_flat.errors import UsageError
 from fsdp_flat.flat._torch import unguarded
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
-from fsdp_flat.flat.sharded_grad import UnreducedGrad, set_grad
+from fsdp_flat.flat.sharded_grad import ShardedGrad, UnreducedGrad, set_grad
 from fsdp_flat.flat.views import Views
 
 # -- reduced gradients -------------------------------------------------------------------------------------------------
@@ -51,9 +51,7 @@ def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> 
     ``used`` holds for each parameter whether any rank has used it; others get no gradient.
     """
     if views.visible[0].param is views.flat_param and any(used):
-        with unguarded():
-            hooks = views.flat_param._backward_hooks
-        shard_grad = apply_hooks(hooks or {}, shard_grad)
+        shard_grad = apply_hooks(views.flat_param._backward_hooks or {}, shard_grad)
     hooked, all_used = [], all(used)
     with unguarded():
         for each, grad in zip(views.visible, views.reduced_grads(shard_grad), strict=True):
@@ -64,7 +62,7 @@ def add_reduced(views: Views, shard_grad: torch.Tensor, used: Sequence[int]) -> 
             if param.grad is not None:
                 param.grad.add_(grad)
             else:
-                set_grad(param, grad)
+                set_grad(param, ShardedGrad.of(grad, param) if views.is_split else grad)
             if param._post_accumulate_grad_hooks or hasattr(param, "_in_backward_optimizers"):
                 hooked.append(param)
     for param in hooked:
@@ -106,10 +104,9 @@ def have_grads(views: Views) -> list[bool]:
 
 def show_full_grads(views: Views, whole: torch.Tensor, there: Sequence[bool]) -> None:
     """Set full gradients on full parameters that are shown, if any rank has a gradient (``there``)."""
-    with unguarded():
-        for index, (is_there, grad) in enumerate(zip(there, views_of(whole, views.layout), strict=True)):
-            if is_there:
-                views.full_param(index).grad = views.params[index].adapter.from_local(grad)
+    for index, (is_there, grad) in enumerate(zip(there, views_of(whole, views.layout), strict=True)):
+        if is_there:
+            views.full_param(index).grad = views.params[index].adapter.from_local(grad)
 
 
 def restore_sharded_grad(views: Views, own: torch.Tensor) -> None:
@@ -146,7 +143,7 @@ class UnreducedLocalGrad:
         self._before = param.grad
         # An existing gradient is reduced, but a step must wait until the local gradient that adds to it is reduced.
         shown = local_shard.to(param.dtype) if self._before is None else self._before
-        set_grad(param, UnreducedGrad.of(shown, visible.describe))
+        set_grad(param, UnreducedGrad.of(shown, param))
         assert param.grad is not None
         self._grad = param.grad
         self._version = self._grad._version

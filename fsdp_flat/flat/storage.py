@@ -15,7 +15,6 @@ from fsdp_flat.flat._torch import (
     dynamo_disabled_here,
     is_in_a_graph,
     swap_memory,
-    unguarded,
 )
 from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
 from fsdp_flat.flat.params import PLAIN, ManagedParam
@@ -322,8 +321,7 @@ class HandleGradients:
         if self._buffer is None:
             self._buffer = self._new_buffer(grad.device)
         entry = self.views.params[index]
-        with unguarded():
-            hooks = entry.param._backward_hooks or self.hooks[index]
+        hooks = entry.param._backward_hooks or self.hooks[index]
         if hooks:
             shape, grad = grad.shape, apply_hooks(hooks, grad)
             if grad.shape != shape:
@@ -455,9 +453,7 @@ def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tens
     if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
         owner.accept(index, grad)
         return
-    with unguarded():
-        hooked = owner.views.params[index].param._backward_hooks or owner.hooks[index]
-    if hooked:
+    if owner.views.params[index].param._backward_hooks or owner.hooks[index]:
         owner.accept(index, grad)
         return
     buffer.grads_ready[index] = 1

@@ -22,18 +22,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
-from fsdp_flat.flat._torch import unguarded, without_torch_function
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
 from fsdp_flat.flat.assignments import Bindings, parameters_of
-from fsdp_flat.flat.guards import (
-    ShardedParameter,
-    ShardedPlaceholder,
-    module_guard,
-    set_sharded_class,
-    warn_of_lost_hooks,
-)
+from fsdp_flat.flat.guards import ShardedPlaceholder, module_guard, warn_of_lost_hooks
 from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.sharded_grad import set_grad
+from fsdp_flat.flat.sharded_grad import convert_grad, set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
 
@@ -48,6 +41,7 @@ class Views:
     Attributes:
         visible: the parameters that an optimizer holds.
         shows_unsharded: the modules point at the unsharded parameters.
+        is_split: other ranks hold other elements of the parameters.
         exposes_unreduced: ``.grad`` shows unreduced gradients inside ``no_sync``.
         is_stepped: an optimizer that holds these parameters has stepped since their all-gather; so it has on all ranks.
     """
@@ -73,6 +67,7 @@ class Views:
         self.module = module
         self._num_rewrites = 0
         self.shows_unsharded = self.is_stepped = False
+        self.is_split = layout.world_size > 1 or any(entry.adapter.groups for entry in params)
         self._saved_grads: list[torch.Tensor | None] | None = None
         self._guarded, self._guard = self._guarded_hooks(), module_guard(self._describe_one_of)
         self._guard_key = f"fsdp_flat_guard_{id(self)}"  # several units may guard one module
@@ -132,7 +127,6 @@ class Views:
         for parameters, name in zip(self._bindings.attributes, self._bindings.names, strict=True):
             parameters[name] = nn.Parameter(self.flat_param.new_empty(0), requires_grad=False)
 
-    @without_torch_function
     def adopt_requires_grad(self, shown: Sequence[bool], before: Sequence[bool]) -> None:
         """Adopt the ``requires_grad`` that the user set on unsharded parameters (``shown``, formerly ``before``)."""
         for entry, now, was in zip(self.params, shown, before, strict=True):
@@ -263,8 +257,7 @@ class Views:
 
     def grads(self) -> list[torch.Tensor | None]:
         """Return this rank's gradient of each visible parameter."""
-        with unguarded():
-            return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
+        return [each.param.grad for each in self.visible] if self._saved_grads is None else self._saved_grads
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
         """Return the gradient of each visible parameter, as views of a gradient like the shard."""
@@ -272,8 +265,7 @@ class Views:
 
     def requires_grad(self) -> list[bool]:
         """Return for each original parameter whether it requires a gradient."""
-        with unguarded():
-            flags = [each.param.requires_grad for each in self.visible]
+        flags = [each.param.requires_grad for each in self.visible]
         return flags if len(flags) > 1 else flags * len(self.params)
 
     def bump_version(self) -> None:
@@ -286,8 +278,7 @@ class Views:
 
     def version(self) -> int:
         """Return a number that changes when sharded values change."""
-        with unguarded():
-            return self.flat_param._version + self._num_rewrites + sum([each.param._version for each in self.visible])
+        return self.flat_param._version + self._num_rewrites + sum([each.param._version for each in self.visible])
 
     # -- error texts ---------------------------------------------------------------------------------------------
 
@@ -313,25 +304,22 @@ class OrigViews(Views):
 
     def __init__(self, params: Sequence[ManagedParam], *args: Any) -> None:
         super().__init__(params, *args)
-        is_sharded, describe = self.layout.world_size > 1, self.describe
+        is_sharded = self.layout.world_size > 1
         own_shards = [self.layout.local_shard(index, self.rank) for index in range(len(self.params))]
         self.visible = tuple(
             VisibleParam(
                 entry.param,
                 range(local_shard.index, local_shard.index + 1),
-                functools.partial(describe, local_shard.index),
                 local_shard.in_shard.to_slice(),
                 None if is_sharded else param_info.shape,
                 local_shard.is_empty and param_info.numel > 0,
             )
             for entry, local_shard, param_info in zip(self.params, own_shards, self.layout.param_infos, strict=True)
         )
-        self._class = ShardedParameter if is_sharded else nn.Parameter
         self._pointers: tuple[int, ...] = ()
         self.bind_shard()
         self.use_sharded_views()
 
-    @without_torch_function
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         self._saved_grads = self.grads()
         self.use_sharded_views()
@@ -339,14 +327,12 @@ class OrigViews(Views):
         for entry, tensor in zip(self.params, tensors, strict=True):
             entry.param.grad = None
             entry.param.data = tensor
-            set_sharded_class(entry.param, nn.Parameter)
             if entry.adapter is not PLAIN:
                 # The user's plain Parameter replaces a DTensor, which it cannot become.
                 shown = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=entry.param.requires_grad)
                 for site in entry.sites:
                     site.module._parameters[site.name] = shown
 
-    @without_torch_function
     def unregister_full_params(self) -> None:
         if self._saved_grads is None:
             return
@@ -358,7 +344,6 @@ class OrigViews(Views):
         for entry, grad in zip(self.params, saved, strict=True):
             set_grad(entry.param, grad)
 
-    @without_torch_function
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         shard = self.flat_param.data
         for each in self.visible:
@@ -367,11 +352,9 @@ class OrigViews(Views):
             param.data = data
             # Only Module._apply changes the dtype or device of a parameter with a gradient; torch converts both.
             if grad is not None and grad.shape == data.shape:
-                set_grad(param, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
-            set_sharded_class(param, self._class)
+                convert_grad(param, grad, grad.to(dtype=data.dtype, device=data.device) if rebuilt else grad)
         self._pointers = tuple(each.param.data_ptr() for each in self.visible)
 
-    @without_torch_function
     def changed(self) -> list[int]:
         pointers = tuple([each.param.data_ptr() for each in self.visible])
         if self._pointers == pointers and self._hold_sharded():
@@ -383,7 +366,6 @@ class OrigViews(Views):
             or any(site.module._parameters.get(site.name) is not entry.param for site in entry.sites)
         ]
 
-    @without_torch_function
     def adopt_changes(self) -> None:
         if not self.changed():
             return
@@ -422,11 +404,7 @@ class FlatViews(Views):
     def __init__(self, params: Sequence[ManagedParam], unsharded_params: Sequence[nn.Parameter], *args: Any) -> None:
         entries = [entry.shown_as(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
         super().__init__(entries, unsharded_params, *args)
-        self.visible = (
-            VisibleParam(
-                self.flat_param, range(len(entries)), lambda: f"the flat parameter of unit {self.unit_name!r}"
-            ),
-        )
+        self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
         warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from fsdp_flat.api import BackwardPrefetch
 from fsdp_flat.comm import RankGroup, profiled, report_failure
 from fsdp_flat.errors import PeerFailureError, RankMismatchError, UsageError
-from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, enable_torch_function, in_backward
+from fsdp_flat.flat import FlatParamHandle, dynamo_disabled, in_backward
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime.backward import Backward, Event, ForwardRecord, Iteration, PendingIterations
 from fsdp_flat.runtime.exchange import BackwardExchange, Outcome
@@ -134,7 +134,6 @@ class Schedule(CommContext):
         """Record the begin of a unit's forward outside of a backward of this tree."""
         if self.iteration is None:
             self.recover()
-            enable_torch_function()
             self.rank_checks.before_iteration()
             self.iteration = Iteration()
             if self.iteration.trains:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
+import io
 import math
 import pickle
 from collections import OrderedDict
@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
-from fsdp_flat import ShardingStrategy, register_forward_method, unshard_for
+from fsdp_flat import ShardedEMA, ShardingStrategy, debug, register_forward_method, unshard_for
 from tests.support import on_ranks
-from tests.support.kit import full_params, train_on
+from tests.support.kit import full_params
 from tests.surface.models import (
     Block,
     assert_near,
@@ -148,82 +148,119 @@ SHAPED_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @on_ranks(2)
-def test_an_original_parameter_used_in_its_shape_while_sharded_names_itself(rank: int, num_ranks: int) -> None:
+def test_in_debug_an_original_parameter_used_in_its_shape_while_sharded_names_itself(rank: int, num_ranks: int) -> None:
     model = sharded(small_model(), use_orig_params=True)
+    before = full_params(model)
     for _ in range(2):
-        for name, operation in SHAPED_OPERATIONS.items():
-            with pytest.raises(RuntimeError) as caught:
-                operation(model[3].weight)
-            text = str(caught.value)
-            assert "'3.weight' (3, 7) of unit 'Sequential'" in text, name
-            assert f"holds {model[3].weight.numel()} of its elements" in text, name
-            assert all(way in text for way in WAYS_OUT), name
-        mean_loss(model, batches(num_ranks)[rank]).backward()
-    for way_out in (unshard_for(model), FSDP.summon_full_params(model)):
-        with way_out:
-            assert (torch.ones(2, 7) @ model[3].weight.t()).shape == (2, 3)
+        with debug():
+            for name, operation in SHAPED_OPERATIONS.items():
+                with pytest.raises(RuntimeError) as caught:
+                    operation(model[3].weight)
+                text = str(caught.value)
+                assert "'3.weight' (3, 7) of unit 'Sequential'" in text, name
+                assert f"holds {model[3].weight.numel()} of its elements" in text, name
+                assert all(way in text for way in WAYS_OUT), name
+            mean_loss(model, batches(num_ranks)[rank]).backward()
+    assert_near(full_params(model), before, 0.0, "weights, to which refused operations must not write")
+    with debug():
+        for way_out in (unshard_for(model), FSDP.summon_full_params(model)):
+            with way_out:
+                assert (torch.ones(2, 7) @ model[3].weight.t()).shape == (2, 3)
 
 
 @on_ranks(2)
-def test_a_loss_on_the_weight_of_another_unit_names_the_weight(rank: int) -> None:
+def test_in_debug_a_loss_on_the_weight_of_another_unit_names_the_weight(rank: int) -> None:
     model = sharded(small_model(), use_orig_params=True)
-    hidden = model(torch.ones(2, 5))
-    with pytest.raises(RuntimeError, match=r"'up.weight' \(15, 7\) of unit '1' was used by linear while it is sharded"):
-        F.linear(hidden.new_ones(2, 7), model[1].up.weight)
+    with debug():
+        hidden = model(torch.ones(2, 5))
+        with pytest.raises(RuntimeError, match=r"'up.weight' \(15, 7\) of unit '1' was used by linear while it is sha"):
+            F.linear(hidden.new_ones(2, 7), model[1].up.weight)
 
 
 @on_ranks(2)
-def test_a_sharded_original_parameter_is_to_optimizers_and_copies_what_any_is(rank: int, num_ranks: int) -> None:
-    model = sharded(small_model(), use_orig_params=True)
+def test_without_debug_an_operation_on_a_sharded_original_parameter_is_that_of_torch(rank: int) -> None:
+    weight = sharded(small_model(), use_orig_params=True)[3].weight
+    assert torch.softmax(weight, -1).shape == weight.shape
+    with pytest.raises(RuntimeError) as caught:
+        F.linear(torch.ones(2, 7), weight)
+    assert "while it is sharded" not in str(caught.value)
+
+
+@KINDS
+@on_ranks(2)
+def test_in_debug_a_model_trains_is_clipped_and_averaged_as_outside_of_it(
+    use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    def run() -> torch.Tensor:
+        model = sharded(small_model(), use_orig_params=use_orig_params)
+        average = ShardedEMA(model, 0.5)
+        for kind in (torch.optim.AdamW, torch.optim.SGD):
+            for foreach in (False, True):
+                optimizer = kind(model.parameters(), lr=0.1, foreach=foreach)
+                mean_loss(model, batches(num_ranks)[rank]).backward()
+                model.clip_grad_norm_(0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+                average.update()
+        with average.swap(), torch.no_grad():
+            return mean_loss(model, batches(num_ranks)[rank])
+
+    outside = run()
+    with debug():
+        inside = run()
+    assert torch.equal(inside, outside)
+
+
+@KINDS
+@on_ranks(2)
+def test_parameters_of_a_wrapped_model_are_plain_parameters_in_steps_too(
+    use_orig_params: bool, rank: int, num_ranks: int
+) -> None:
+    model = sharded(small_model(), use_orig_params=use_orig_params)
     params = list(model.parameters())
-    assert all(isinstance(param, nn.Parameter) for param in params)
-    assert model[3].weight is params[-2]
-    list_steps = importlib.import_module("torch.optim.optimizer")._foreach_supported_types
-    assert {type(param) for param in params} <= set(list_steps)
-    looked_at: list[bool] = []
+    assert model[3].weight is params[-2] or not use_orig_params
+    seen: list[bool] = []
 
-    class Watching(torch.optim.SGD):
-        def step(self) -> None:
-            looked_at.append(any(torch.overrides.has_torch_function_unary(param) for param in params))
+    def look(*_: Any) -> None:
+        seen.append(all(type(param) is nn.Parameter for param in (*params, *model.parameters())))
+        seen.append(not any(torch.overrides.has_torch_function_unary(param) for param in params))
+
+    class Strict(torch.optim.SGD):
+        """As some optimizers, it takes nothing but parameters of torch's own class."""
+
+        def step(self, closure: Any = None) -> None:
+            look()
             super().step()
 
-    assert any(torch.overrides.has_torch_function_unary(param) for param in params)
-    optimizer = Watching(params, lr=0.1)
-    train_on(model, optimizer, [batches(num_ranks)[rank]], mean_loss)
-    assert looked_at == [False]
-    assert any(torch.overrides.has_torch_function_unary(param) for param in params)
-    copied, read_again = copy.deepcopy(params[-2]), pickle.loads(pickle.dumps(params[-2]))
-    for twin in (copied, read_again):
-        assert type(twin) is nn.Parameter
-        assert torch.equal(twin, params[-2])
-        assert twin.requires_grad
-    assert "Parameter containing" in repr(params[-2])
+    model[1].register_forward_hook(look)
+    optimizer = Strict(params, lr=0.1)
+    for _ in range(2):
+        look()
+        loss = mean_loss(model, batches(num_ranks)[rank])
+        look()
+        loss.backward()
+        look()
+        optimizer.step()
+    model.double()
+    look()
+    assert len(seen) >= 20
+    assert all(seen)
 
 
 @on_ranks(2)
-def test_after_a_step_that_raised_weights_are_looked_at_again_from_the_next_forward_on(rank: int) -> None:
-    model = sharded(small_model(), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def broken() -> float:
-        raise KeyError("closure")
-
-    with pytest.raises(KeyError):
-        optimizer.step(broken)
-    model(torch.ones(2, 5))
-    with pytest.raises(RuntimeError, match="used by linear while it is sharded"):
-        F.linear(torch.ones(2, 7), model[1].up.weight)
-
-
-@on_ranks(2)
-def test_another_class_of_tensors_has_the_say_beside_a_sharded_parameter(rank: int) -> None:
-    class Named(torch.Tensor):
-        pass
-
-    param = next(iter(sharded(small_model(), use_orig_params=True).parameters()))
-    named = torch.ones(param.shape).as_subclass(Named)
-    assert type(param + named) is type(named + param) is Named
-    assert type(type(param)(torch.ones(2))) is nn.Parameter
+def test_a_copied_or_pickled_parameter_is_plain_and_belongs_to_no_unit(rank: int) -> None:
+    for use_orig_params in (True, False):
+        param = list(sharded(small_model(), use_orig_params=use_orig_params).parameters())[-2]
+        stored = io.BytesIO()
+        torch.save(param, stored)
+        stored.seek(0)
+        twins = [copy.deepcopy(param), pickle.loads(pickle.dumps(param))]
+        for twin in (*twins, torch.load(stored)) if use_orig_params else twins:
+            assert type(twin) is nn.Parameter
+            assert torch.equal(twin, param)
+            assert twin.requires_grad
+            assert not (use_orig_params and getattr(twin, "_fsdp_flattened", False))
+        assert "Parameter containing" in repr(param)
 
 
 class Marked(nn.Parameter):
@@ -291,7 +328,7 @@ FREE_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "where it is": lambda weight: (weight.device, weight.is_cuda, weight.data_ptr(), weight.untyped_storage().nbytes()),
     "copies": lambda weight: (weight.clone(), weight.detach(), weight.data, copy.deepcopy(weight), weight.cpu()),
     "moves": lambda weight: (weight.to("cpu"), weight.double(), weight.to(torch.float16), weight.contiguous()),
-    "as numbers": lambda weight: (weight.tolist(), weight.detach().numpy(), weight.histc()),
+    "as numbers": lambda weight: (weight.tolist(), weight.detach().numpy()),
     "flat": lambda weight: (
         weight.view(-1),
         weight.flatten(),
@@ -307,12 +344,13 @@ FREE_OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @on_ranks(2)
-def test_element_by_element_a_sharded_original_parameter_is_any_parameter(rank: int) -> None:
+def test_in_debug_a_sharded_original_parameter_is_any_parameter_element_by_element(rank: int) -> None:
     params = sharded(small_model(), use_orig_params=True).parameters()
     weight = next(param for param in params if param.numel() not in (0, math.prod(param._fsdp_flattened.shape)))
     for name, operation in FREE_OPERATIONS.items():
         try:
-            operation(weight)
+            with debug():
+                operation(weight)
         except Exception as error:
             raise AssertionError(name) from error
     assert weight.grad.shape == weight.shape

@@ -128,7 +128,8 @@ def test_gradients_are_read_scaled_copied_and_saved_as_any_tensor(use_orig_param
         assert {type(twin) for twin in twins} == {torch.Tensor}
         assert_close(twins, [grad.detach() for grad in grads], rtol=0.0, atol=0.0)
     assert {type(grad * 2) for grad in grads} == {torch.Tensor}
-    # What is read is the gradient, not a copy: writing, replacing and putting back reach the optimizer.
+    # What is read is the stored gradient itself: writing, replacing and putting back reach the optimizer.
+    assert all(param.grad is param.grad for param in model.parameters())
     param = next(param for param in model.parameters() if param.grad is not None and param.grad.numel())
     expected = param.grad.detach() * 6
     param.grad.mul_(2)
@@ -137,5 +138,28 @@ def test_gradients_are_read_scaled_copied_and_saved_as_any_tensor(use_orig_param
     assert param.grad is None
     param.grad = kept
     assert_close(param.grad.detach(), expected, rtol=1e-6, atol=0.0)
-    with torch._C.DisableTorchFunctionSubclass():
-        assert type(param.grad) is torch.Tensor
+
+
+@KINDS
+@pytest.mark.parametrize("foreach", [False, True])
+@on_ranks(2)
+def test_nothing_that_is_computed_from_gradients_keeps_their_class(
+    use_orig_params: bool, foreach: bool, rank: int
+) -> None:
+    kinds = (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Rprop)
+    for kind in (*kinds, torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adamax, torch.optim.ASGD):
+        model = shard(seeded(), "FULL_SHARD", use_orig_params=use_orig_params)
+        momentum = {"momentum": 0.9} if kind in (torch.optim.SGD, torch.optim.RMSprop) else {}
+        optimizer = kind(model.parameters(), lr=0.01, foreach=foreach, **momentum)
+        for _ in range(2):
+            square_loss(model, batch(rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        assert {type(value) for value in held if isinstance(value, torch.Tensor)} == {torch.Tensor}, kind
+        assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    grad = gradients(model)[-1]
+    for result in (grad.clone(), grad.detach(), torch.zeros_like(grad), grad.view(-1), grad[:1], grad + grad, -grad):
+        assert type(result) is torch.Tensor
+    assert grad.mul_(2.0) is grad
+    assert not grad.is_sparse

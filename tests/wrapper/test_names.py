@@ -47,6 +47,7 @@ PUBLIC = {
     "clean_named_parameters",
     "clean_tensor_name",
     "compare_with",
+    "debug",
     "describe",
     "fully_shard",
     "install",
