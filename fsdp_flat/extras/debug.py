@@ -27,7 +27,7 @@ _COPIES = frozenset(
     | {"share_memory_", "pin_memory", "requires_grad_", "view_as_real", "copy_", "fill_", "zero_", "constant_"}
 )
 _ARITHMETIC = re.compile(
-    r"__[ri]?(add|sub|mul|(true|floor)?div|mod|pow|and|or|xor|[lr]shift)__|__(neg|pos|abs|invert|eq|ne|[lg][te])__"
+    r"__[ri]?(add|sub|mul|[a-z]*div|mod|pow|and|or|xor|[lr]shift)__|__(neg|pos|abs|invert|eq|ne|[lg][te])__"
 )
 _TRANSPOSED = frozenset({"T", "mT", "H", "mH"})
 

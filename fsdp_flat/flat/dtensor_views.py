@@ -179,15 +179,6 @@ class DTensorViews(Views):
     def version(self) -> int:
         return self.flat_param._version + self._num_rewrites + sum([tensor._version for tensor in self._tensors])
 
-    def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        for entry, tensor in zip(self.params, tensors, strict=True):
-            full = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=entry.param.requires_grad)
-            for site in entry.sites:
-                site.module._parameters[site.name] = full
-
-    def unregister_full_params(self) -> None:
-        self.use_sharded_views()
-
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.
 

@@ -13,9 +13,10 @@ During compute, both show ``unsharded_params``: one Parameter per original, a vi
 from __future__ import annotations
 
 import functools
+from collections import UserDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -23,11 +24,42 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
-from fsdp_flat.flat.assignments import Bindings, parameters_of
 from fsdp_flat.flat.guards import ShardedPlaceholder, module_guard, warn_of_lost_hooks
 from fsdp_flat.flat.params import PLAIN, ManagedParam
 from fsdp_flat.flat.sharded_grad import convert_grad, set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
+
+
+class _Assignments(UserDict[str, Any]):
+    """The parameters of a module whose class has a ``__setattr__`` that keeps them elsewhere too."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.data = module._parameters
+        self._module = module
+
+    def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
+        setattr(self._module, name, param)
+
+
+def _parameters_of(module: nn.Module) -> Any:
+    """Return the parameters that a module holds itself, as a mapping that sets them as the module needs it."""
+    # The checks of ``nn.Module.__setattr__`` take long. Recurrent modules look at their parameters in each forward too.
+    is_plain = type(module).__setattr__ in (nn.Module.__setattr__, nn.RNNBase.__setattr__)
+    return module._parameters if is_plain else _Assignments(module)
+
+
+class _Bindings(NamedTuple):
+    """Lists the places of a handle's tensors in modules, as columns: a step goes through them several times a unit.
+
+    Attributes:
+        attributes: for each place, the mapping of a module that holds the tensor, by ``names``.
+        unsharded, sharded: the tensors for compute, and outside of it.
+    """
+
+    attributes: Sequence[Any]
+    names: Sequence[str]
+    unsharded: Sequence[torch.Tensor]
+    sharded: Sequence[torch.Tensor]
 
 
 class Views:
@@ -59,12 +91,9 @@ class Views:
         module: nn.Module,
         unit_name: str,
     ) -> None:
-        self.unit_name = unit_name
-        self.params = tuple(params)
-        self.layout = layout
-        self.rank = rank
-        self.flat_param = flat_param
-        self.module = module
+        self.unit_name, self.module = unit_name, module
+        self.params, self.layout, self.rank, self.flat_param = tuple(params), layout, rank, flat_param
+        self._sites = [(index, site) for index, entry in enumerate(params) for site in entry.sites]
         self._num_rewrites = 0
         self.shows_unsharded = self.is_stepped = False
         self.is_split = layout.world_size > 1 or any(entry.adapter.groups for entry in params)
@@ -80,22 +109,28 @@ class Views:
 
     def _guarded_hooks(self) -> list[dict[Any, Any]]:
         """Return the forward pre-hooks of modules that must not be called with sharded parameters."""
-        modules = dict.fromkeys(site.module for entry in self.params for site in entry.sites)
+        modules = dict.fromkeys(site.module for _, site in self._sites)
         return [module._forward_pre_hooks for module in modules] if self.layout.world_size > 1 else []
 
     def _describe_one_of(self, module: nn.Module) -> str:
-        own = (i for i, entry in enumerate(self.params) if any(site.module is module for site in entry.sites))
+        own = (index for index, site in self._sites if site.module is module)
         return self.describe_with_shape(next(own, 0))  # a copy of a module is called, which has the hook too
 
     # -- the implementations differ in these ---------------------------------------------------------------------
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
         """Point the modules at full Parameters made from ``tensors``, until :meth:`unregister_full_params`."""
-        raise NotImplementedError
+        self.unguard()
+        full = [
+            nn.Parameter(entry.adapter.from_local(tensor), requires_grad)
+            for entry, tensor, requires_grad in zip(self.params, tensors, self.requires_grad(), strict=True)
+        ]
+        for index, site in self._sites:
+            site.module._parameters[site.name] = full[index]
 
     def unregister_full_params(self) -> None:
         """Undo :meth:`use_full_tensors`; does nothing if no full parameters are shown."""
-        raise NotImplementedError
+        self.use_sharded_views()
 
     def changed(self) -> list[int]:
         """Return the parameters to which the user assigned tensors, or data, since their sharded ones were shown."""
@@ -111,13 +146,12 @@ class Views:
     def bind_shard(self, *, rebuilt: bool = False) -> None:
         """Make sharded parameters views of the data of ``flat_param``."""
 
-    def _bind(self) -> Bindings:
-        sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
-        return Bindings(
-            [parameters_of(site.module) for _, site in sites],
-            [site.name for _, site in sites],
-            [self.unsharded_params[index] for index, _ in sites],
-            [self.params[index].param for index, _ in sites],
+    def _bind(self) -> _Bindings:
+        return _Bindings(
+            [_parameters_of(site.module) for _, site in self._sites],
+            [site.name for _, site in self._sites],
+            [self.unsharded_params[index] for index, _ in self._sites],
+            [self.params[index].param for index, _ in self._sites],
         )
 
     def remove(self) -> None:
@@ -305,16 +339,17 @@ class OrigViews(Views):
     def __init__(self, params: Sequence[ManagedParam], *args: Any) -> None:
         super().__init__(params, *args)
         is_sharded = self.layout.world_size > 1
-        own_shards = [self.layout.local_shard(index, self.rank) for index in range(len(self.params))]
         self.visible = tuple(
             VisibleParam(
                 entry.param,
-                range(local_shard.index, local_shard.index + 1),
-                local_shard.in_shard.to_slice(),
+                range(index, index + 1),
+                own.in_shard.to_slice(),
                 None if is_sharded else param_info.shape,
-                local_shard.is_empty and param_info.numel > 0,
+                own.is_empty and param_info.numel > 0,
             )
-            for entry, local_shard, param_info in zip(self.params, own_shards, self.layout.param_infos, strict=True)
+            for index, (entry, own, param_info) in enumerate(
+                zip(self.params, self.local_shards, self.layout.param_infos, strict=True)
+            )
         )
         self._pointers: tuple[int, ...] = ()
         self.bind_shard()
@@ -369,13 +404,12 @@ class OrigViews(Views):
     def adopt_changes(self) -> None:
         if not self.changed():
             return
-        for index, entry in enumerate(self.params):
-            for site in entry.sites:
-                current = site.module._parameters.get(site.name)
-                if isinstance(current, DTensor) and entry.adapter is PLAIN:
-                    self._raise_replaced(f"Parameter {self.describe(index)}")
-                if current is not None and current is not entry.param:
-                    entry.param.data = current.data
+        for index, site in self._sites:
+            current, entry = site.module._parameters.get(site.name), self.params[index]
+            if isinstance(current, DTensor) and entry.adapter is PLAIN:
+                self._raise_replaced(f"Parameter {self.describe(index)}")
+            if current is not None and current is not entry.param:
+                entry.param.data = current.data
         for index, entry in enumerate(self.params):
             if entry.param.data_ptr() != self._pointers[index]:
                 self._write_back(index, entry.param.data)
@@ -408,34 +442,27 @@ class FlatViews(Views):
         warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
-    def _bind(self) -> Bindings:
+    def _bind(self) -> _Bindings:
         placeholders: Sequence[torch.Tensor] = self.unsharded_params
         if self.layout.world_size > 1:
             placeholders = ShardedPlaceholder.of(self.unsharded_params, self.describe_with_shape)
-        # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
-        self._places = [(i, site.module._parameters) for i, entry in enumerate(self.params) for site in entry.sites]
-        sites = [(index, site) for index, entry in enumerate(self.params) for site in entry.sites]
-        return Bindings(
-            [*[site.module.__dict__ for _, site in sites], self.module._parameters],
-            [*[site.name for _, site in sites], FLAT_PARAM],
-            [*[self.unsharded_params[index] for index, _ in sites], self.flat_param],
-            [*[placeholders[index] for index, _ in sites], self.flat_param],
+        return _Bindings(
+            [*[site.module.__dict__ for _, site in self._sites], self.module._parameters],
+            [*[site.name for _, site in self._sites], FLAT_PARAM],
+            [*[self.unsharded_params[index] for index, _ in self._sites], self.flat_param],
+            [*[placeholders[index] for index, _ in self._sites], self.flat_param],
         )
 
     def use_full_tensors(self, tensors: Sequence[torch.Tensor]) -> None:
-        self.unguard()
         self.module._parameters.pop(FLAT_PARAM, None)
-        for entry, tensor in zip(self.params, tensors, strict=True):
-            fresh = nn.Parameter(entry.adapter.from_local(tensor), requires_grad=self.flat_param.requires_grad)
-            for site in entry.sites:
-                site.module.__dict__.pop(site.name, None)
-                site.module._parameters[site.name] = fresh
+        for _, site in self._sites:
+            site.module.__dict__.pop(site.name, None)
+        super().use_full_tensors(tensors)
 
     def unregister_full_params(self) -> None:
-        for entry in self.params:
-            for site in entry.sites:
-                site.module._parameters.pop(site.name, None)
-        self.use_sharded_views()
+        for _, site in self._sites:
+            site.module._parameters.pop(site.name, None)
+        super().unregister_full_params()
 
     def show_names(self) -> None:
         blank = torch.empty(self.layout.numel, dtype=self.flat_param.dtype, device="meta")
@@ -451,9 +478,11 @@ class FlatViews(Views):
         return {}
 
     def changed(self) -> list[int]:
-        found = zip(self._places, zip(*self._bindings, strict=True), strict=False)
+        # A module puts a Parameter that is assigned to it there, any other value in the place of the binding.
         return [
-            index for (index, params), (held, name, _, own) in found if name in params or held.get(name, own) is not own
+            index
+            for (index, site), (held, name, _, own) in zip(self._sites, zip(*self._bindings, strict=True), strict=False)
+            if name in site.module._parameters or held.get(name, own) is not own
         ]
 
     def adopt_changes(self) -> None:
