@@ -14,6 +14,14 @@ from fsdp_flat.flat._torch import (
 )
 from fsdp_flat.flat.arrangement import RowTarget, clear_padding, joined, local_part, shard_of, unsharded_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
+from fsdp_flat.flat.gradients import (
+    add_reduced,
+    grads_by_adapter,
+    have_grads,
+    restore_sharded_grad,
+    sharded_grad_of,
+    show_full_grads,
+)
 from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, copy_flat_parameter
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.params import (
@@ -35,12 +43,4 @@ from fsdp_flat.flat.params import (
     unsharded_shape,
 )
 from fsdp_flat.flat.sharded_grad import set_grad
-from fsdp_flat.flat.shown_grads import (
-    add_reduced,
-    grads_by_adapter,
-    have_grads,
-    restore_sharded_grad,
-    sharded_grad_of,
-    show_full_grads,
-)
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool

@@ -1,36 +1,18 @@
-"""Manages the memory of flat buffers, and the gradients that wait in one until they are reduced."""
+"""Manages the memory of flat buffers: of unsharded parameters, which view one, and of their gradients."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch import nn
 
-from fsdp_flat.errors import UnsupportedError, UsageError
-from fsdp_flat.flat._torch import (
-    chunk_cat,
-    dynamo_disabled,
-    dynamo_disabled_here,
-    is_in_a_graph,
-    swap_memory,
-)
-from fsdp_flat.flat.arrangement import can_chunk, grad_places, split_grad
-from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.shown_grads import (
-    ReduceScatteredGrad,
-    UnreducedLocalGrad,
-    apply_hooks,
-    hide_unreduced,
-    show_unreduced,
-)
-from fsdp_flat.flat.views import Views
+from fsdp_flat.flat._torch import chunk_cat, set_versions, swap_memory
+from fsdp_flat.flat.arrangement import BufferRows, RowTarget, can_chunk, grad_places, split_grad, views_of
+from fsdp_flat.flat.params import ManagedParam
 from fsdp_flat.layout import FlatLayout, RowLayout
 
 _MOST_IDLE = 2
-# Number of gradients between two calls of on_ready, which looks for completed reductions: a system call a rank.
-_GRADS_PER_CALL = 8
 
 
 class MemoryPool:
@@ -226,237 +208,83 @@ class FlatGradBuffer:
         self.grads_ready = bytearray(len(self._places))
 
 
-class HandleGradients:
-    """Collects the gradients of a handle's unsharded parameters until they are reduced.
+_EXPIRED = 10**9
+"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
+
+
+class UnshardedParams:
+    """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
+
+    While the buffer does not hold their values, the parameters are marked as changed. A backward unshards a unit when
+    it reaches one of the outputs that were found. Autograd may reach a tensor that a module stored elsewhere earlier,
+    and its graph uses the parameters too: it would read freed memory, or memory that an all-gather still writes to.
+    Autograd compares versions whenever it unpacks a saved tensor and raises if they differ, so another version in
+    between costs nothing where it is read.
 
     Args:
-        params: the parameters as they were when they were flattened, with the user's gradient hooks.
-        views: the handle's views.
+        shard: the handle's shard, which becomes the buffer if it holds the same values.
+        dtype, device: those of compute.
 
     Attributes:
-        on_ready: called after the first gradient of the handle in a backward, and again after every few.
-        open_buffer: the buffer that takes a parameter's first gradient without a call of :meth:`accept`: from the
-            first gradient of a backward, once ``on_ready`` has returned, to :meth:`end_backward`; else None. None too
-            if a parameter is a DTensor of the caller's, whose gradients have to be converted.
-        buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
-        reduce_dtype: dtype in which they are reduced.
-        num_trainable: number of parameters that require a gradient.
-        partial: gradient that a later backward completes.
-        views: the handle's views.
-        hooks: the gradient hooks of each parameter before it was flattened, or None.
+        params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
+        rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
     """
 
-    buffer_dtype: torch.dtype
-    reduce_dtype: torch.dtype
+    __slots__ = ("_own_slice", "_versions", "buffer", "params", "rows")
 
-    def __init__(self, params: Sequence[ManagedParam], views: Views) -> None:
-        self.on_ready: Callable[[], None] = lambda: None
-        self.num_trainable = 0
-        self.views = views
-        self._layout = views.layout
-        self.hooks = [entry.param._backward_hooks for entry in params]
-        self._are_plain = all(entry.adapter is PLAIN for entry in params)
-        self._synced = [False] * len(params)
-        self._hook = partial(_accept, weakref.ref(self))
-        self._buffer: FlatGradBuffer | None = None
-        self.open_buffer: FlatGradBuffer | None = None
-        self._num_accepted = 0  # in this backward
-        self._spare_buffer: FlatGradBuffer | None = None
-        self._unreduced: list[UnreducedLocalGrad] = []
-        self.partial = ReduceScatteredGrad()
+    def __init__(
+        self,
+        managed: Sequence[ManagedParam],
+        layout: FlatLayout,
+        rank: int,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        is_shard = layout.world_size == 1 and dtype == shard.dtype and device == shard.device
+        self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, device)
+        flat = self.buffer.tensor
+        self.rows = BufferRows(flat, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
+        self._own_slice = flat[layout.shard(rank).to_slice()]
+        params = []
+        for entry, view in zip(managed, views_of(flat, layout), strict=True):
+            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
+            param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
+            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
+            param.__dict__.update(entry.param.__dict__)
+            params.append(param)
+        self.params = tuple(params)
+        self._versions: tuple[int, ...] | None = None
+        self.free(MemoryPool())
 
-    # -- gradients of unsharded parameters -----------------------------------------------------------------------
+    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, RowTarget | None]:
+        """Allocate the buffer, and return the input of its all-gather.
 
-    def use_dtypes(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype, device: torch.device) -> None:
-        """Follow the views to other unsharded parameters, of ``compute_dtype``, on ``device``."""
-        self.buffer_dtype = torch.promote_types(compute_dtype, reduce_dtype)
-        self.reduce_dtype, self._device = reduce_dtype, device
-        # Unsharded parameters that were in use before still have their flags and hooks.
-        self._synced = [unsharded_param.requires_grad for unsharded_param in self.views.unsharded_params]
-        self.sync_requires_grad()
-
-    def sync_requires_grad(self) -> None:
-        """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
-        unsharded_params, before = self.views.unsharded_params, self._synced
-        shown = [unsharded_param.requires_grad for unsharded_param in unsharded_params]
-        if shown != before:
-            self.views.adopt_requires_grad(shown, before)
-        wanted = self.views.requires_grad()
-        if wanted == shown == before:
-            return
-        for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
-            unsharded_param.requires_grad_(want)
-            if want and not was:
-                unsharded_param._fsdp_flat_index = index  # type: ignore[attr-defined]
-                unsharded_param.register_post_accumulate_grad_hook(self._hook)
-            elif was and not want:
-                unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-        self._synced = wanted
-        self.num_trainable = sum(wanted)
-
-    @property
-    def are_in_a_graph(self) -> bool:
-        """Return whether a caller holds an autograd graph that can still produce gradients."""
-        return any(
-            unsharded_param.requires_grad and is_in_a_graph(unsharded_param)
-            for unsharded_param in self.views.unsharded_params
-        )
-
-    @dynamo_disabled
-    def accept(self, index: int, grad: torch.Tensor) -> None:
-        """Add a gradient of unsharded parameter ``index`` (its shape), which waits until it is reduced.
-
-        Raises:
-            UnsupportedError: it is differentiable.
-            UsageError: a gradient hook changes its shape.
+        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
+        of the shards of all ranks.
         """
-        if grad.requires_grad:
-            raise UnsupportedError(
-                f"A gradient of {self._layout.param_infos[index].fqn!r} (unit {self.views.unit_name!r}) is itself "
-                "differentiable (create_graph=True). Second-order gradients through sharded parameters are not "
-                "supported; take them with respect to inputs by torch.autograd.grad, or leave these modules unwrapped."
-            )
-        if self._unreduced:
-            self.hide_unreduced()
-        if self._buffer is None:
-            self._buffer = self._new_buffer(grad.device)
-        entry = self.views.params[index]
-        hooks = entry.param._backward_hooks or self.hooks[index]
-        if hooks:
-            shape, grad = grad.shape, apply_hooks(hooks, grad)
-            if grad.shape != shape:
-                raise UsageError(
-                    f"A gradient hook of {self._layout.param_infos[index].fqn!r} (unit {self.views.unit_name!r}) "
-                    f"returned a tensor of shape {tuple(grad.shape)} on rank {self.views.rank} of the shard group; "
-                    f"expected the gradient's shape {tuple(shape)}. Return a tensor of this shape, or None."
-                )
-        if entry.adapter is not PLAIN:
-            grad = entry.adapter.to_local(grad)
-        self._buffer.add_grad(index, grad)
-        if self._num_accepted % _GRADS_PER_CALL == 0:
-            self.on_ready()
-        self._num_accepted += 1
-        self.open_buffer = self._buffer if self._are_plain else None
+        buffer = self.buffer
+        buffer.alloc(pool)
+        if shard.device != buffer.tensor.device:
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
+            shard = shard.to(buffer.tensor.device, non_blocking=True)
+        if self.rows is not None:
+            dtype = buffer.tensor.dtype
+            return shard if shard.dtype == dtype else shard.to(dtype), self.rows
+        if not isinstance(buffer, AliasBuffer):
+            self._own_slice.copy_(shard)
+        return buffer.tensor, None
 
-    def end_backward(self) -> None:
-        """Have the next gradient count as the first one of a backward."""
-        self.open_buffer, self._num_accepted = None, 0
+    def free(self, pool: MemoryPool) -> None:
+        """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
+        # Where nothing is freed, nothing can be used too late.
+        if self._versions is None and not isinstance(self.buffer, AliasBuffer):
+            self._versions = tuple([param._version for param in self.params])
+            set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
+        self.buffer.free(pool)
 
-    def _new_buffer(self, device: torch.device) -> FlatGradBuffer:
-        buffer, self._spare_buffer = self._spare_buffer, None
-        if buffer is None or not buffer.fits(self.buffer_dtype, device):
-            return FlatGradBuffer(self._layout, self.buffer_dtype, device)
-        return buffer
-
-    # -- waiting gradients ---------------------------------------------------------------------------------------
-
-    @property
-    def num_ready(self) -> int:
-        """Number of parameters whose gradient waits."""
-        return sum(self.ready)
-
-    @property
-    def ready(self) -> bytes:
-        """One byte per parameter: 1 where a gradient waits."""
-        return bytes(len(self._layout.param_infos)) if self._buffer is None else bytes(self._buffer.grads_ready)
-
-    def take_ready(self) -> bytes:
-        """Drop gradients that the caller has cleared, and return :attr:`ready`, before gradients are reduced."""
-        self.hide_unreduced()
-        return self.ready
-
-    def take(self, pool: MemoryPool) -> tuple[torch.Tensor, FlatGradBuffer | None]:
-        """Return the flat gradient, with memory from ``pool``, and remove it.
-
-        Returns:
-            The gradient (1-D, ``layout.numel``, reduce dtype), zero for parameters without one; and its buffer, to
-            :meth:`recycle` once the gradient is no longer used, or None.
-        """
-        self.hide_unreduced()
-        self.end_backward()
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
-            return torch.zeros(self._layout.numel, dtype=self.reduce_dtype, device=self._device), None
-        closed = buffer.close(pool)
-        if closed.dtype == self.reduce_dtype:
-            return closed, buffer
-        flat = closed.to(self.reduce_dtype)
-        self.recycle(buffer, pool)
-        return flat, None
-
-    def recycle(self, buffer: FlatGradBuffer, pool: MemoryPool) -> None:
-        """Keep a used buffer object for the next gradient, and return its memory to ``pool``."""
-        if not buffer.is_exposed:
-            buffer.release(pool)
-            self._spare_buffer = buffer
-
-    def drop(self) -> None:
-        """Drop all gradients."""
-        self.end_backward()
-        self._buffer = None
-        self.partial = ReduceScatteredGrad()
-        for shown in self._unreduced:
-            shown.take_back()
-        self._unreduced = []
-        for unsharded_param in self.views.unsharded_params:
-            unsharded_param.grad = None
-
-    def zero(self) -> None:
-        """Fill all gradients that are not reduced yet with zeros; exposed ones are the caller's to fill."""
-        if self._buffer is not None:
-            self._buffer.clear(range(len(self.ready)), set_to_none=False)
-        if self.partial.shard is not None:
-            self.partial.shard.zero_()
-        for unsharded_param in self.views.unsharded_params:
-            if unsharded_param.grad is not None:
-                unsharded_param.grad.zero_()
-
-    def expose_unreduced(self, pool: MemoryPool, convert: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Set ``.grad`` to this rank's shard of the waiting, unreduced gradient inside ``no_sync``.
-
-        It costs no memory unless shards are offloaded: ``convert`` converts a tensor to the shard's dtype and device.
-        """
-        if self._buffer is None or self._unreduced or not self.views.exposes_unreduced:
-            return
-        self._buffer.is_exposed = True
-        own = self._buffer.close(pool)[self._layout.shard(self.views.rank).to_slice()]
-        self._unreduced = show_unreduced(self.views, convert(own), self.ready)
-
-    def hide_unreduced(self) -> bool:
-        """Undo :meth:`expose_unreduced`, and drop gradients that the caller has cleared; return whether any was set."""
-        shown, self._unreduced = self._unreduced, []
-        if shown:
-            dropped, zeroed = hide_unreduced(self.views, shown, self.ready)
-            if self._buffer is not None:
-                self._buffer.clear(dropped, set_to_none=True)
-                self._buffer.clear(zeroed, set_to_none=False)
-                if not any(self._buffer.grads_ready):
-                    self._buffer = None
-                    self.end_backward()
-        return bool(shown)
-
-
-@dynamo_disabled_here
-def _accept(gradients: weakref.ref[HandleGradients], unsharded_param: torch.Tensor) -> None:
-    """Take the gradient of an unsharded parameter, as its post-accumulate-grad hook.
-
-    The hook must not own the gradients, which hold the parameter's autograd node: a cycle through autograd's C++
-    objects is never collected, so no wrapped model would ever be freed. It runs once a gradient, so it does what most
-    gradients need by itself.
-    """
-    owner, grad = gradients(), unsharded_param.grad
-    # The graph may reach the parameter although the loss does not depend on it: an unused output.
-    if owner is None or grad is None:
-        return
-    unsharded_param.grad = None
-    buffer, index = owner.open_buffer, unsharded_param._fsdp_flat_index  # type: ignore[attr-defined]
-    if buffer is None or buffer.grads_ready[index] or grad.requires_grad or grad.is_sparse:
-        owner.accept(index, grad)
-        return
-    if owner.views.params[index].param._backward_hooks or owner.hooks[index]:
-        owner.accept(index, grad)
-        return
-    buffer.grads_ready[index] = 1
-    buffer.waiting[index] = grad
-    if not len(buffer.waiting) % _GRADS_PER_CALL:
-        owner.on_ready()
+    def mark_filled(self) -> None:
+        """Have autograd accept the parameters again: the buffer has their values."""
+        if self._versions is not None:
+            set_versions(self.params, self._versions)
+            self._versions = None
