@@ -103,8 +103,6 @@ def unsharded_of(layout: FlatLayout, ranked: torch.Tensor) -> torch.Tensor:
 class RowTarget:
     """Receives the rows of an all-gather, each the input of one rank."""
 
-    __slots__ = ()
-
     def place(self, first: int, rows: torch.Tensor) -> None:
         """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
         raise NotImplementedError
@@ -112,11 +110,7 @@ class RowTarget:
     def stage(
         self, own: torch.Tensor, rank: int, num_ranks: int
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[], None]]:
-        """Allocate memory for the rows of all ranks, and copy this rank's there.
-
-        Args:
-            own: the row of this rank (1-D).
-            rank, num_ranks: this rank, and the number of ranks.
+        """Allocate memory for the rows of all ranks, and copy this rank's, ``own`` (1-D), there.
 
         Returns:
             The memory (1-D, in rank order); this rank's row in it; and a function, to be called once, that places all
@@ -143,17 +137,14 @@ class BufferRows(RowTarget):
     Views are made once: each costs as much host time as a copy of a small parameter.
     """
 
-    __slots__ = ("_buffer", "_ranked", "_shapes", "_sizes", "_staging", "_targets")
-
     def __init__(self, buffer: torch.Tensor, layout: RowLayout) -> None:
         self._buffer = buffer
         self._sizes = [chunk.numel for chunk in layout.chunks]
         # Chunks along dim 0 are contiguous in the buffer, so they are copied as rows.
         self._shapes = {index: shape for index, shape in enumerate(layout.chunk_shapes) if layout.dims[index] != 0}
-        ranked = [_by_rank(buffer, layout, index) for index in range(len(layout.param_infos))]
         self._ranked = [
-            each if index in self._shapes else each.view(layout.world_size, size)
-            for index, (each, size) in enumerate(zip(ranked, self._sizes, strict=True))
+            _by_rank(buffer, layout, index) if index in self._shapes else _by_rank(buffer, layout, index).flatten(1)
+            for index in range(len(self._sizes))
         ]
         self._targets: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._staging: _Staging | None = None
@@ -198,18 +189,10 @@ class BufferRows(RowTarget):
 
 
 class GroupedRows(RowTarget):
-    """Places rows that are the shards of several consecutive ranks each.
-
-    Args:
-        target: places the shards of ranks.
-        num_ranks: number of ranks whose shards are in a row.
-    """
-
-    __slots__ = ("_num_ranks", "_target")
+    """Places rows that are the shards of ``num_ranks`` consecutive ranks each, which ``target`` places."""
 
     def __init__(self, target: RowTarget, num_ranks: int) -> None:
-        self._target = target
-        self._num_ranks = num_ranks
+        self._target, self._num_ranks = target, num_ranks
 
     def place(self, first: int, rows: torch.Tensor) -> None:
         self._target.place(first * self._num_ranks, rows.reshape(len(rows) * self._num_ranks, -1))
@@ -217,8 +200,6 @@ class GroupedRows(RowTarget):
 
 class _JoinedRows(RowTarget):
     """Places rows that are inputs for several targets, one after another."""
-
-    __slots__ = ("_sizes", "_targets")
 
     def __init__(self, inputs: Sequence[tuple[torch.Tensor, RowTarget]]) -> None:
         self._targets = [target for _, target in inputs]
@@ -249,12 +230,8 @@ def joined(inputs: Sequence[tuple[torch.Tensor, RowTarget | None]]) -> list[tupl
 def rows_of(buffer: torch.Tensor, layout: RowLayout, ranks: range) -> torch.Tensor:
     """Return the shards of consecutive ranks, padding included, as a copy (1-D) of parts of the unsharded buffer."""
     rows = buffer.new_empty(len(ranks), layout.shard_numel)
-    pieces = [
-        piece.view(-1, *shape)
-        for piece, shape in zip(
-            rows.split([chunk.numel for chunk in layout.chunks], 1), layout.chunk_shapes, strict=True
-        )
-    ]
+    parts = rows.split([chunk.numel for chunk in layout.chunks], 1)
+    pieces = [part.view(-1, *shape) for part, shape in zip(parts, layout.chunk_shapes, strict=True)]
     sources = [_by_rank(buffer, layout, index)[ranks.start : ranks.stop] for index in range(len(pieces))]
     torch._foreach_copy_(pieces, sources)
     return rows.view(-1)
@@ -294,8 +271,10 @@ def can_chunk(layout: FlatLayout) -> bool:
     return 0 not in numels and uneven <= _MOST_PADDED
 
 
-def split_grad(grad: torch.Tensor, layout: RowLayout, index: int) -> list[torch.Tensor]:
+def split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:
     """Split the gradient of a parameter (the parameter's shape) by the places of :func:`grad_places`."""
+    if not isinstance(layout, RowLayout):
+        return [grad]
     dim, shape = layout.dims[index], layout.chunk_shapes[index]
     full, rest = layout.full_ranks[index]
     if dim == 0 and not rest:

@@ -62,11 +62,8 @@ class HandleGradients:
         open_buffer: the buffer that takes a parameter's first gradient without a call of :meth:`accept`: from the
             first gradient of a backward, once ``on_ready`` has returned, to :meth:`end_backward`; else None. None too
             if a parameter is a DTensor of the caller's, whose gradients have to be converted.
-        buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype.
-        reduce_dtype: dtype in which they are reduced.
-        num_trainable: number of parameters that require a gradient.
+        buffer_dtype: dtype of waiting gradients, at least as wide as the compute dtype and ``reduce_dtype``.
         partial: gradient that a later backward completes.
-        views: the handle's views.
         hooks: the gradient hooks of each parameter before it was flattened, or None.
     """
 
@@ -96,35 +93,32 @@ class HandleGradients:
         self.buffer_dtype = torch.promote_types(compute_dtype, reduce_dtype)
         self.reduce_dtype, self._device = reduce_dtype, device
         # Unsharded parameters that were in use before still have their flags and hooks.
-        self._synced = [unsharded_param.requires_grad for unsharded_param in self.views.unsharded_params]
+        self._synced = [param.requires_grad for param in self.views.unsharded_params]
         self.sync_requires_grad()
 
     def sync_requires_grad(self) -> None:
         """Give the unsharded parameters the ``requires_grad`` that the user set, and hooks for their gradients."""
         unsharded_params, before = self.views.unsharded_params, self._synced
-        shown = [unsharded_param.requires_grad for unsharded_param in unsharded_params]
+        shown = [param.requires_grad for param in unsharded_params]
         if shown != before:
             self.views.adopt_requires_grad(shown, before)
         wanted = self.views.requires_grad()
         if wanted == shown == before:
             return
-        for index, (unsharded_param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
-            unsharded_param.requires_grad_(want)
+        for index, (param, want, was) in enumerate(zip(unsharded_params, wanted, before, strict=True)):
+            param.requires_grad_(want)
             if want and not was:
-                unsharded_param._fsdp_flat_index = index  # type: ignore[attr-defined]
-                unsharded_param.register_post_accumulate_grad_hook(self._hook)
+                param._fsdp_flat_index = index  # type: ignore[attr-defined]
+                param.register_post_accumulate_grad_hook(self._hook)
             elif was and not want:
-                unsharded_param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+                param._post_accumulate_grad_hooks = None  # type: ignore[assignment]
         self._synced = wanted
         self.num_trainable = sum(wanted)
 
     @property
     def are_in_a_graph(self) -> bool:
         """Return whether a caller holds an autograd graph that can still produce gradients."""
-        return any(
-            unsharded_param.requires_grad and is_in_a_graph(unsharded_param)
-            for unsharded_param in self.views.unsharded_params
-        )
+        return any(param.requires_grad and is_in_a_graph(param) for param in self.views.unsharded_params)
 
     @dynamo_disabled
     def accept(self, index: int, grad: torch.Tensor) -> None:
@@ -167,10 +161,9 @@ class HandleGradients:
         self.open_buffer, self._num_accepted = None, 0
 
     def _new_buffer(self, device: torch.device) -> FlatGradBuffer:
-        buffer, self._spare_buffer = self._spare_buffer, None
-        if buffer is None or not buffer.fits(self.buffer_dtype, device):
-            return FlatGradBuffer(self._layout, self.buffer_dtype, device)
-        return buffer
+        spare, self._spare_buffer = self._spare_buffer, None
+        fits = spare is not None and spare.fits(self.buffer_dtype, device)
+        return spare if spare and fits else FlatGradBuffer(self._layout, self.buffer_dtype, device)
 
     # -- waiting gradients ---------------------------------------------------------------------------------------
 

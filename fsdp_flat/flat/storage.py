@@ -23,8 +23,6 @@ class MemoryPool:
     nothing for them, nor if torch cannot move memory between storages.
     """
 
-    __slots__ = ("_blank", "_idle")
-
     def __init__(self) -> None:
         self._idle: dict[int, list[torch.UntypedStorage]] = {}
         self._blank: list[torch.UntypedStorage] = []  # objects without memory
@@ -77,8 +75,6 @@ class FlatBuffer:
     counters, which a refill does not change.
     """
 
-    __slots__ = ("_nbytes", "tensor")
-
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.tensor = torch.empty(numel, dtype=dtype, device=device)
         self._nbytes = self.tensor.untyped_storage().nbytes()
@@ -102,11 +98,8 @@ class FlatBuffer:
 class AliasBuffer(FlatBuffer):
     """Aliases the shard of a unit that is not sharded; never freed."""
 
-    __slots__ = ()
-
     def __init__(self, shard: torch.Tensor) -> None:
         self.tensor = shard
-        self._nbytes = shard.untyped_storage().nbytes()
 
     def alloc(self, pool: MemoryPool) -> None:
         pass
@@ -126,8 +119,6 @@ class FlatGradBuffer:
         waiting: the gradients that are not in the flat buffer yet, by the parameter's index.
         is_exposed: a caller has views of the buffer, so its memory must not be reused.
     """
-
-    __slots__ = ("_buffer", "_layout", "_paddings", "_places", "_rows", "grads_ready", "is_exposed", "waiting")
 
     def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device) -> None:
         self._buffer = FlatBuffer(layout.numel, dtype, device)
@@ -161,7 +152,7 @@ class FlatGradBuffer:
         elif index in self.waiting:
             self.waiting[index] = torch.add(self.waiting[index].to(self._buffer.tensor.dtype), grad)
         else:
-            for place, piece in zip(self._places[index], self._split(index, grad), strict=True):
+            for place, piece in zip(self._places[index], split_grad(grad, self._layout, index), strict=True):
                 place.add_(piece)
 
     def clear(self, indices: Iterable[int], *, set_to_none: bool) -> None:
@@ -193,14 +184,10 @@ class FlatGradBuffer:
         if self.waiting:
             torch._foreach_copy_(
                 [place for index in self.waiting for place in self._places[index]],
-                [piece for index, grad in self.waiting.items() for piece in self._split(index, grad)],
+                [piece for index, grad in self.waiting.items() for piece in split_grad(grad, self._layout, index)],
             )
             self.waiting.clear()
         return self._buffer.tensor
-
-    def _split(self, index: int, grad: torch.Tensor) -> list[torch.Tensor]:
-        """Split the gradient of a parameter by its places."""
-        return split_grad(grad, self._layout, index) if isinstance(self._layout, RowLayout) else [grad]
 
     def release(self, pool: MemoryPool) -> None:
         """Drop all gradients and return the memory to ``pool``; no views of the buffer may be in use."""
@@ -229,8 +216,6 @@ class UnshardedParams:
         params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
         rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
     """
-
-    __slots__ = ("_own_slice", "_versions", "buffer", "params", "rows")
 
     def __init__(
         self,

@@ -254,8 +254,8 @@ def test_a_copied_or_pickled_parameter_is_plain_and_belongs_to_no_unit(rank: int
         stored = io.BytesIO()
         torch.save(param, stored)
         stored.seek(0)
-        twins = [copy.deepcopy(param), pickle.loads(pickle.dumps(param))]
-        for twin in (*twins, torch.load(stored)) if use_orig_params else twins:
+        copies = [copy.deepcopy(param), pickle.loads(pickle.dumps(param))]
+        for twin in (*copies, torch.load(stored, weights_only=use_orig_params)):
             assert type(twin) is nn.Parameter
             assert torch.equal(twin, param)
             assert twin.requires_grad
