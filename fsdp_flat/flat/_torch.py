@@ -74,18 +74,12 @@ def is_in_a_graph(unsharded_param: torch.Tensor) -> bool:
     return bool(unsharded_param._use_count() > 1)  # type: ignore[attr-defined]
 
 
-def dtensor_like(like: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor of ``local`` with the mesh, placements and global shape of the DTensor ``like``.
+def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
+    """Return a DTensor of ``local`` with the mesh, placements, global shape and dtype that ``spec`` describes.
 
     ``DTensor.from_local`` computes these anew and records an autograd node, and ``DTensor.__init__`` does nothing but
     leave torch.compile: too slow for each gradient of each step.
     """
-    assert isinstance(like, DTensor)
-    return dtensor_of(local, like._spec)
-
-
-def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
-    """Return a DTensor of ``local`` with the mesh, placements, global shape and dtype that ``spec`` describes."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 

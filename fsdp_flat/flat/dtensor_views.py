@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -19,19 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import OptionError, UsageError, some_of
-from fsdp_flat.flat._torch import dtensor_like, dtensor_of, dtensor_parameter, is_in_a_graph
+from fsdp_flat.flat._torch import dtensor_of, dtensor_parameter, is_in_a_graph
 from fsdp_flat.flat.arrangement import VisibleParam, clear_padding, local_part, split_alone
 from fsdp_flat.flat.params import PLAIN, DataParallelDims, FlattenedBy, ManagedParam, check_adapter, check_extensions
 from fsdp_flat.flat.views import Views
 from fsdp_flat.layout import FlatLayout, RowLayout
-
-
-class Removable(Protocol):
-    """Undoes a change of a module, as the handle of a hook does."""
-
-    def remove(self) -> None:
-        """Undo it."""
-
 
 _specs: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 """torch's descriptions of DTensors that exist, by hash of the mesh, shape, dim and dtype: to make one takes long."""
@@ -46,14 +38,14 @@ class RowSharding:
         offloads: shards have to be in host memory.
         data_dims: the dims of the parameters' own mesh that ``mesh`` has; None if their mesh has none of them.
         suffix: names the mesh after the path of its unit's modules, which have another unit too; else empty.
-        hooks: hooks of the unit's modules and other changes, to be undone with the unit.
+        hooks: handles of hooks of the unit's modules and of other changes; ``remove()`` undoes each with the unit.
     """
 
     mesh: DeviceMesh
     offloads: bool = False
     data_dims: DataParallelDims | None = None
     suffix: str = ""
-    hooks: list[Removable] = field(default_factory=list, compare=False)
+    hooks: list[Any] = field(default_factory=list, compare=False)
 
     @property
     def shard_device_type(self) -> str:
@@ -104,15 +96,7 @@ class RowSharding:
 
 
 class DTensorViews(Views):
-    """Implements :class:`Views` with DTensors.
-
-    Args:
-        rows: mesh and sharded dims.
-        params: the managed parameters, in layout order; others replace them in their modules.
-        unsharded_params: as for :class:`Views`.
-        layout: the row layout.
-        args: the other arguments of :class:`Views`.
-    """
+    """Implements :class:`Views` with DTensors, which replace the managed parameters in their modules."""
 
     exposes_unreduced = False
     layout: RowLayout
@@ -131,10 +115,12 @@ class DTensorViews(Views):
         self._local_parts = [
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
-        entries = []
-        locals_ = split_alone(flat_param.data, self._local_parts)
-        for entry, dim, local in zip(params, layout.dims, locals_, strict=True):
-            entries.append(entry.shown_as(_parameter(rows.template(entry, dim, local), like=entry.param)))
+        entries = [
+            entry.shown_as(_parameter(rows.template(entry, dim, local), like=entry.param))
+            for entry, dim, local in zip(
+                params, layout.dims, split_alone(flat_param.data, self._local_parts), strict=True
+            )
+        ]
         super().__init__(entries, unsharded_params, layout, *args)
         self._held: dict[nn.Module, list[tuple[str, nn.Parameter, torch.Tensor]]] = {}
         self._show(self.params)
@@ -145,39 +131,38 @@ class DTensorViews(Views):
     def _show(self, params: Sequence[ManagedParam]) -> None:
         """Use these parameters, whose local tensors are views of the shard, from now on."""
         self.params = tuple(params)
+        parts = zip(self.params, self._local_parts, strict=True)
         self.visible = tuple(
             VisibleParam(entry.param, range(index, index + 1), in_shard.to_slice(), shape)
-            for index, (entry, (in_shard, shape)) in enumerate(zip(self.params, self._local_parts, strict=True))
+            for index, (entry, (in_shard, shape)) in enumerate(parts)
         )
         self._shown = shown = [cast(DTensor, entry.param) for entry in self.params]
         # A change of either raises its own version counter.
-        self._tensors = (*shown, *[param._local_tensor for param in shown])
+        self._versioned = (self.flat_param, *shown, *[param._local_tensor for param in shown])
         self._pointers = [param._local_tensor.data_ptr() for param in shown]
         for held in self._held.values():
             held.clear()
         for entry, param_info in zip(self.params, self.layout.param_infos, strict=True):
             # Conversions of an inner module swap the attributes of its parameters away.
             entry.mark(FlattenedBy(entry.fqn, self.unit_name, param_info.shape))
-            for site in entry.sites:
-                self._held.setdefault(site.module, []).append((site.name, entry.param, _data(entry.param)))
+        for index, site in self._sites:
+            held = self._held.setdefault(site.module, [])
+            held.append((site.name, self.params[index].param, shown[index]._local_tensor))
         self._bindings = self._bind()
         self.use_sharded_views()
 
     def grads(self) -> list[torch.Tensor | None]:
         found = [each.param.grad for each in self.visible]
-        return [grad._local_tensor if isinstance(grad, DTensor) else grad for grad in found]
+        return [None if grad is None else _data(grad) for grad in found]
 
     def reduced_grads(self, shard_grad: torch.Tensor) -> list[torch.Tensor]:
         parts = split_alone(shard_grad, self._local_parts)
-        return [dtensor_like(param, part) for param, part in zip(self._shown, parts, strict=True)]
+        return [dtensor_of(part, param._spec) for param, part in zip(self._shown, parts, strict=True)]
 
     def note_step(self) -> None:
         super().note_step()
         # Foreach operations change DTensors without raising a version counter.
         self.bump_version()
-
-    def version(self) -> int:
-        return self.flat_param._version + self._num_rewrites + sum([tensor._version for tensor in self._tensors])
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
         """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.
@@ -207,7 +192,7 @@ class DTensorViews(Views):
                 template = self._rows.template(entry, self.layout.dims[index], local)
                 other = _parameter(template, like=param)
                 if param.grad is not None:
-                    other.grad = dtensor_like(other, _data(param.grad).to(local.device, local.dtype))
+                    other.grad = dtensor_of(_data(param.grad).to(local.device, local.dtype), template._spec)
                 torch.utils.swap_tensors(param, other)
         self._show(self.params)
 

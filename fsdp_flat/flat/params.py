@@ -1,8 +1,7 @@
 """Describes the parameters that a unit manages: where modules hold them, and how DTensors become plain tensors.
 
-Flat layouts, shards, buffers and gradients use plain tensors of one process. A parameter that tensor parallelism has
-already sharded is a DTensor in its module; its adapter converts between the two. Plain parameters share one adapter,
-the identity, which no step calls.
+Layouts, shards, buffers and gradients use plain tensors. A parameter that tensor parallelism has sharded is a DTensor
+in its module; its adapter converts between the two. Plain parameters share the identity, which no step calls.
 """
 
 from __future__ import annotations
@@ -61,11 +60,9 @@ class TensorAdapter:
         return (0,) * len(local_shape)
 
     def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Return the mesh and the placements of the tensor once its local part is sharded too.
+        """Return the mesh and the placements of the tensor once its local part is sharded along ``dim`` too.
 
-        Args:
-            mesh: the data-parallel mesh; its last dim shards, another one replicates.
-            dim: the dim of the tensor that is sharded.
+        The last dim of the data-parallel ``mesh`` shards, another one replicates.
         """
         return mesh, (*[Replicate()] * (mesh.ndim - 1), Shard(dim))
 
@@ -86,81 +83,6 @@ class TensorAdapter:
 
 
 PLAIN = TensorAdapter()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DTensorAdapter(TensorAdapter):
-    """Converts between a DTensor, all of whose placements are ``Shard`` or ``Replicate``, and its local tensor."""
-
-    shape: torch.Size
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-    def from_local(self, local: torch.Tensor) -> torch.Tensor:
-        stride = torch.empty(self.shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
-
-    def to_local(self, shown: torch.Tensor) -> torch.Tensor:
-        if not isinstance(shown, DTensor):
-            return shown
-        if shown.placements != self.placements or shown.device_mesh != self.mesh:
-            shown = shown.redistribute(self.mesh, self.placements)
-        return shown.to_local()
-
-    def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
-        return shown.full_tensor() if isinstance(shown, DTensor) else shown
-
-    def local_slice(self, whole: torch.Tensor) -> torch.Tensor:
-        if isinstance(whole, DTensor):
-            return self.to_local(whole)
-        for dim, run in enumerate(self._own()):
-            whole = whole.narrow(dim, run.start, run.numel)
-        return whole
-
-    def _own(self) -> list[Interval]:
-        """Return the local tensor's interval, per dim."""
-        own = [Interval(0, length) for length in self.shape]
-        for mesh_dim, placement in enumerate(self.placements):
-            if isinstance(placement, Shard):
-                # DTensor shards like torch.chunk, so the last ranks may have fewer rows or none.
-                run = own[placement.dim]
-                rows = chunk_rows(run.numel, self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim))
-                own[placement.dim] = rows.shift(run.start)
-        return own
-
-    def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(run.start for run in self._own())
-
-    def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        # Tensor parallelism has sharded the tensor already; each of its parts is sharded here again.
-        own = (*[Replicate()] * (mesh.ndim - 1), self._sharded_again(dim, 0))
-        return concatenated_mesh(mesh, self.mesh), (*own, *self.placements)
-
-    def _sharded_again(self, dim: int, first: int) -> Placement:
-        """Return the placement that shards the parts of ``dim`` into which mesh dims from ``first`` on split it."""
-        sizes = [
-            self.mesh.size(mesh_dim)
-            for mesh_dim, placement in enumerate(self.placements)
-            if mesh_dim >= first and isinstance(placement, Shard) and placement.dim == dim
-        ]
-        return strided_shard(dim, math.prod(sizes)) if math.prod(sizes) > 1 else Shard(dim)
-
-    @property
-    def is_first_of_mesh(self) -> bool:
-        return not any(self.mesh.get_coordinate() or ())
-
-    @property
-    def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim))
-
-    def full_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(self.shape)
-
-    @property
-    def groups(self) -> tuple[dist.ProcessGroup, ...]:
-        return tuple(
-            self.mesh.get_group(dim) for dim, place in enumerate(self.placements) if not isinstance(place, Replicate)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,34 +126,73 @@ class DataParallelDims:
                     f"Parameter {name!r} has the placements {adapter.placements}, which are not Replicate() on the "
                     f"data-parallel dim {each!r} of {self.mesh}."
                 )
-        return _WholeMeshAdapter(adapter.shape, adapter.mesh, adapter.placements, self)
+        return replace(adapter, data_dims=self)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _WholeMeshAdapter(DTensorAdapter):
-    """Converts a DTensor whose mesh has the data-parallel dims too.
+class DTensorAdapter(TensorAdapter):
+    """Converts between a DTensor, all of whose placements are ``Shard`` or ``Replicate``, and its local tensor.
 
-    Gradients stay unreduced over those, as the unit reduces them.
+    Gradients stay unreduced over ``data_dims``, the dims of its mesh over which a unit shards and replicates it.
     """
 
-    data_dims: DataParallelDims
+    shape: torch.Size
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    data_dims: DataParallelDims | None = None
+
+    def from_local(self, local: torch.Tensor) -> torch.Tensor:
+        stride = torch.empty(self.shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
 
     def to_local(self, shown: torch.Tensor) -> torch.Tensor:
         if not isinstance(shown, DTensor):
             return shown
-        wanted = list(self.placements)
-        for name in self.data_dims.names:
-            index = self.data_dims.index(name)
-            wanted[index] = shown.placements[index]
-        if tuple(wanted) != tuple(shown.placements):
+        wanted = self.placements
+        if self.data_dims is not None:
+            data = self._data
+            wanted = tuple(shown.placements[dim] if dim in data else own for dim, own in enumerate(wanted))
+        if wanted != shown.placements or shown.device_mesh != self.mesh:
             shown = shown.redistribute(self.mesh, wanted)
         return shown.to_local()
 
+    @property
+    def _data(self) -> set[int]:
+        """The data-parallel dims of its mesh."""
+        return set() if self.data_dims is None else set(map(self.data_dims.index, self.data_dims.names))
+
+    def full_tensor(self, shown: torch.Tensor) -> torch.Tensor:
+        return shown.full_tensor() if isinstance(shown, DTensor) else shown
+
+    def local_slice(self, whole: torch.Tensor) -> torch.Tensor:
+        if isinstance(whole, DTensor):
+            return self.to_local(whole)
+        for dim, run in enumerate(self._own()):
+            whole = whole.narrow(dim, run.start, run.numel)
+        return whole
+
+    def _own(self) -> list[Interval]:
+        """Return the local tensor's interval, per dim."""
+        own = [Interval(0, length) for length in self.shape]
+        for mesh_dim, placement in enumerate(self.placements):
+            if isinstance(placement, Shard):
+                # DTensor shards like torch.chunk, so the last ranks may have fewer rows or none.
+                run = own[placement.dim]
+                rows = chunk_rows(run.numel, self.mesh.size(mesh_dim), self.mesh.get_local_rank(mesh_dim))
+                own[placement.dim] = rows.shift(run.start)
+        return own
+
+    def offsets(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(run.start for run in self._own())
+
     def sharded_over(self, mesh: DeviceMesh, dim: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        # Tensor parallelism has sharded the tensor already; each of its parts is sharded here again.
+        if self.data_dims is None:
+            own = (*[Replicate()] * (mesh.ndim - 1), self._sharded_again(dim, 0))
+            return concatenated_mesh(mesh, self.mesh), (*own, *self.placements)
         shard, replicate = self.data_dims.shard, self.data_dims.replicate
         placements = list(self.placements)
-        for name in shard:
-            index = self.data_dims.index(name)
+        for index in map(self.data_dims.index, shard):
             placements[index] = self._sharded_again(dim, index + 1)
         if len(shard) <= 1:
             return self.mesh, tuple(placements)
@@ -246,10 +207,31 @@ class _WholeMeshAdapter(DTensorAdapter):
                 found.append(placement)
         return functools.reduce(concatenated_mesh, meshes), tuple(found)
 
+    def _sharded_again(self, dim: int, first: int) -> Placement:
+        """Return the placement that shards the parts of ``dim`` into which mesh dims from ``first`` on split it."""
+        sizes = [
+            self.mesh.size(mesh_dim)
+            for mesh_dim, placement in enumerate(self.placements)
+            if mesh_dim >= first and isinstance(placement, Shard) and placement.dim == dim
+        ]
+        return strided_shard(dim, math.prod(sizes)) if math.prod(sizes) > 1 else Shard(dim)
+
+    @property
+    def is_first_of_mesh(self) -> bool:
+        return not any(self.mesh.get_coordinate() or ())
+
     @property
     def mesh_groups(self) -> tuple[dist.ProcessGroup, ...]:
-        data = {self.data_dims.index(name) for name in self.data_dims.names}
-        return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in data)
+        return tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim) if dim not in self._data)
+
+    def full_shape(self, local_shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(self.shape)
+
+    @property
+    def groups(self) -> tuple[dist.ProcessGroup, ...]:
+        return tuple(
+            self.mesh.get_group(dim) for dim, place in enumerate(self.placements) if not isinstance(place, Replicate)
+        )
 
 
 def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
@@ -404,7 +386,7 @@ class ManagedParam:
 
     @property
     def shape(self) -> torch.Size:
-        """Unsharded shape of the parameter."""
+        """Unsharded shape, unless the parameter is a local shard."""
         return self.param.shape
 
 
@@ -428,7 +410,7 @@ def to_local_param(entry: ManagedParam) -> ManagedParam:
 
 
 def modules_of(root: nn.Module) -> Iterator[nn.Module]:
-    """Iterate over ``root.modules()`` without names and without one generator per level of nesting."""
+    """Iterate over ``root.modules()``, without a generator per level of nesting."""
     seen: set[nn.Module] = set()
     ahead = [root]
     while ahead:
@@ -442,8 +424,7 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers for activation checkpoints, offload and compilation, or ``module`` itself.
 
-    These wrappers move the names in state dicts one level down when they load, so the unit's flat parameter has to be
-    registered on the module that holds its parameters.
+    These wrappers move names in state dicts one level down when they load, so a flat parameter is registered inside.
     """
     for word in (CHECKPOINT_WRAPPED_MODULE, COMPILED_MODULE):
         inner = module._modules.get(word)

@@ -65,12 +65,10 @@ class _Bindings(NamedTuple):
 class Views:
     """Defines the interface and the shared code of all implementations.
 
-    Args:
+    Attributes:
         params: the managed parameters, in layout order.
         unsharded_params: one Parameter per managed parameter, a view of the unsharded buffer.
         module: the unit's module, where a visible flat parameter is registered.
-
-    Attributes:
         visible: the parameters that an optimizer holds.
         shows_unsharded: the modules point at the unsharded parameters.
         is_split: other ranks hold other elements of the parameters.
@@ -79,6 +77,7 @@ class Views:
     """
 
     visible: tuple[VisibleParam, ...]
+    _versioned: tuple[torch.Tensor, ...]
     exposes_unreduced = True
 
     def __init__(
@@ -177,8 +176,8 @@ class Views:
         """Use other unsharded parameters from now on (of another compute dtype)."""
         self.unsharded_params = tuple(unsharded_params)
         self._storages = [
-            unsharded_param.untyped_storage()._cdata if entry.adapter is PLAIN else None
-            for unsharded_param, entry in zip(self.unsharded_params, self.params, strict=True)
+            param.untyped_storage()._cdata if entry.adapter is PLAIN else None
+            for param, entry in zip(self.unsharded_params, self.params, strict=True)
         ]
         self._bindings = self._bind()
 
@@ -244,14 +243,12 @@ class Views:
                     "assignments, or do not keep parameters (set_reshard_after_backward, SHARD_GRAD_OP in no_sync)."
                 )
             return
-        bindings = zip(*self._bindings, strict=True)
-        for index, (entry, storage) in enumerate(zip(self.params, self._storages, strict=True)):
-            for _ in entry.sites:
-                attributes, name, unsharded_param, sharded = next(bindings)
-                current = attributes.get(name)
-                is_same = storage is None or unsharded_param.untyped_storage()._cdata == storage
-                if current is sharded or (current is unsharded_param and is_same):
-                    continue
+        for (index, _), (attributes, name, unsharded_param, sharded) in zip(
+            self._sites, zip(*self._bindings, strict=True), strict=False
+        ):
+            current, storage = attributes.get(name), self._storages[index]
+            is_same = storage is None or unsharded_param.untyped_storage()._cdata == storage
+            if current is not sharded and (current is not unsharded_param or not is_same):
                 raise PhaseError(
                     f"Parameter {self.describe(index)} was assigned after a forward, "
                     "while the unit was unsharded, and the assignment would be lost. The weights were changed before "
@@ -312,7 +309,7 @@ class Views:
 
     def version(self) -> int:
         """Return a number that changes when sharded values change."""
-        return self.flat_param._version + self._num_rewrites + sum([each.param._version for each in self.visible])
+        return self._num_rewrites + sum([tensor._version for tensor in self._versioned])
 
     # -- error texts ---------------------------------------------------------------------------------------------
 
@@ -351,6 +348,7 @@ class OrigViews(Views):
                 zip(self.params, self.local_shards, self.layout.param_infos, strict=True)
             )
         )
+        self._versioned = (self.flat_param, *self.visible_params())
         self._pointers: tuple[int, ...] = ()
         self.bind_shard()
         self.use_sharded_views()
@@ -439,6 +437,7 @@ class FlatViews(Views):
         entries = [entry.shown_as(shown) for entry, shown in zip(params, unsharded_params, strict=True)]
         super().__init__(entries, unsharded_params, *args)
         self.visible = (VisibleParam(self.flat_param, range(len(entries))),)
+        self._versioned = (self.flat_param,)
         warn_of_lost_hooks(params, self.unit_name)
         self.unregister_full_params()
 
