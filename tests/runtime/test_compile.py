@@ -208,6 +208,24 @@ def test_a_compiled_training_step_with_backward_in_it_is_the_eager_one() -> None
         assert_idle(model)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_compiled_optimizer_step_takes_sharded_gradients_as_plain_ones(kind: type[torch.optim.Optimizer]) -> None:
+    with fresh_compiler():
+        model = wrapped(seeded(), auto_wrap_policy=BLOCKS, use_orig_params=True)
+        twin = copy.deepcopy(model)
+        optimizer, twins = (kind(each.parameters(), lr=0.01) for each in (model, twin))
+        for step in range(3):
+            for each, take_step in ((model, compiled(optimizer.step)), (twin, twins.step)):
+                square_loss(each, batch(dist.get_rank(), step)).backward()
+                take_step()
+                each.zero_grad()
+        assert num_graphs() > 0
+        assert_close(model.state_dict(), twin.state_dict(), rtol=1e-5, atol=1e-6)
+        held = [value for state in optimizer.state.values() for value in state.values()]
+        assert {type(value) for value in held if isinstance(value, torch.Tensor)} <= {torch.Tensor}
+
+
 class PartlyFrozen(Block):
     """A block with a frozen bias and an unused layer: its unit waits for the gradients of the inputs."""
 

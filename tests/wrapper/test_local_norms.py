@@ -78,6 +78,12 @@ def test_norms_stay_refused_after_steps_accumulation_conversion_and_unscaling(us
         square_loss(model, batch(rank)).backward()
         assert "not reduced yet" in refused(clip_grad_norm_, model.parameters(), 0.1, foreach=False)
     square_loss(model, batch(rank)).backward()
+    refused(clip_grad_norm_, model.parameters(), 0.1)
+    optimizer.zero_grad()
+    with model.no_sync():
+        square_loss(model, batch(rank)).backward()
+        optimizer.zero_grad(set_to_none=False)
+    square_loss(model, batch(rank)).backward()
     model.double()
     refused(get_total_norm, gradients(model))
     with FSDP.summon_full_params(model, with_grads=True):
