@@ -1,7 +1,6 @@
 """Defines the handle, which owns a flat parameter: its shard, its unsharded buffer, its views and its gradients.
 
-A handle never communicates. It allocates the buffer that another object all-gathers into, and prepares the flat
-gradient that another object reduces.
+A handle never communicates: others all-gather into its buffer, and reduce its flat gradient.
 """
 
 from __future__ import annotations
@@ -45,9 +44,8 @@ class HandleSpec:
         rank, world_size: this rank in the shard group, and its size.
         num_ranks: ranks over which gradients are averaged; the tail of an unsharded layout is padded to a multiple.
         shard_device: device of the shard and its gradient; in host memory it is pinned for another compute device.
-        compute_dtype: dtype of the unsharded parameters; None keeps the original one.
+        compute_dtype, master_dtype: dtypes of the unsharded parameters and of the shard; None keeps the original one.
         reduce_dtype: dtype in which gradients are reduced; None follows ``compute_dtype``.
-        master_dtype: dtype of the shard; None keeps the original one.
         keep_reduce_dtype: sharded gradients stay in ``reduce_dtype``.
         rows: shards each parameter by itself and shows DTensors; None for a flat layout.
     """
@@ -84,14 +82,11 @@ class FlatParamHandle:
 
     Args:
         params: at least one parameter, all of one dtype (and one ``requires_grad`` with ``use_orig_params=True``).
-        spec: the handle's configuration.
 
     Attributes:
-        flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements.
+        flat_param: the rank's shard, 1-D, ``layout.shard_numel`` elements, in ``orig_dtype``.
         state: shard state of the parameters; only this class sets it.
         pool: memory pool of the buffers; the units of a tree share one.
-        orig_dtype: dtype of the shard.
-        compute_dtype: dtype of the unsharded parameters now.
         rows: while sharded, the shards of several ranks that :meth:`keep_rows` has kept, in the compute dtype; or None.
         storage_epoch: number of times the shard was replaced; graphs recorded before that cannot be run backward.
     """

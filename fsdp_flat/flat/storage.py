@@ -71,8 +71,7 @@ class FlatBuffer:
     """Holds a 1-D tensor whose memory can be freed and allocated again while views of it exist.
 
     Autograd saves views of unsharded parameters. The storage object therefore stays and is resized to zero; once the
-    same values are all-gathered again, all saved views are valid. Views that are parameters have separate version
-    counters, which a refill does not change.
+    same values are all-gathered again, all saved views are valid.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -202,11 +201,9 @@ _EXPIRED = 10**9
 class UnshardedParams:
     """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
 
-    While the buffer does not hold their values, the parameters are marked as changed. A backward unshards a unit when
-    it reaches one of the outputs that were found. Autograd may reach a tensor that a module stored elsewhere earlier,
-    and its graph uses the parameters too: it would read freed memory, or memory that an all-gather still writes to.
-    Autograd compares versions whenever it unpacks a saved tensor and raises if they differ, so another version in
-    between costs nothing where it is read.
+    While the buffer does not hold their values, the parameters are marked as changed: autograd, which compares versions
+    whenever it unpacks a saved tensor, then raises. A backward unshards a unit when it reaches one of the outputs that
+    were found. A tensor that a module stored elsewhere may be reached earlier, and would read freed memory.
 
     Args:
         shard: the handle's shard, which becomes the buffer if it holds the same values.

@@ -1,6 +1,4 @@
-"""Sets the tensors that a unit's modules point at.
-
-The implementation is chosen when the handle is built; :class:`DTensorViews` is that of ``fully_shard``:
+"""Sets the tensors that a unit's modules point at; :class:`DTensorViews` does so for ``fully_shard``.
 
 * :class:`OrigViews` (``use_orig_params=True``): outside of compute ``module.weight`` is always the user's Parameter,
   whose data is this rank's 1-D local shard (possibly empty), or the full parameter if nothing is sharded.
