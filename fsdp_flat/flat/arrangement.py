@@ -271,10 +271,8 @@ def can_chunk(layout: FlatLayout) -> bool:
     return 0 not in numels and uneven <= _MOST_PADDED
 
 
-def split_grad(grad: torch.Tensor, layout: FlatLayout, index: int) -> list[torch.Tensor]:
+def split_grad(grad: torch.Tensor, layout: RowLayout, index: int) -> list[torch.Tensor]:
     """Split the gradient of a parameter (the parameter's shape) by the places of :func:`grad_places`."""
-    if not isinstance(layout, RowLayout):
-        return [grad]
     dim, shape = layout.dims[index], layout.chunk_shapes[index]
     full, rest = layout.full_ranks[index]
     if dim == 0 and not rest:

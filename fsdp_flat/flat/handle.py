@@ -14,15 +14,14 @@ import torch
 from torch import nn
 
 from fsdp_flat.errors import PhaseError
-from fsdp_flat.flat._torch import unguarded
-from fsdp_flat.flat.arrangement import GroupedRows, RowTarget, clear_padding, local_part, rows_of
+from fsdp_flat.flat._torch import set_versions, unguarded
+from fsdp_flat.flat.arrangement import BufferRows, GroupedRows, RowTarget, clear_padding, local_part, rows_of, views_of
 from fsdp_flat.flat.dtensor_views import DTensorViews, RowSharding
-from fsdp_flat.flat.gradients import HandleGradients
 from fsdp_flat.flat.guards import as_flat_parameter, replace_shard
 from fsdp_flat.flat.optimizers import watch_steps_on
 from fsdp_flat.flat.params import FlattenedBy, ManagedParam
 from fsdp_flat.flat.sharded_grad import convert_grad
-from fsdp_flat.flat.storage import FlatBuffer, MemoryPool, UnshardedParams
+from fsdp_flat.flat.storage import AliasBuffer, FlatBuffer, HandleGradients, MemoryPool
 from fsdp_flat.flat.views import FlatViews, OrigViews, Views
 from fsdp_flat.layout import FlatLayout, RowLayout, alignment_numel
 
@@ -75,6 +74,83 @@ class HandleSpec:
             align_numel=alignment_numel(compute_dtype.itemsize, use_orig_params=self.use_orig_params),
             tail_multiple=self.num_ranks if self.use_orig_params and self.world_size == 1 else None,
         )
+
+
+_EXPIRED = 10**9
+"""Offset of the versions that autograd reports while a parameter is sharded; README's limits name the number."""
+
+
+class UnshardedParams:
+    """Holds the unsharded parameters of one compute dtype, and the buffer that they view.
+
+    While the buffer does not hold their values, the parameters are marked as changed: autograd, which compares versions
+    whenever it unpacks a saved tensor, then raises. A backward unshards a unit when it reaches one of the outputs that
+    were found. A tensor that a module stored elsewhere may be reached earlier, and would read freed memory.
+
+    Args:
+        shard: the handle's shard, which becomes the buffer if it holds the same values.
+        dtype: compute dtype.
+
+    Attributes:
+        params: one Parameter per managed one, which modules see in compute; each has a version counter of its own.
+        rows: places shards of ranks in the buffer, for a row layout over several ranks; else None.
+    """
+
+    def __init__(
+        self,
+        managed: Sequence[ManagedParam],
+        layout: FlatLayout,
+        spec: HandleSpec,
+        shard: torch.Tensor,
+        dtype: torch.dtype,
+    ) -> None:
+        is_shard = layout.world_size == 1 and dtype == shard.dtype and spec.device == shard.device
+        self.buffer = AliasBuffer(shard) if is_shard else FlatBuffer(layout.numel, dtype, spec.device)
+        flat = self.buffer.tensor
+        self.rows = BufferRows(flat, layout) if isinstance(layout, RowLayout) and layout.world_size > 1 else None
+        self._own_slice = flat[layout.shard(spec.rank).to_slice()]
+        params = []
+        for entry, view in zip(managed, views_of(flat, layout), strict=True):
+            # ``.data`` gives the parameter a separate version counter, which refills of the buffer do not change.
+            param = nn.Parameter(entry.adapter.from_local(view.data), requires_grad=False)
+            # Attributes that a forward reads from parameters (weight decay flags, parallel dims) stay readable.
+            param.__dict__.update(entry.param.__dict__)
+            params.append(param)
+        self.params = tuple(params)
+        self._versions: tuple[int, ...] | None = None
+        self.free(MemoryPool())
+
+    def load(self, shard: torch.Tensor, pool: MemoryPool) -> tuple[torch.Tensor, RowTarget | None]:
+        """Allocate the buffer, and return the input of its all-gather.
+
+        It is the buffer, with the rank's shard in place, and None; or the shard in the compute dtype, and the target
+        of the shards of all ranks.
+        """
+        buffer = self.buffer
+        buffer.alloc(pool)
+        if shard.device != buffer.tensor.device:
+            # Copy in the shard's dtype first: a converting copy between devices would block the host.
+            shard = shard.to(buffer.tensor.device, non_blocking=True)
+        if self.rows is not None:
+            dtype = buffer.tensor.dtype
+            return shard if shard.dtype == dtype else shard.to(dtype), self.rows
+        if not isinstance(buffer, AliasBuffer):
+            self._own_slice.copy_(shard)
+        return buffer.tensor, None
+
+    def free(self, pool: MemoryPool) -> None:
+        """Return the memory to ``pool``; from now on autograd refuses what it saved of the parameters."""
+        # Where nothing is freed, nothing can be used too late.
+        if self._versions is None and not isinstance(self.buffer, AliasBuffer):
+            self._versions = tuple([param._version for param in self.params])
+            set_versions(self.params, tuple([version + _EXPIRED for version in self._versions]))
+        self.buffer.free(pool)
+
+    def mark_filled(self) -> None:
+        """Have autograd accept the parameters again: the buffer has their values."""
+        if self._versions is not None:
+            set_versions(self.params, self._versions)
+            self._versions = None
 
 
 class FlatParamHandle:
@@ -188,7 +264,7 @@ class FlatParamHandle:
         dtype = self.compute_dtype
         if dtype not in self._by_dtype:
             shard = self.flat_param.data
-            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec.rank, shard, dtype, self.spec.device)
+            self._by_dtype[dtype] = UnshardedParams(params, self.layout, self.spec, shard, dtype)
             self._shard_pointer = shard.data_ptr()
         self._unsharded = self._by_dtype[dtype]
         return self._unsharded.params
