@@ -53,22 +53,14 @@ class RowSharding:
         return "cpu" if self.offloads else self.mesh.device_type
 
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
-        """Return a parameter with the adapter by which it is sharded over ``groups``.
-
-        Raises:
-            OptionError: its own mesh does not fit.
-        """
+        """Return a parameter with the adapter by which it is sharded over ``groups``, or raise an OptionError."""
         if self.data_dims is not None:
             return replace(entry, adapter=self.data_dims.adapted(entry.adapter, entry.fqn))
         check_adapter(entry.adapter, entry.fqn, groups)
         return entry
 
     def dims_of(self, params: Sequence[ManagedParam]) -> list[int]:
-        """Return the sharded dim of each parameter, non-negative.
-
-        Raises:
-            OptionError: a parameter has no such dim.
-        """
+        """Return the sharded dim of each parameter, non-negative; raise an OptionError if one has no such dim."""
         dims = []
         for entry in params:
             dims.append(entry.dim + entry.param.dim() if entry.dim < 0 else entry.dim)
@@ -165,10 +157,9 @@ class DTensorViews(Views):
         self.bump_version()
 
     def distribute(self, index: int, full: torch.Tensor) -> DTensor:
-        """Return a DTensor of a full tensor with the mesh and placements of parameter ``index``.
+        """Return a DTensor of a full tensor like parameter ``index``, without communication.
 
-        Nothing is communicated. The local tensor is on the device of shards, or on the meta device if ``full`` is; it
-        may be a view of ``full``.
+        Its local tensor, which may be a view of ``full``, is on the device of shards, or on meta if ``full`` is.
         """
         entry = self.params[index]
         inner = entry.adapter.local_slice(full.detach())
@@ -197,11 +188,7 @@ class DTensorViews(Views):
         self._show(self.params)
 
     def check_convertible(self) -> None:
-        """Check that the parameters can change their dtype or device in place.
-
-        Raises:
-            UsageError: one cannot.
-        """
+        """Raise a UsageError if a parameter cannot change its dtype or device in place."""
         for index, entry in enumerate(self.params):
             if is_in_a_graph(entry.param) or weakref.getweakrefs(entry.param):
                 raise UsageError(
@@ -293,11 +280,7 @@ class DTensorViews(Views):
             self._raise_not_on_cpu([index], current.device)
 
     def check_materialized(self) -> None:
-        """Check that no parameter is on the meta device, and none of offloaded ones elsewhere than in host memory.
-
-        Raises:
-            UsageError: some are; the text names them.
-        """
+        """Raise a UsageError if parameters are on the meta device, or offloaded ones elsewhere than in host memory."""
         if self.flat_param.is_meta:
             meta = [self.describe(index) for index, entry in enumerate(self.params) if entry.param.is_meta]
             raise UsageError(
@@ -308,11 +291,7 @@ class DTensorViews(Views):
             self._raise_not_on_cpu(range(len(self.params)), self.flat_param.device)
 
     def check_plain(self) -> None:
-        """Check that no local tensor has got FSDP2's all-gather extensions, which would not be called.
-
-        Raises:
-            UnsupportedError: one has.
-        """
+        """Raise an UnsupportedError if a local tensor has FSDP2's all-gather extensions, which would not be called."""
         for index, entry in enumerate(self.params):
             check_extensions(_data(entry.param), self.describe(index))
 

@@ -75,14 +75,10 @@ def watch_steps_on(views: Views) -> None:
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer can update local shards, that its states have their shapes, and warn of empty groups.
+    """Raise a UsageError if an optimizer holds replaced parameters, needs unsharded ones, or has states of those.
 
     An optimizer that supports local shards declares it by ``optimizer.works_on_slices = True``. One that keeps the full
     states of each parameter on one rank names these ranks in ``state_owners``.
-
-    Raises:
-        UsageError: if it holds parameters from before wrapping that the model no longer holds, needs unsharded
-            parameters, or has states of unsharded parameters.
     """
     kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
     needs_whole = any(part in kind for kind in kinds for part in _WHOLE_PARAMETERS)

@@ -109,11 +109,7 @@ class DataParallelDims:
         return (self.mesh.mesh_dim_names or ()).index(name)
 
     def adapted(self, adapter: TensorAdapter, name: str) -> TensorAdapter:
-        """Return the adapter of a parameter that shards it over these dims.
-
-        Raises:
-            OptionError: the parameter is no DTensor over the mesh, or not replicated over these dims.
-        """
+        """Return the adapter that shards a DTensor over these dims of its mesh; raise an OptionError for others."""
         if not isinstance(adapter, DTensorAdapter) or adapter.mesh != self.mesh:
             held = f"a DTensor over {adapter.mesh}" if isinstance(adapter, DTensorAdapter) else "a plain tensor"
             raise OptionError(
@@ -235,10 +231,10 @@ class DTensorAdapter(TensorAdapter):
 
 
 def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
-    """Return the adapter of a module's parameter.
+    """Return the adapter of the parameter ``name``.
 
     Raises:
-        UnsupportedError: if it is neither a plain tensor nor a DTensor of shards and replicas; ``name`` is in the text.
+        UnsupportedError: it is neither a plain tensor nor a DTensor of shards and replicas.
     """
     data = tensor.data
     if type(data) is torch.Tensor:
@@ -259,11 +255,7 @@ def adapter_of(tensor: torch.Tensor, name: str) -> TensorAdapter:
 
 
 def check_extensions(local: torch.Tensor, described: str) -> None:
-    """Check that a parameter's local tensor does not define FSDP2's all-gather extensions, which would not be called.
-
-    Raises:
-        UnsupportedError: it does; ``described`` names the parameter.
-    """
+    """Raise an UnsupportedError if a local tensor defines FSDP2's all-gather extensions, which would not be called."""
     if hasattr(local, "fsdp_pre_all_gather"):
         raise UnsupportedError(
             f"Parameter {described} has FSDP2's extension fsdp_pre_all_gather, which would not be called: all-gathers "
@@ -281,11 +273,7 @@ def adapter_if_dtensor(tensor: torch.Tensor) -> TensorAdapter:
 
 
 def check_adapter(adapter: TensorAdapter, name: str, groups: list[dist.ProcessGroup]) -> None:
-    """Check that a unit does not shard or replicate a DTensor over ranks of the DTensor's own mesh.
-
-    Raises:
-        OptionError: if the DTensor's mesh and one of the unit's ``groups`` share ranks besides this one.
-    """
+    """Raise an OptionError if a DTensor's own mesh and one of a unit's ``groups`` share ranks besides this one."""
     if not isinstance(adapter, DTensorAdapter):
         return
     own = dist.get_rank()
@@ -452,8 +440,6 @@ def collect_params(
     """Collect the parameters of ``root`` that no nested unit manages, in FSDP1's order.
 
     Args:
-        root: the unit's module.
-        unit_name: for error texts.
         skip: true for parameters that this unit does not manage (ignored, or owned by an outer unit).
         is_managed_below: true for a registration that a nested unit manages.
 
