@@ -83,13 +83,14 @@ def dtensor_of(local: torch.Tensor, spec: Any) -> DTensor:
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 
 
-def dtensor_parameter(dtensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """Turn ``dtensor`` itself, which nothing else uses, into a Parameter.
+def dtensor_parameter(dtensor: DTensor, *, like: nn.Parameter) -> nn.Parameter:
+    """Turn ``dtensor`` itself, which nothing else uses, into a Parameter with the attributes of another one.
 
     ``nn.Parameter`` does the same with an alias, whose creation takes most of the time.
     """
+    dtensor.__dict__.update(like.__dict__)
     dtensor._is_param = True
-    return cast(nn.Parameter, dtensor.requires_grad_(requires_grad))
+    return cast(nn.Parameter, dtensor.requires_grad_(like.requires_grad))
 
 
 def strided_shard(dim: int, num_parts: int) -> Placement:

@@ -47,11 +47,6 @@ class RowSharding:
     suffix: str = ""
     hooks: list[Any] = field(default_factory=list, compare=False)
 
-    @property
-    def shard_device_type(self) -> str:
-        """Type of the device on which shards have to be."""
-        return "cpu" if self.offloads else self.mesh.device_type
-
     def adapted(self, entry: ManagedParam, groups: list[dist.ProcessGroup]) -> ManagedParam:
         """Return a parameter with the adapter by which it is sharded over ``groups``, or raise an OptionError."""
         if self.data_dims is not None:
@@ -108,7 +103,7 @@ class DTensorViews(Views):
             (layout.local_shard(index, rank).in_shard, layout.local_shape(index, rank)) for index in range(len(params))
         ]
         entries = [
-            entry.shown_as(_parameter(rows.template(entry, dim, local), like=entry.param))
+            entry.shown_as(dtensor_parameter(rows.template(entry, dim, local), like=entry.param))
             for entry, dim, local in zip(
                 params, layout.dims, split_alone(flat_param.data, self._local_parts), strict=True
             )
@@ -164,7 +159,8 @@ class DTensorViews(Views):
         entry = self.params[index]
         inner = entry.adapter.local_slice(full.detach())
         local = local_part(self.layout, index, self.rank, inner).view(self.layout.local_shape(index, self.rank))
-        return self.with_local(index, local if local.is_meta else local.to(self._rows.shard_device_type))
+        device_type = "cpu" if self._rows.offloads else self._rows.mesh.device_type
+        return self.with_local(index, local if local.is_meta else local.to(device_type))
 
     def with_local(self, index: int, local: torch.Tensor) -> DTensor:
         """Return a DTensor with the mesh and placements of parameter ``index`` and the given local tensor."""
@@ -181,7 +177,7 @@ class DTensorViews(Views):
             else:
                 # A DTensor cannot change its dtype or device; an optimizer keeps the Parameter, which gets another one.
                 template = self._rows.template(entry, self.layout.dims[index], local)
-                other = _parameter(template, like=param)
+                other = dtensor_parameter(template, like=param)
                 if param.grad is not None:
                     other.grad = dtensor_of(_data(param.grad).to(local.device, local.dtype), template._spec)
                 torch.utils.swap_tensors(param, other)
@@ -301,13 +297,6 @@ class DTensorViews(Views):
             f"{some_of([self.describe(index) for index in indices], 4)}. Load a state dict of CPU tensors, or call "
             'model.to_empty(device="cpu").'
         )
-
-
-def _parameter(dtensor: DTensor, *, like: nn.Parameter) -> nn.Parameter:
-    """Make a fresh DTensor a Parameter with the attributes of another one."""
-    param = dtensor_parameter(dtensor, requires_grad=like.requires_grad)
-    param.__dict__.update({key: value for key, value in like.__dict__.items() if key != "_is_param"})
-    return param
 
 
 def _data(tensor: torch.Tensor) -> torch.Tensor:
