@@ -24,7 +24,7 @@ _FLATTENING = frozenset({"view", "reshape", "flatten", "ravel", "contiguous", "v
 # Copies, moves, and operations in place that torch does not tag as pointwise.
 _COPIES = frozenset(
     {"to", "type", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda", "clone", "detach", "detach_"}
-    | {"share_memory_", "pin_memory", "requires_grad_", "view_as_real", "copy_", "fill_", "zero_", "constant_"}
+    | {"share_memory_", "pin_memory", "requires_grad_", "copy_", "fill_", "zero_", "constant_"}
 )
 _ARITHMETIC = re.compile(
     r"__[ri]?(add|sub|mul|[a-z]*div|mod|pow|and|or|xor|[lr]shift)__|__(neg|pos|abs|invert|eq|ne|[lg][te])__"
@@ -41,7 +41,8 @@ def debug() -> AbstractContextManager[object]:
     the number of its elements on this rank, and the alternatives.
 
     Elementwise operations, reductions over all elements, copies, conversions and inspection work; so do forwards,
-    backwards, optimizer steps, clipping and averages. The block adds time to each operation of torch in this thread.
+    backwards, optimizer steps, clipping and averages. A 1-D parameter of which this rank holds all elements is not
+    checked on this rank. The block adds time to each operation of torch in this thread.
 
     Returns:
         A context manager, for one ``with`` statement.
@@ -93,7 +94,7 @@ def _is_free(func: Any, name: str) -> bool:
     if name == "__get__":
         return func.__self__.__name__ not in _TRANSPOSED
     is_private = name.startswith("_") and not name.startswith("__")  # ``_foreach_add_``, ``_fused_adamw_``
-    return is_private or name in ("__set__", "__delete__") or name.startswith("new_")
+    return is_private or name in ("__set__", "__delete__", "view_as_real") or name.startswith("new_")
 
 
 def _is_elementwise(name: str, args: Any, kwargs: Any) -> bool:
