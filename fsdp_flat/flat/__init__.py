@@ -22,7 +22,7 @@ from fsdp_flat.flat.gradients import (
     sharded_grad_of,
     show_full_grads,
 )
-from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, copy_flat_parameter
+from fsdp_flat.flat.guards import SHARDED_HINTS, FlatParameter, ShardedPlaceholder, copy_flat_parameter, set_grad
 from fsdp_flat.flat.handle import FlatParamHandle, HandleSpec, ShardState
 from fsdp_flat.flat.params import (
     PLAIN,
@@ -42,5 +42,4 @@ from fsdp_flat.flat.params import (
     to_local_param,
     unsharded_shape,
 )
-from fsdp_flat.flat.sharded_grad import set_grad
 from fsdp_flat.flat.storage import AliasBuffer, MemoryPool

@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdp_flat.flat._torch import unguarded
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
+from fsdp_flat.flat.guards import ShardedGrad, UnreducedGrad, set_grad
 from fsdp_flat.flat.params import PLAIN, TensorAdapter
-from fsdp_flat.flat.sharded_grad import ShardedGrad, UnreducedGrad, set_grad
 from fsdp_flat.flat.views import Views
 
 

@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.errors import PhaseError, UsageError
 from fsdp_flat.flat.arrangement import VisibleParam, views_of
-from fsdp_flat.flat.guards import ShardedPlaceholder, module_guard, warn_of_lost_hooks
+from fsdp_flat.flat.guards import ShardedPlaceholder, convert_grad, module_guard, set_grad, warn_of_lost_hooks
 from fsdp_flat.flat.params import PLAIN, ManagedParam
-from fsdp_flat.flat.sharded_grad import convert_grad, set_grad
 from fsdp_flat.layout import FLAT_PARAM, FlatLayout, LocalShard
 
 

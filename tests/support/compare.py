@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_flat.flat.sharded_grad import ShardedGrad
+from fsdp_flat.flat.guards import ShardedGrad
 
 
 def assert_close(actual: Any, expected: Any, *, rtol: float, atol: float, what: str = "value") -> None:
