@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from fsdp_flat.errors import UsageError
 from fsdp_flat.flat import PLAIN, FlatParamHandle, ShardedPlaceholder, Site, clear_padding, copy_flat_parameter
@@ -285,7 +284,7 @@ def _inner(module: nn.Module, wrapped: dict[nn.Module, nn.Module | None]) -> nn.
 
 def hide_compiled_name(module: nn.Module) -> None:
     """Make a module returned by ``torch.compile`` save and load under original names; ignore other modules."""
-    if isinstance(module, OptimizedModule):
+    if COMPILED_MODULE in module._modules:
         module.register_state_dict_post_hook(_without_word)
         module.register_load_state_dict_pre_hook(_with_word)
 

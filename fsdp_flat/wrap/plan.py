@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch._dynamo import OptimizedModule
 
 from fsdp_flat.errors import OptionError, PhaseError, UsageError, some_of
-from fsdp_flat.layout import clean_fqn, join_fqn
+from fsdp_flat.layout import COMPILED_MODULE, clean_fqn, join_fqn
 from fsdp_flat.user_warnings import warn_user
 from fsdp_flat.wrap.policies import (
     PolicyObject,
@@ -117,9 +116,7 @@ def plan_units(
         if isinstance(module, exempt):
             kwargs["mixed_precision"] = None
     # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
-    compiled = {
-        module._modules.get("_orig_mod"): module for _, module in ordered if isinstance(module, OptimizedModule)
-    }
+    compiled = {module._modules[COMPILED_MODULE]: module for _, module in ordered if COMPILED_MODULE in module._modules}
     targets = {compiled.get(module, module): kwargs for module, kwargs in targets.items()}
 
     units = tuple(
