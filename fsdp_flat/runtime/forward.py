@@ -128,7 +128,7 @@ class UnitForward:
 
     @dynamo_disabled
     def pass_through(self, output: Any) -> Any:
-        """Hook and return the outputs of a module that is not the last of its unit to run."""
+        """Hook the outputs of a module that is not the last of its unit to run; return them."""
         return self._hooked(output)[0]
 
     @dynamo_disabled

@@ -270,7 +270,8 @@ def shared_memory(use: bool) -> Iterator[None]:
 
 def acquaint(model: nn.Module) -> None:
     """Set up the shared-memory transport, and skip the checks of the first step."""
-    schedule_of(model, units_of(model)[0]).rank_checks.skip()
+    checks = schedule_of(model, units_of(model)[0]).rank_checks
+    checks.in_forward, checks._compared_in_backward = False, True
     for unit in units_of(model):
         if unit.needs_all_gather:
             flat_collectives.transport_of(unit.options.groups.shard)  # type: ignore[attr-defined]
