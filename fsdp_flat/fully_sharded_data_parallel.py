@@ -13,22 +13,9 @@ from torch import nn
 from fsdp_flat import api, runtime, state
 from fsdp_flat.api import *  # noqa: F403
 from fsdp_flat.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_flat.compat.semi_private import (
-    HYBRID_SHARDING_STRATEGIES,
-    FlatParamHandle,
-    HandleTrainingState,
-    TrainingState,
-    describe_flat_params,
-    forget_tensors,
-)
-from fsdp_flat.compat.undocumented import (
-    UndocumentedMembers,
-    _get_fqn_to_param,
-    _get_grad_norm,
-    _get_param_to_fqn,
-    _optim_state_dict_type_to_config,
-    _state_dict_type_to_config,
-)
+from fsdp_flat.compat import semi_private
+from fsdp_flat.compat.semi_private import *  # noqa: F403
+from fsdp_flat.compat.semi_private import UndocumentedMembers, describe_flat_params, forget_tensors
 from fsdp_flat.errors import OptionError, OptionTypeError, UsageError
 from fsdp_flat.extras.clipping import clip_grads
 from fsdp_flat.extras.names import named_as_plain
@@ -42,22 +29,14 @@ __all__ = [
     "FLAT_PARAM",
     "FSDP_PREFIX",
     "FSDP_WRAPPED_MODULE",
-    "HYBRID_SHARDING_STRATEGIES",
     "LOW_PRECISION_HOOKS",
     "CustomPolicy",
-    "FlatParamHandle",
     "FlatParameter",
     "FullyShardedDataParallel",
-    "HandleTrainingState",
     "ModuleWrapPolicy",
-    "TrainingState",
-    "_get_fqn_to_param",
-    "_get_grad_norm",
-    "_get_param_to_fqn",
-    "_optim_state_dict_type_to_config",
-    "_state_dict_type_to_config",
 ]
 __all__ += api.__all__
+__all__ += semi_private.__all__
 
 
 class FullyShardedDataParallel(UndocumentedMembers):

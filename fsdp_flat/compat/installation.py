@@ -21,10 +21,17 @@ from typing import Any
 
 from torch import nn
 
-from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, PRIVATE_MODULES, SUBSTITUTES, home_of
-from fsdp_flat.compat.fsdp2_names import FSDP2_MODULES, FSDP2_NAMES
-from fsdp_flat.compat.semi_private import FlatParamHandle
-from fsdp_flat.compat.undocumented import UndocumentedMembers
+from fsdp_flat.compat.semi_private import FlatParamHandle, UndocumentedMembers
+from fsdp_flat.compat.torch_names import (
+    FSDP2_MODULES,
+    FSDP2_NAMES,
+    MIRRORED_MODULES,
+    OURS,
+    PEER,
+    PRIVATE_MODULES,
+    SUBSTITUTES,
+    home_of,
+)
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import summon_full_params
 from fsdp_flat.wrap import _Policy
@@ -32,12 +39,7 @@ from fsdp_flat.wrap import _Policy
 
 @dataclass(frozen=True, slots=True)
 class Replaced:
-    """Describes a name that now resolves to fsdp_flat's object.
-
-    Attributes:
-        module: the module that holds the name.
-        name: the name in that module.
-    """
+    """Describes a name of a module that now resolves to fsdp_flat's object."""
 
     module: str
     name: str

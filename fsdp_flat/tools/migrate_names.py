@@ -2,47 +2,7 @@
 
 from __future__ import annotations
 
-from fsdp_flat.compat import fsdp2_names
-from fsdp_flat.compat.fsdp1_names import MIRRORED_MODULES, OURS, PEER, SUBSTITUTES, home_of
-
-FSDP2_NAMES = frozenset({*fsdp2_names.FSDP2_NAMES, "DataParallelMeshDims", "GradientReductionHandle"})
-"""Names of FSDP2 in ``torch.distributed.fsdp``; the migration leaves them there."""
-
-ABSENT_ATTRIBUTES = frozenset(
-    {
-        "_all_gather_flat_param",
-        "_alloc_padded_unsharded_flat_param",
-        "_all_reduce_stream",
-        "_deregister_orig_params",
-        "_exec_order_data",
-        "_free_event_queue",
-        "_free_unsharded_flat_param",
-        "_fsdp_extension",
-        "_get_padded_unsharded_flat_param",
-        "_get_unflat_views_aligned",
-        "_get_unflat_views_unaligned",
-        "_gradient_postdivide_factor",
-        "_gradient_predivide_factor",
-        "_param_infos",
-        "_post_backward_stream",
-        "_pre_unshard_stream",
-        "_reset_flat_param_grad_info_if_needed",
-        "_saved_grad_shard",
-        "_shared_param_infos",
-        "_unshard_params_ctx",
-        "_unshard_stream",
-        "_use_low_precision_shard",
-        "_use_sharded_flat_param",
-        "_use_sharded_views",
-        "_use_unsharded_flat_param",
-        "_use_unsharded_views",
-        "_writeback_orig_params",
-        "prepare_gradient_for_backward",
-        "prepare_gradient_for_optim",
-        "unflatten_as_params",
-    }
-)
-"""Attributes of FSDP1's wrappers, handles and flat parameters that have no counterpart here."""
+from fsdp_flat.compat.torch_names import FSDP2_NAMES, MIRRORED_MODULES, OURS, PEER, SUBSTITUTES, home_of
 
 
 def is_inside(name: str, package: str = PEER) -> bool:

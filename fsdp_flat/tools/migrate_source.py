@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import libcst as cst
 from libcst import metadata as meta
 
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES
 from fsdp_flat.tools.migrate_imports import Finding, Reached, Rewriter, plan_imports
-from fsdp_flat.tools.migrate_names import ABSENT_ATTRIBUTES
 from fsdp_flat.tools.migrate_notes import CLIENTS, Notes
 
 # Parsing is far slower than reading, so a text search skips most files.
