@@ -31,6 +31,7 @@ from fsdp_flat.compat.torch_names import (
     PRIVATE_MODULES,
     SUBSTITUTES,
     home_of,
+    is_inside,
 )
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import summon_full_params
@@ -127,7 +128,7 @@ def install(fully_shard: bool = False) -> Installation:
             to_ours.update((id(member), pair.ours[member.name]) for member in pair.theirs)
     bindings = list(table)
     for namespace in _namespaces():
-        if not _is_below(namespace, OURS) and not _is_below(namespace, PEER):
+        if not is_inside(_name_of(namespace), OURS) and not is_inside(_name_of(namespace), PEER):
             names = list(namespace.items())
             bindings += [_Binding(namespace, name, it, to_ours[id(it)]) for name, it in names if id(it) in to_ours]
     for binding in bindings:
@@ -141,7 +142,7 @@ def install(fully_shard: bool = False) -> Installation:
         _state.guarded = wrapper, wrapper.__init__
         wrapper.__init__ = _guarded_init
     done = Installation(
-        tuple(Replaced(str(binding.namespace.get("__name__")), binding.name) for binding in _state.bindings),
+        tuple(Replaced(_name_of(binding.namespace), binding.name) for binding in _state.bindings),
         tuple(f"{kind.__module__}.{kind.__qualname__}" for kind in _subclasses(wrapper)),
         _state.fully_shard,
     )
@@ -162,7 +163,7 @@ def uninstall() -> None:
             binding.namespace[binding.name] = binding.theirs
     to_theirs = {id(binding.ours): binding.theirs for binding in _state.bindings}
     for namespace in _namespaces():
-        if _is_below(namespace, "torch"):
+        if is_inside(_name_of(namespace), "torch"):
             for name, value in list(namespace.items()):
                 if id(value) in to_theirs:
                     namespace[name] = to_theirs[id(value)]
@@ -204,9 +205,8 @@ def _namespaces() -> list[dict[str, Any]]:
     return list(found.values())
 
 
-def _is_below(namespace: dict[str, Any], package: str) -> bool:
-    name = str(namespace.get("__name__", ""))
-    return name == package or name.startswith(package + ".")
+def _name_of(namespace: dict[str, Any]) -> str:
+    return str(namespace.get("__name__"))
 
 
 def _subclasses(cls: type) -> list[type]:

@@ -153,18 +153,11 @@ def forget_tensors(unit: Unit) -> None:
 
 
 class FlatParamHandle(GroupMember):
-    """Presents a handle under FSDP1's names; other attributes are those of :class:`fsdp_flat.flat.FlatParamHandle`."""
-
-    __slots__ = ("_real", "_unit")
+    """Presents a handle under FSDP1's names."""
 
     def __init__(self, unit: Unit, handle: flat.FlatParamHandle) -> None:
         self._unit = unit
         self._real = handle
-
-    def __getattr__(self, name: str) -> Any:
-        if name in FlatParamHandle.__slots__:
-            raise AttributeError(name)
-        return getattr(self._real, name)
 
     _fully_sharded_module = derived("_unit.module")
     _sharding_strategy = derived("_unit.options.strategy.member")

@@ -13,42 +13,29 @@ from dataclasses import dataclass, field
 import libcst as cst
 from libcst import metadata as meta
 
+from fsdp_flat.compat.torch_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 from fsdp_flat.tools.migrate_layout import dotted, split_import_from
-from fsdp_flat.tools.migrate_names import counterpart, is_fsdp2, is_inside, is_installed_only, is_module, symbol_of
 
 Statement = cst.Import | cst.ImportFrom
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Finding:
-    """Describes one line of the report.
-
-    Attributes:
-        line: line number in the original file.
-        kind: ``"changed"``, ``"differs"`` (behaves differently), ``"check"`` (cannot be judged) or ``"error"``.
-        text: the message.
-    """
+    """Describes one line of the report, which is about a line of the original file."""
 
     line: int
-    kind: str
+    kind: str  # "changed", "differs" (behaves differently), "check" (cannot be judged) or "error"
     text: str
 
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """Describes an expression that refers to an object in ``torch.distributed.fsdp`` through a module.
-
-    Attributes:
-        node: the expression.
-        name: the dotted name of the object.
-        line: its line number.
-        is_sure: no other import may give the same expression another meaning.
-    """
+    """Describes an expression that refers to an object in ``torch.distributed.fsdp`` through a module."""
 
     node: cst.BaseExpression
-    name: str
+    name: str  # the object's, dotted
     line: int
-    is_sure: bool
+    is_sure: bool  # no other import may give the same expression another meaning
 
     @property
     def ours(self) -> str | None:
@@ -58,26 +45,14 @@ class Use:
 
 @dataclass(slots=True, eq=False)
 class Binding:
-    """Describes one name of an import statement.
-
-    Attributes:
-        statement: the statement.
-        alias: its part for this name.
-        full: the dotted name of the imported object.
-        local: the name that it binds.
-        line: line number of the statement.
-        is_plain: ``import a.b``, which binds ``a``.
-        uses: expressions that refer to FSDP1 through the name.
-        num_loads: number of times the name is read.
-        scope: the scope that it is bound in.
-    """
+    """Describes one name of an import statement."""
 
     statement: Statement
-    alias: cst.ImportAlias
-    full: str
-    local: str
+    alias: cst.ImportAlias  # the part of the statement for this name
+    full: str  # the imported object's name, dotted
+    local: str  # the name that it binds
     line: int
-    is_plain: bool
+    is_plain: bool  # ``import a.b``, which binds ``a``
     uses: list[Use] = field(default_factory=list)
     num_loads: int = 0
     scope: meta.Scope | None = None
@@ -187,21 +162,14 @@ def root_of(node: cst.BaseExpression) -> cst.Name | None:
 
 @dataclass(slots=True)
 class Plan:
-    """Holds the changes planned for a module.
+    """Holds the changes planned for a module."""
 
-    Attributes:
-        targets: the replacement of each part of an import that changes.
-        added: imports to add after a statement.
-        rewritten: the new dotted name of each expression that changes.
-        moved: by ``(line, old module, new module)``, the names that move between these modules.
-        findings: other findings to report.
-    """
-
-    targets: dict[cst.ImportAlias, Target] = field(default_factory=dict)
-    added: dict[Statement, list[str]] = field(default_factory=dict)
-    rewritten: dict[cst.BaseExpression, str] = field(default_factory=dict)
+    targets: dict[cst.ImportAlias, Target] = field(default_factory=dict)  # replacements of parts of imports
+    added: dict[Statement, list[str]] = field(default_factory=dict)  # imports to add after a statement
+    rewritten: dict[cst.BaseExpression, str] = field(default_factory=dict)  # new dotted names
+    # By ``(line, old module, new module)``, the names that move between these modules.
     moved: dict[tuple[int, str, str], list[str]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # other ones
 
     def move(self, line: int, old: str, new: str) -> None:
         """Record that a name moved; both names are dotted."""
@@ -225,14 +193,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Describes the replacement of one part of an import.
+    """Describes the replacement of one part of an import: one of these."""
 
-    Attributes:
-        module: the module to import the same name from (for ``from`` imports).
-        imports: alternatively ``import`` statements, each a dotted name and the name of its ``as`` clause or None.
-    """
-
-    module: str | None = None
+    module: str | None = None  # the module to import the same name from
+    # ``import`` statements, each a dotted name and the name of its ``as`` clause or None.
     imports: tuple[tuple[str, str | None], ...] = ()
 
 

@@ -28,12 +28,7 @@ _NAMES_FSDP = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Migrated:
-    """Holds the migrated source of one module.
-
-    Attributes:
-        data: the source; the given object if nothing changes.
-        findings: the findings in the order of lines.
-    """
+    """Holds the migrated source of one module, and the findings in the order of lines."""
 
     data: bytes
     findings: list[Finding]

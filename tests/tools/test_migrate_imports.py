@@ -12,8 +12,7 @@ import torch.distributed.fsdp
 import fsdp_flat
 from fsdp_flat import flat
 from fsdp_flat.compat import semi_private
-from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, FSDP2_NAMES
-from fsdp_flat.tools.migrate_names import counterpart
+from fsdp_flat.compat.torch_names import ABSENT_ATTRIBUTES, FSDP2_NAMES, counterpart
 from fsdp_flat.tools.migrate_source import migrate_source
 
 CASES = {
