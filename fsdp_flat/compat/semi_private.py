@@ -228,11 +228,7 @@ class _UnknownWrapper(dict[str, str]):
     """Replaces a wrapper's mapping of renamed children, to detect callers that do not support wrappers."""
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return ``default``.
-
-        Raises:
-            UsageError: ``name`` is that of the wrapped module.
-        """
+        """Return ``default``; raise a UsageError for the wrapped module."""
         if name == FSDP_WRAPPED_MODULE:
             raise UsageError(
                 "torch.distributed.checkpoint.state_dict does not know fsdp_flat's wrapper here, so it would take this "

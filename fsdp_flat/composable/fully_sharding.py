@@ -282,18 +282,15 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
         param_init_fn=None,
         rows=rows,
     )
-    if not isinstance(reshard_after_forward, (bool, NoneType)) and strategy.shards:
-        _check_num_ranks(reshard_after_forward, options.groups.shard.size)
-    return options
-
-
-def _check_num_ranks(value: object, num_shards: int) -> None:
-    if not isinstance(value, int) or value < 1 or num_shards % value:
+    num_shards, value = options.groups.shard.size, reshard_after_forward
+    divides = isinstance(value, int) and value > 0 and num_shards % value == 0
+    if strategy.shards and not (divides or isinstance(value, (bool, NoneType))):
         possible = ", ".join(str(size) for size in range(1, num_shards + 1) if num_shards % size == 0)
         raise OptionError(
             f"reshard_after_forward must be True, False, None or a number of ranks that divides the {num_shards} that "
             f"shard ({possible}); got {value!r}."
         )
+    return options
 
 
 def _set_resharding(unit: Unit, value: bool | int | None) -> None:
