@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import libcst as cst
 from libcst import metadata as meta
@@ -213,8 +214,10 @@ def plan_imports(reached: Reached) -> Plan:
                 _plan_symbol(plan, binding)
         else:
             _rewrite_uses(plan, binding, reached.bindings)
+    replaced = [binding for binding in reached.bindings if binding.alias in plan.targets and not binding.is_plain]
+    moved = {id(use) for binding in replaced for use in binding.uses}
     for use in {id(use): use for binding in reached.bindings for use in binding.uses}.values():
-        if use.node not in plan.rewritten and not _in_whole(use, plan, reached.bindings):
+        if use.node not in plan.rewritten and id(use) not in moved:
             _report_left(plan, use.line, use.name, is_sure=use.is_sure)
     _report_mixture(plan, reached)
     return plan
@@ -231,7 +234,12 @@ def _plan_symbol(plan: Plan, binding: Binding) -> None:
 
 def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
     ours = counterpart(binding.full)
-    if not binding.is_plain and ours is not None and _can_move_whole(binding, ours):
+    # All uses of its name may stay as they are.
+    fits = ours is not None and all(
+        counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
+        for use in binding.uses
+    )
+    if not binding.is_plain and ours is not None and fits:
         module = ours.rpartition(".")[0]
         if isinstance(binding.statement, cst.ImportFrom) and module:
             plan.targets[binding.alias] = Target(module=module)
@@ -247,22 +255,14 @@ def _plan_module(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> N
         return
     imports: list[tuple[str, str | None]] = []
     if binding.is_plain:
-        siblings = _siblings(binding, bindings)
-        stands_in = not any(not is_inside(other.full) for other in siblings)
-        is_first = not any(is_inside(other.full) and other.line < binding.line for other in siblings)
-        if stands_in and is_first and binding.num_loads > len(binding.uses):
+        # The first of the imports that bind the name in its scope keeps it bound, if it is still read.
+        others = [b for b in bindings if b is not binding and (b.local, b.scope) == (binding.local, binding.scope)]
+        is_first = all(is_inside(other.full) and other.line >= binding.line for other in others)
+        if is_first and binding.num_loads > len(binding.uses):
             imports.append(("torch.distributed", None))
         if ours is not None:
             imports.append((ours, None))
     plan.targets[binding.alias] = Target(imports=tuple(imports))
-
-
-def _can_move_whole(binding: Binding, ours: str) -> bool:
-    """Return whether an import of a module may be replaced with all uses of its name unchanged."""
-    return all(
-        counterpart(use.name) == ours + use.name.removeprefix(binding.full) and not is_module(use.name)
-        for use in binding.uses
-    )
 
 
 def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> None:
@@ -281,17 +281,6 @@ def _rewrite_uses(plan: Plan, binding: Binding, bindings: Sequence[Binding]) -> 
             module = ours.rpartition(".")[0]
             if module not in needed:
                 needed.append(module)
-
-
-def _siblings(binding: Binding, bindings: Iterable[Binding]) -> list[Binding]:
-    """Return the other imports that bind the same name in the same scope."""
-    return [b for b in bindings if b is not binding and b.local == binding.local and b.scope is binding.scope]
-
-
-def _in_whole(use: Use, plan: Plan, bindings: Iterable[Binding]) -> bool:
-    """Return whether the import that binds a use's name is replaced entirely."""
-    through = [binding for binding in bindings if use in binding.uses]
-    return any(binding.alias in plan.targets and not binding.is_plain for binding in through)
 
 
 def _report_left(plan: Plan, line: int, name: str, *, is_sure: bool = True) -> None:
@@ -324,23 +313,18 @@ class Rewriter(cst.CSTTransformer):
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
 
-    def visit_Import(self, node: cst.Import) -> bool:
+    def visit_Import(self, node: Any) -> bool:
         return False
 
-    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        return False
+    visit_ImportFrom = visit_Import
 
-    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
-        return self._expression(original_node, updated_node)
-
-    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
-        return self._expression(original_node, updated_node)
-
-    def _expression(self, original: cst.Attribute | cst.Name, updated: cst.Attribute | cst.Name) -> cst.BaseExpression:
-        ours = self.plan.rewritten.get(original)
+    def leave_Name(self, original_node: Any, updated_node: Any) -> cst.BaseExpression:
+        ours = self.plan.rewritten.get(original_node)
         if ours is None:
-            return updated
-        return cst.parse_expression(ours).with_changes(lpar=updated.lpar, rpar=updated.rpar)
+            return updated_node
+        return cst.parse_expression(ours).with_changes(lpar=updated_node.lpar, rpar=updated_node.rpar)
+
+    leave_Attribute = leave_Name
 
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import
