@@ -25,8 +25,8 @@ from fsdp_flat.layout import Interval, boxes
 from fsdp_flat.state import BoxedTensor
 
 NOTE = """\
-`python -m benchmarks.plans`: what ranks exchange to save a checkpoint, other than tensors, and the time of rank 0 for
-it on one core: pickles, the global plan and the metadata. One process makes what every rank sends; nothing is sent.
+`python -m benchmarks.plans`: the exchanges of ranks that save a checkpoint, tensors apart, and the time of rank 0 for
+them on one core: pickles, the global plan and the metadata. One process makes the messages of all; nothing is sent.
 """
 
 
