@@ -218,12 +218,8 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
         device_given=True,
         use_orig_params=True,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        sync_states="warn",
         precision=precision_of_rows(mp_policy),
         offload_params=rows.offloads,
-        param_init_fn=None,
         rows=rows,
     )
     if not isinstance(reshard_after_forward, (bool, NoneType)) and strategy.shards:

@@ -13,19 +13,14 @@ from torch import nn
 
 from fsdp_flat.comm import AllGather, CollectiveChoice, ReduceScatter, memory_of_group, second_group
 from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError, UnsupportedError, UsageError
-from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS, ReductionPolicy
-from fsdp_flat.runtime.schedule import Schedule, schedule_of
+from fsdp_flat.runtime.reduction import LOW_PRECISION_HOOKS
+from fsdp_flat.runtime.schedule import schedule_of
 from fsdp_flat.runtime.unit import Phase, Unit, own_unit, units_of
 
 
 @contextmanager
 def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
-    """Accumulate gradients inside the block: unreduced ones (``"local"``), or reduced shards (``"sharded"``).
-
-    Raises:
-        OptionError: another mode.
-        PhaseError: inside such a block in its ``"local"`` mode.
-    """
+    """Accumulate gradients inside the block: unreduced ones (``"local"``), or reduced shards (``"sharded"``)."""
     if mode not in ("local", "sharded"):
         raise OptionError(f'no_sync takes mode="local" or mode="sharded"; got {mode!r}.')
     if not all(unit.control.sync_gradients for unit in units):
@@ -37,24 +32,6 @@ def without_reduction(units: Sequence[Unit], mode: str) -> Iterator[None]:
     finally:
         for unit in units:
             unit.control.sync_gradients = True
-
-
-def clear_gradients(units: Sequence[Unit], *, set_to_none: bool) -> None:
-    """Clear the gradients of the units' parameters, reduced or not, set or not."""
-    for unit in units:
-        if isinstance(unit.context, Schedule):
-            unit.context.reductions.clear(unit.handles, unit.context.streams, set_to_none=set_to_none)
-    for handle in (handle for unit in units for handle in unit.handles):
-        if set_to_none:
-            handle.grads.drop()
-        else:
-            handle.grads.zero()
-        for param in handle.views.visible_params():
-            if param.grad is not None:
-                if set_to_none:
-                    param.grad = None
-                else:
-                    param.grad.detach().zero_()
 
 
 def register_comm_hook(self: nn.Module, state: object, hook: Callable[..., Any]) -> None:
@@ -101,10 +78,7 @@ def set_divide_factor_of_tree(self: nn.Module, factor: float | torch.Tensor | No
         OptionTypeError: neither a number nor a scalar tensor.
         OptionError: zero.
     """
-    policies = [unit.policy for unit in units_of(self)]
-    _check_divide_factor(policies, factor)
-    for policy in policies:
-        policy.divide_factor = factor
+    _divide_by(factor, units_of(self))
 
 
 def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
@@ -114,24 +88,22 @@ def set_gradient_divide_factor(self: nn.Module, factor: float) -> None:
         OptionTypeError: ``factor`` is not a number.
         OptionError: it is zero.
     """
-    policies = [unit.policy for unit in units_of(self, recurse=False)]
-    _check_divide_factor(policies, factor)
-    for policy in policies:
-        policy.divide_factor = factor
+    _divide_by(factor, units_of(self, recurse=False))
 
 
-def _check_divide_factor(policies: Sequence[ReductionPolicy], factor: float | torch.Tensor | None) -> None:
-    if factor is None:
-        return
-    if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
-        raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
-    if not isinstance(factor, torch.Tensor) and factor == 0:
-        raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
-    if any(policy.hook is not None for policy in policies):
-        raise UsageError(
-            "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the hook, or "
-            "do without it."
-        )
+def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> None:
+    if factor is not None:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float, torch.Tensor)):
+            raise OptionTypeError(f"factor must be a number, a scalar tensor or None; got {factor!r}.")
+        if not isinstance(factor, torch.Tensor) and factor == 0:
+            raise OptionError("factor must not be zero: the sum of gradients is divided by it.")
+        if any(unit.policy.hook is not None for unit in units):
+            raise UsageError(
+                "A communication hook divides gradients by itself, so a factor would do nothing. Divide in the hook, "
+                "or do without it."
+            )
+    for unit in units:
+        unit.policy.divide_factor = factor
 
 
 def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
@@ -213,8 +185,7 @@ def set_post_optim_event(self: nn.Module, event: torch.Event) -> None:
     Args:
         event: recorded after the optimizer's step.
     """
-    unit = own_unit(self)
-    schedule_of(self, unit).streams.set_post_optim_event(event)
+    schedule_of(self, own_unit(self)).streams.set_post_optim_event(event)
 
 
 def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int, *, recurse: bool = True) -> None:
@@ -305,26 +276,18 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
             step is under way.
         UnsupportedError: the backend has no allocator, as gloo.
     """
-    replace_collectives({unit: _with_memory(unit, enable=enable) for unit in units_of(self, recurse=False)})
-
-
-def _with_memory(unit: Unit, *, enable: bool) -> CollectiveChoice:
-    """Return a unit's choice with memory of its groups, or without."""
-    choice, groups = unit.collective_choice, unit.options.groups
-    if choice.all_gather is not None or choice.reduce_scatter is not None:
-        raise PhaseError(
-            f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. Use "
-            "either those or set_allocate_memory_from_process_group_for_comm."
-        )
-    if not enable:
-        return replace(choice, gather_memory=None, reduce_memory=None)
-    if groups.shard.group is None:
-        return choice
-    gather_memory = memory_of_group(groups.shard.group, unit.options.device)
-    reduce_group = choice.reduce_group or groups.shard
-    assert reduce_group.group is not None
-    reduce_memory = memory_of_group(reduce_group.group, unit.options.device)
-    return replace(choice, gather_memory=gather_memory, reduce_memory=reduce_memory)
+    choices = {}
+    for unit in units_of(self, recurse=False):
+        choice, shard, device = unit.collective_choice, unit.options.groups.shard, unit.options.device
+        if choice.all_gather is not None or choice.reduce_scatter is not None:
+            raise PhaseError(
+                f"Unit {unit.name!r} has a custom all-gather or reduce-scatter, whose memory its own allocate returns. "
+                "Use either those or set_allocate_memory_from_process_group_for_comm."
+            )
+        groups = [shard.group, (choice.reduce_group or shard).group]
+        gather, reduce = (memory_of_group(each, device) if enable and each is not None else None for each in groups)
+        choices[unit] = replace(choice, gather_memory=gather, reduce_memory=reduce)
+    replace_collectives(choices)
 
 
 def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:
@@ -384,11 +347,7 @@ def _replace(unit: Unit, **changes: Any) -> None:
 
 
 def replace_collectives(choices: Mapping[Unit, CollectiveChoice]) -> None:
-    """Have units use other collectives in later steps, all of them or none.
-
-    Raises:
-        PhaseError: a step is under way.
-    """
+    """Have units use other collectives in later steps, all of them or none."""
     _check_between_steps(choices)
     for unit, choice in choices.items():
         unit.use_collectives(choice)

@@ -86,8 +86,7 @@ class UnmanagedTensors:
     Args:
         root_module: the outermost wrapper.
         units: its units, the outermost first.
-        any_rank: returns for each flag whether it is true on any rank of the outermost unit's groups, without waiting
-            for the device.
+        any_rank: returns for each flag whether it is true on any rank of these groups, without waiting for the device.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class UnmanagedTensors:
         self._keeps = False
         self._kept: dict[str, nn.Parameter] | None = None
         self._num_backwards = 0
-        # Groups over which a comparison has been made.
         self._compared: set[ShardingGroups] = set()
         # Parameters compared before, and their fingerprints then.
         self._seen: dict[str, tuple[TensorWeakRef, int]] = {}
@@ -183,8 +181,7 @@ class UnmanagedTensors:
         _warn({name: kinds[name] for name in named if name in kinds})
 
     def _record(self, params: Mapping[str, nn.Parameter], prints: Mapping[str, int]) -> None:
-        before = len(self._unchanged)
-        self._unchanged = []
+        before, self._unchanged = len(self._unchanged), []
         for name, param in params.items():
             if not self._has_seen(name, param):
                 self._seen[name] = (TensorWeakRef(param), prints.get(name, 0))
@@ -194,9 +191,8 @@ class UnmanagedTensors:
         self._versions = self._current_versions()
 
     def _lines(self, params: Mapping[str, nn.Parameter]) -> list[str]:
-        return [f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"] + [
-            f"parameter {name!r} {tuple(param.shape)} of {param.dtype}" for name, param in params.items()
-        ]
+        first = f"average_ignored_gradients() {'called' if self._units[0].averages_ignored else 'not called'}"
+        return [first, *(f"parameter {name!r} {tuple(p.shape)} of {p.dtype}" for name, p in params.items())]
 
     @property
     def request_for_average(self) -> int:
@@ -290,8 +286,8 @@ def _means(tensors: Sequence[torch.Tensor], groups: ShardingGroups, what: str) -
         wide = torch.promote_types(dtype, torch.float32) if averages else dtype
         dense = [tensors[index].to_dense() if tensors[index].is_sparse else tensors[index] for index in indices]
         flat = torch.cat([each.reshape(-1).to(wide) for each in dense])
+        collective = f"the average of {what} that no unit manages"
         for rank_group in connected(groups.rank_groups):
-            collective = f"the average of {what} that no unit manages"
             flat = begin_all_reduce(flat, rank_group, largest=not averages, collective=collective).wait()
         if averages:
             flat /= groups.num_ranks
@@ -305,13 +301,6 @@ def average_buffers(root: nn.Module, units: Sequence[Unit]) -> None:
 
     Boolean buffers are unchanged. Buffers that are in a compute dtype are averaged in their registered one. Every rank
     of the outermost unit's groups must call this, with the same buffers.
-
-    Args:
-        root: the outermost wrapper.
-        units: its units, the outermost first.
-
-    Raises:
-        RankMismatchError: ranks have different buffers.
     """
     groups = units[0].options.groups
     with torch.no_grad(), ExitStack() as stack:

@@ -48,12 +48,10 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrapPlan:
-    """Holds the units that a policy chose in a tree.
+    """Holds the units that a policy chose in a tree: children before parents, without the root.
 
-    Attributes:
-        units: children before parents; the root is never among them.
-        full_precision: modules of the classes that the root's mixed precision excludes, including the root and ignored
-            modules. As in FSDP1, their inputs must be cast to float32 and their outputs back.
+    ``full_precision`` are the modules of the classes that the root's mixed precision excludes, including the root and
+    ignored modules. As in FSDP1, their inputs must be cast to float32 and their outputs back.
     """
 
     units: tuple[UnitPlan, ...]
@@ -72,6 +70,8 @@ def plan_units(
 ) -> WrapPlan:
     """Decide which submodules of ``root`` become units, and change nothing.
 
+    If ``torch.compile(module)`` holds a module, the compiled form becomes the unit.
+
     Args:
         root: the module being wrapped.
         policy: a function policy or a policy object, ours or FSDP1's.
@@ -80,16 +80,6 @@ def plan_units(
         root_kwargs: the wrapper's keyword arguments that units inherit.
         is_wrapped: returns whether a module is, or belongs to, a unit already; None to skip the check.
         stacklevel: of warnings, see ``warn_user``; by default that of the code that calls the wrapper's constructor.
-
-    Returns:
-        The plan. If ``torch.compile(module)`` holds a module, the compiled form becomes the unit. Units of a
-        policy object have ``auto_wrap_policy=None`` among their keyword arguments.
-
-    Raises:
-        OptionError: a submodule is wrapped already; a unit without original parameters mixes frozen and trainable ones;
-            a CustomPolicy function returned an invalid value.
-        OptionTypeError: the policy is not a policy, or names an object that is not a module class.
-        PhaseError: the policy is None.
     """
     check_policy(policy)
     classes = named_classes(policy)
@@ -143,12 +133,7 @@ def plan_units(
 
 
 def apply_plan(root: nn.Module, plan: WrapPlan, wrapper: Callable[[nn.Module, dict[str, Any]], nn.Module]) -> None:
-    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered; children first.
-
-    Raises:
-        UsageError: if a planned module is no longer in the tree; nothing has been wrapped then.
-        PhaseError: if ``wrapper`` does not return a module.
-    """
+    """Replace each planned module by ``wrapper(module, kwargs)``, wherever it is registered; children first."""
     places = _find_places(root)
     for unit in plan.units:
         if unit.module not in places:
@@ -398,11 +383,7 @@ def _recursive_wrap(
 ) -> tuple[nn.Module, int]:
     """Wrap the modules that a function policy chooses, in place, as ``wrapper_cls(submodule, **kwargs)``.
 
-    Returns:
-        ``module``, wrapped if it was chosen and not ``only_wrap_children``, and the number of elements now in units.
-
-    Raises:
-        PhaseError: if policy or wrapper are None, or a submodule is already a ``wrapper_cls``.
+    Return ``module``, wrapped if it was chosen and not ``only_wrap_children``, and the number of elements in units.
     """
     if auto_wrap_policy is None:
         raise PhaseError("auto_wrap_policy is None. Pass a function policy, for example always_wrap_policy.")
