@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -368,20 +368,20 @@ def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHand
     return handle.copy_to(params, copy.deepcopy(handle.spec.module, memo), memo[id(handle.flat_param)])
 
 
+def managed_sites(units: Iterable[Unit]) -> set[tuple[nn.Module, str]]:
+    """Return module and name of every registration of a parameter that ``units`` manage."""
+    params = [entry for unit in units for handle in unit.handles for entry in handle.views.params]
+    return {(site.module, site.name) for entry in params for site in entry.sites}
+
+
 def _check_complete(unit: Unit) -> None:
     """Raise if a module below the unit holds a parameter of an outer unit, whose values would not be copied."""
-    managed = {
-        (id(site.module), site.name)
-        for inner in (unit, *units_of(unit.module))
-        for handle in inner.handles
-        for entry in handle.views.params
-        for site in entry.sites
-    }
+    managed = managed_sites([unit, *units_of(unit.module)])
     for module in unit.module.modules():
         held = [each for each in module._parameters.items() if getattr(each[1], "_fsdp_flattened", False)]
         held += [each for each in module.__dict__.items() if isinstance(each[1], ShardedPlaceholder)]
         for name, tensor in held:
-            if (id(module), name) not in managed and getattr(tensor, "_is_flat_param", False) is False:
+            if (module, name) not in managed and not getattr(tensor, "_is_flat_param", False):
                 raise UsageError(
                     f"{name!r} of a {type(module).__name__} in unit {unit.name!r} is shared with a unit further out, "
                     "which holds it, so this unit cannot be copied alone. Copy the outermost wrapper."

@@ -22,7 +22,7 @@ from fsdp_flat.flat import (
     to_local_param,
 )
 from fsdp_flat.layout import FLAT_PARAM, clean_fqn, join_fqn
-from fsdp_flat.runtime.between_steps import hide_compiled_name
+from fsdp_flat.runtime.between_steps import hide_compiled_name, managed_sites
 from fsdp_flat.runtime.materialize import (
     Unwritten,
     agree_on_weights,
@@ -84,20 +84,19 @@ def build_unit(
     warn_no_forward(module, name)
     modules = own_modules(module, ignored)
     groups, device, precision = options.groups, options.device, options.precision
-    was_meta, params, error = False, [], None
     try:
         was_meta = call.on_meta and materialize(modules, module, options, ignored)
         move_to_device(modules, options, ignored)
         params = _managed_params(module, name, ignored, call.owners, nested)
         _check_renormalisation(modules, options, ignored)
-    except Exception as raised:
-        if not call.on_meta:
-            raise
-        error = raised
+    except Exception as error:
+        if call.on_meta:
+            # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on this rank only.
+            agree((), error, groups.rank_groups, device, WRAPPING)
+        raise
     broadcast = call.broadcast
     if call.on_meta:
-        # The caller's code (param_init_fn, reset_parameters) ran here and may have failed on one rank only.
-        agree((), error, groups.rank_groups, device, WRAPPING)
+        agree((), None, groups.rank_groups, device, WRAPPING)
         # The model may be on the meta device on some ranks only; all compare the values that these initialised.
         if options.sync_states != "broadcast" and any(true_on_any_rank([was_meta], groups.rank_groups, device)):
             named: list[tuple[str, torch.Tensor]] = [(entry.fqn, entry.param) for entry in params]
@@ -299,18 +298,12 @@ def _check_renormalisation(modules: Sequence[tuple[str, nn.Module]], options: Un
 def _managed_params(
     module: nn.Module, name: str, ignored: Ignored, owners: Mapping[nn.Parameter, nn.Module], nested: Sequence[Unit]
 ) -> list[ManagedParam]:
-    below = {
-        (id(site.module), site.name)
-        for unit in nested
-        for handle in unit.handles
-        for entry in handle.views.params
-        for site in entry.sites
-    }
-    below.update((id(handle.spec.module), FLAT_PARAM) for unit in nested for handle in unit.handles)
+    below = managed_sites(nested)
+    below.update((handle.spec.module, FLAT_PARAM) for unit in nested for handle in unit.handles)
     params = collect_params(
         module,
         unit_name=name,
         skip=lambda param: ignored.has(param) or (bool(owners) and owners.get(param, module) is not module),
-        is_managed_below=lambda child, key: (id(child), key) in below,
+        is_managed_below=lambda child, key: (child, key) in below,
     )
     return [to_local_param(entry) for entry in params]

@@ -273,12 +273,9 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
     states = _listed("ignored_states", ignored_states)
     if not all(isinstance(entry, nn.Module) for entry in modules):
         raise OptionError(f"ignored_modules must hold nn.Modules only; got {_kinds(modules)}.")
-    params: list[nn.Parameter] = []
-    if states and all(isinstance(entry, nn.Module) for entry in states):
-        modules = states
-    elif all(isinstance(entry, nn.Parameter) for entry in states):
-        params = states
-    else:
+    if all(isinstance(entry, nn.Module) for entry in states):
+        modules, states = modules + states, []
+    elif not all(isinstance(entry, nn.Parameter) for entry in states):
         raise OptionError(
             f"ignored_states must hold parameters only, or modules only; got {_kinds(states)}. "
             "For parameters of several modules pass the parameters."
@@ -294,7 +291,7 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
             )
     subtree = {child for module in modules for _, child in own_modules(module)}
     _check_ties(root, subtree)
-    params += [param for module in subtree for param in module.parameters(recurse=False)]
+    params = [*states, *(param for module in subtree for param in module.parameters(recurse=False))]
     inherited = [unit.ignored for unit in nested]
     return Ignored(
         frozenset(subtree).union(*[entry.modules for entry in inherited]),
@@ -332,29 +329,27 @@ def owners_of_ties(
     The owner is the innermost future unit with a forward that contains all uses of the parameter, or the root. The tie
     is kept, because the outer unit is unsharded whenever an inner one runs.
     """
-    chosen = set(unit_modules)
-    chains: dict[nn.Module, list[tuple[nn.Module, ...]]] = {}
+    chosen = {root, *unit_modules}
+    # For each module and parameter the chains of units, from the root inwards, that lead to it; an ordered set.
+    chains: dict[nn.Module, dict[tuple[nn.Module, ...], None]] = {}
+    places: dict[nn.Parameter, dict[tuple[nn.Module, ...], None]] = {}
 
     def visit(module: nn.Module, chain: tuple[nn.Module, ...]) -> None:
-        if module in chosen or module is root:
-            chain = (*chain, module)
-        known = chains.setdefault(module, [])
-        if chain in known:
-            return
-        known.append(chain)
-        for child in module.children():
-            visit(child, chain)
+        chain = (*chain, module) if module in chosen else chain
+        known = chains.setdefault(module, {})
+        if chain not in known:
+            known[chain] = None
+            for param in module._parameters.values():
+                if param is not None and not is_ignored(param):
+                    places.setdefault(param, {})[chain] = None
+            for child in module.children():
+                visit(child, chain)
 
     visit(root, ())
-    places: dict[nn.Parameter, list[tuple[nn.Module, ...]]] = {}
-    for module, leading in chains.items():
-        for param in module._parameters.values():
-            if param is not None and not is_ignored(param):
-                found = places.setdefault(param, [])
-                found.extend([chain for chain in leading if chain not in found])
     owners: dict[nn.Parameter, nn.Module] = {}
     for param, found in places.items():
-        if len({chain[-1] for chain in found}) > 1 or not _runs(found[0][-1]):
+        units = {chain[-1] for chain in found}
+        if len(units) > 1 or not all(map(_runs, units)):
             common = [levels[0] for levels in zip(*found, strict=False) if len(set(levels)) == 1]
             owners[param] = next((module for module in reversed(common) if _runs(module)), common[0])
     return owners

@@ -71,8 +71,9 @@ class Precision:
 
     def _statistics_dtype(self, module: nn.Module) -> torch.dtype | None:
         """Return the compute dtype of the running statistics of a batch norm of ``ignored_classes``, or None."""
-        is_one = isinstance(module, _BatchNorm) and isinstance(module, self.ignored_classes)
-        if self.param_dtype is None or not is_one:
+        if self.param_dtype is None or not (
+            isinstance(module, _BatchNorm) and isinstance(module, self.ignored_classes)
+        ):
             return None
         dtype = next((b.dtype for b in module._buffers.values() if b is not None and b.is_floating_point()), None)
         return dtype and (self.buffer_dtype or dtype)

@@ -25,7 +25,8 @@ class GradientReductionHandle:
 class ShardedModule(nn.Module):
     """Controls the unit of a module: parameters unsharded by hand, order and prefetch, and switches.
 
-    Switches are read in later steps. Every rank must set the same ones.
+    Switches are read in later steps, and every rank must set the same ones. With ``recurse`` a switch is set for the
+    units below the module too.
     """
 
     # -- sharded and unsharded state -------------------------------------------------------------------------------
@@ -109,10 +110,6 @@ class ShardedModule(nn.Module):
 
         It replaces a number of ranks that ``fully_shard`` was given.
 
-        Args:
-            reshard_after_forward: whether to free them.
-            recurse: set it for the units below, too.
-
         Raises:
             OptionError: (a ValueError) not a bool.
         """
@@ -128,10 +125,6 @@ class ShardedModule(nn.Module):
         Kept parameters are all-gathered again in that forward if an optimizer, a load or an in-place change by all
         ranks has changed the shards. Call ``reshard`` before changes that raise no version counter
         (``param.data.mul_(2)``), or that only some ranks make.
-
-        Args:
-            reshard_after_backward: whether to free them.
-            recurse: set it for the units below, too.
         """
         for unit in units_of(self, recurse=recurse):
             unit.control.reshard_after_backward = reshard_after_backward
@@ -139,11 +132,8 @@ class ShardedModule(nn.Module):
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Keep the memory of unsharded parameters after a reshard, so that their addresses do not change.
 
-        CUDA graphs need it. A unit is sharded all the same, and unsharding it all-gathers.
-
-        Args:
-            keep: whether to keep it; after False the next reshard frees it.
-            recurse: set it for the units below, too.
+        CUDA graphs need it. A unit is sharded all the same, and unsharding it all-gathers. After ``keep=False`` the
+        next reshard frees the memory.
         """
         for unit in units_of(self, recurse=recurse):
             unit.control.keeps_unsharded_storage = keep
@@ -152,9 +142,6 @@ class ShardedModule(nn.Module):
         """Unshard this unit's parameters for backward, or leave them sharded because backward does not read them.
 
         An ``nn.Embedding`` does not. Where it does read them, autograd raises.
-
-        Args:
-            unshard_in_backward: whether to unshard them.
         """
         for unit in units_of(self, recurse=False):
             unit.control.unshard_in_backward = unshard_in_backward
@@ -191,9 +178,6 @@ class ShardedModule(nn.Module):
         """Set gradients at the end of later backwards of the tree, or only at the end of the next last one.
 
         Until then each backward reduces as it goes (unless gradient synchronization is off) and keeps the results.
-
-        Args:
-            is_last_backward: whether later backwards set gradients.
         """
         unit = own_unit(self)
         root = unit.context.root if isinstance(unit.context, Schedule) else unit
@@ -204,9 +188,6 @@ class ShardedModule(nn.Module):
 
         Backwards then reduce as they go, unless gradient synchronization is off, and keep the results. It supersedes
         :meth:`set_is_last_backward`.
-
-        Args:
-            enabled: whether the caller finalizes.
 
         Raises:
             UsageError: (a RuntimeError) not the outermost unit, inside a backward, or after one that is not finalized.
@@ -266,10 +247,7 @@ class ShardedModule(nn.Module):
 
         Each is one call of the backend. By default the library uses cheaper ways where it has some (shared memory
         between ranks of one host), and the last unit of a forward keeps its parameters for the backward that follows,
-        which saves an all-gather.
-
-        Args:
-            enable: False restores the default.
+        which saves an all-gather; ``enable=False`` restores this.
         """
         units = units_of(self)
         unit_settings.replace_collectives({unit: replace(unit.collective_choice, backend=enable) for unit in units})

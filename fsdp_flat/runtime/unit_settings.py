@@ -1,4 +1,4 @@
-"""Sets how units accumulate, reduce and clear gradients, and their collectives: methods of the wrapper and FSDP2's."""
+"""Sets how units accumulate and reduce gradients, and their collectives: methods of the wrapper and FSDP2's."""
 
 from __future__ import annotations
 
@@ -109,9 +109,7 @@ def _divide_by(factor: float | torch.Tensor | None, units: Sequence[Unit]) -> No
 def set_requires_gradient_sync(self: nn.Module, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
     """Reduce gradients in later backwards, over all ranks, or accumulate unreduced ones (gradient accumulation).
 
-    Args:
-        requires_gradient_sync: reduce gradients; also undoes :meth:`set_requires_all_reduce`.
-        recurse: set it for the units below too.
+    With True it also undoes :meth:`set_requires_all_reduce`.
     """
     for unit in units_of(self, recurse=recurse):
         unit.control.sync_gradients = unit.policy.all_reduce = requires_gradient_sync
@@ -122,10 +120,6 @@ def set_requires_all_reduce(self: nn.Module, requires_all_reduce: bool, *, recur
 
     With False a backward reduce-scatters, sets no gradients, and keeps each rank's shard. The next backward with True
     adds it before the all-reduce. Without a replicate group it has no effect.
-
-    Args:
-        requires_all_reduce: all-reduce gradients.
-        recurse: set it for the units below too.
     """
     for unit in units_of(self, recurse=recurse):
         unit.policy.all_reduce = requires_all_reduce
@@ -145,9 +139,6 @@ def set_force_sum_reduction_for_comms(self: nn.Module, enable: bool) -> None:
     """Accept the request that backends get sums of gradients only, which is always so here.
 
     Gradients are divided after the sum, fp16 also before it, by the library itself.
-
-    Args:
-        enable: no effect.
     """
 
 
@@ -180,10 +171,8 @@ def set_post_optim_event(self: nn.Module, event: torch.Event) -> None:
     """Have the next all-gather wait for ``event`` in place of everything issued on the compute stream.
 
     By default the first all-gather of a forward waits for all compute issued before, which includes the optimizer's
-    step. The event counts once, for the next forward of the outermost module. On the CPU there is nothing to wait for.
-
-    Args:
-        event: recorded after the optimizer's step.
+    step. ``event``, recorded after that step, counts once, for the next forward of the outermost module. On the CPU
+    there is nothing to wait for.
     """
     schedule_of(self, own_unit(self)).streams.set_post_optim_event(event)
 
@@ -193,10 +182,6 @@ def set_reduce_scatter_max_input_buffers(self: nn.Module, max_input_buffers: int
 
     More of them hide a slow network, and take the memory of more gradients. The default is 2 on accelerators and 1 on
     the CPU.
-
-    Args:
-        max_input_buffers: at least 1.
-        recurse: set it for the units below too.
 
     Raises:
         OptionTypeError: not an int.
@@ -216,10 +201,6 @@ def set_reduce_scatter_unused_params(
     """Give parameters of a reduced unit that no rank has used gradients of zeros, or None.
 
     In either case a unit's ranks reduce zeros for parameters that only other ranks have used.
-
-    Args:
-        reduce_scatter_unused_params: zeros.
-        recurse: set it for the units below too.
     """
     for unit in units_of(self, recurse=recurse):
         unit.policy.zeros_for_unused = reduce_scatter_unused_params
@@ -266,10 +247,7 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
     """Take the memory of this module's all-gathers and reduce-scatters from the allocator of the group's backend.
 
     NCCL then communicates without copies of its own on some networks. Tensors are copied between that memory and the
-    unit's buffers.
-
-    Args:
-        enable: use the allocator; False uses the unit's buffers again.
+    unit's buffers. ``enable=False`` returns to the unit's buffers alone.
 
     Raises:
         PhaseError: (an AssertionError) a custom all-gather or reduce-scatter is set, which allocates by itself; or a
@@ -293,11 +271,8 @@ def set_allocate_memory_from_process_group_for_comm(self: nn.Module, enable: boo
 def set_separate_reduce_scatter_group(self: nn.Module, enable: bool = True, *, recurse: bool = True) -> None:
     """Run reduce-scatters in a process group of their own, so that NCCL runs them beside all-gathers.
 
-    Every rank of the shard groups must call this, because it creates a group for each.
-
-    Args:
-        enable: use that group; False uses the shard group again.
-        recurse: set it for the units below too.
+    Every rank of the shard groups must call this, because it creates a group for each. ``enable=False`` returns to the
+    shard group.
 
     Raises:
         PhaseError: a step is under way.

@@ -32,7 +32,6 @@ from fsdp_flat.wrap.policies import (
 )
 
 _MAX_LISTED = 8
-_Targets = dict[nn.Module, dict[str, Any]]
 # Each module of a tree, with every (parent, name) that it is registered at.
 _Places = dict[nn.Module, list[tuple[nn.Module, str]]]
 
@@ -93,11 +92,13 @@ def plan_units(
     mixed_precision = root_kwargs.get("mixed_precision")
     exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
 
-    chosen = (
-        _ask_object(policy, root, ignored_modules, root_kwargs, exempt)
-        if is_policy_object(policy)
-        else _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
-    )
+    if is_policy_object(policy):
+        inherited = {**root_kwargs, "auto_wrap_policy": None}
+        chosen = policy._run_policy(root, ignored_modules, dict(inherited))
+        others = [m for m in root.modules() if isinstance(m, exempt) and m not in ignored_modules] if exempt else []
+        chosen = {**dict.fromkeys(others, inherited), **chosen}
+    else:
+        chosen = _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
     # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
     compiled = {
         module._modules.get("_orig_mod"): module for _, module in ordered if isinstance(module, OptimizedModule)
@@ -184,20 +185,6 @@ def _chosen_modules(
     return chosen, visit(root)
 
 
-def _ask_object(
-    policy: Any,
-    root: nn.Module,
-    ignored_modules: set[nn.Module],
-    root_kwargs: dict[str, Any],
-    exempt: tuple[type[nn.Module], ...],
-) -> _Targets:
-    """Return the modules that a policy object chose, with their keyword arguments."""
-    inherited = {**root_kwargs, "auto_wrap_policy": None}
-    chosen = policy._run_policy(root, ignored_modules, dict(inherited))
-    others = [m for m in root.modules() if isinstance(m, exempt) and m not in ignored_modules] if exempt else []
-    return {**chosen, **{module: inherited for module in others if module not in chosen}}
-
-
 def _ask_function(
     policy: Callable[..., bool],
     root: nn.Module,
@@ -205,7 +192,7 @@ def _ask_function(
     ignored_params: set[nn.Parameter],
     root_kwargs: dict[str, Any],
     exempt: tuple[type[nn.Module], ...],
-) -> _Targets:
+) -> dict[nn.Module, dict[str, Any]]:
     """Return the modules that a function policy chose, with their keyword arguments."""
     asked = policy
     if root_kwargs.get("mixed_precision") is not None:
@@ -400,8 +387,8 @@ def _recursive_wrap(
     chosen, numel = _chosen_modules(
         module, auto_wrap_policy, ignored_modules, ignored_params, only_children=only_wrap_children
     )
-    below = chosen - {module}
-    _post_order_apply(module, lambda child: _wrap(child, wrapper_cls, **kwargs) if child in below else None)
+    wrap_child = partial(_wrap, wrapper_cls=wrapper_cls)
+    _post_order_apply(module, _construct_wrap_fn(module, dict.fromkeys(chosen, kwargs), wrap_child))
     if module not in chosen:
         return module, numel
     wrapped = _wrap(module, wrapper_cls, **kwargs)

@@ -43,13 +43,7 @@ class _Policy(ABC):
     def _run_policy(
         self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: dict[str, Any]
     ) -> dict[nn.Module, dict[str, Any]]:
-        """Return the modules to wrap, each with the keyword arguments of its wrapper.
-
-        Args:
-            root_module: the tree; the root may be in the result and is not wrapped again.
-            ignored_modules: modules that must not be wrapped.
-            root_kwargs: the root's own keyword arguments.
-        """
+        """Return the modules to wrap, each with its keyword arguments; the root is never wrapped again."""
 
 
 class ModuleWrapPolicy(_Policy):
@@ -135,9 +129,7 @@ def lambda_auto_wrap_policy(
     """Wrap the modules for which ``lambda_fn(module)`` is true; bind it with ``functools.partial``.
 
     Args:
-        module: the module to decide about.
-        recurse: True asks whether to descend below ``module``; the answer is always True.
-        nonwrapped_numel: not used.
+        module, recurse, nonwrapped_numel: those of every function policy, see :mod:`fsdp_flat.wrap.policies`.
         lambda_fn: decides about one module.
 
     Returns:
@@ -161,9 +153,7 @@ def transformer_auto_wrap_policy(
     Embeddings that share a weight stay together in the root's unit, unless their classes are named.
 
     Args:
-        module: the module to decide about.
-        recurse: True asks whether to descend below ``module``; the answer is always True.
-        nonwrapped_numel: not used.
+        module, recurse, nonwrapped_numel: those of every function policy, see :mod:`fsdp_flat.wrap.policies`.
         transformer_layer_cls: the classes.
 
     Returns:
@@ -197,9 +187,7 @@ def size_based_auto_wrap_policy(
     """Wrap a module once enough elements below it are in no unit yet.
 
     Args:
-        module: the module to decide about.
-        recurse: True asks whether to descend below ``module``, False whether to wrap it.
-        nonwrapped_numel: elements of ``module`` that are in no unit yet.
+        module, recurse, nonwrapped_numel: those of every function policy, see :mod:`fsdp_flat.wrap.policies`.
         min_num_params: minimum number of elements for a unit.
         force_leaf_modules: classes below which nothing is wrapped; None stands for
             ``size_based_auto_wrap_policy.FORCE_LEAF_MODULES``.
@@ -347,17 +335,9 @@ _active: ContextVar[dict[str, Any] | None] = ContextVar("fsdp_flat_enable_wrap",
 class _Readable(type):
     """Gives :class:`_ConfigAutoWrap` the class attributes that code written for FSDP1 reads."""
 
-    @property
-    def in_autowrap_context(cls) -> bool:
-        return _active.get() is not None
-
-    @property
-    def wrapper_cls(cls) -> Callable[..., nn.Module] | None:
-        return (_active.get() or {}).get("wrapper_cls")
-
-    @property
-    def kwargs(cls) -> dict[str, Any]:
-        return {name: value for name, value in (_active.get() or {}).items() if name != "wrapper_cls"}
+    in_autowrap_context = property(lambda _: _active.get() is not None)
+    wrapper_cls = property(lambda _: (_active.get() or {}).get("wrapper_cls"))
+    kwargs = property(lambda _: {key: value for key, value in (_active.get() or {}).items() if key != "wrapper_cls"})
 
 
 class _ConfigAutoWrap(metaclass=_Readable):
