@@ -18,7 +18,6 @@ from fsdp_flat.flat import (
     PLAIN,
     FlatParamHandle,
     ShardedPlaceholder,
-    Site,
     clear_padding,
     copy_flat_parameter,
     have_grads,
@@ -357,14 +356,10 @@ def _copy_params(handle: FlatParamHandle, memo: dict[Any, Any]) -> None:
 
 
 def _copy_handle(handle: FlatParamHandle, memo: dict[Any, Any]) -> FlatParamHandle:
-    params = [
-        replace(
-            entry,
-            param=memo[id(entry.param)],
-            sites=tuple(Site(copy.deepcopy(site.module, memo), site.name, site.fqn) for site in entry.sites),
-        )
-        for entry in handle.views.params
-    ]
+    params = []
+    for entry in handle.views.params:
+        sites = tuple(replace(site, module=copy.deepcopy(site.module, memo)) for site in entry.sites)
+        params.append(replace(entry, param=memo[id(entry.param)], sites=sites))
     return handle.copy_to(params, copy.deepcopy(handle.spec.module, memo), memo[id(handle.flat_param)])
 
 

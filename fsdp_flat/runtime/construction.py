@@ -172,12 +172,16 @@ def _agreed_plan(
         _check_not_managed(module)
         plan = WrapPlan(())
         if arguments.auto_wrap_policy is not None:
+            inherited = {field.name: getattr(arguments, field.name) for field in fields(arguments)}
+            inherited.update(auto_wrap_policy=None, ignored_modules=None, ignored_states=set(ignored.params))
+            if options.strategy.is_hybrid and options.groups.mesh is None:
+                inherited["process_group"] = (options.groups.shard.group, options.groups.replicate.group)
             plan = plan_units(
                 module,
                 arguments.auto_wrap_policy,
                 ignored_modules=set(ignored.modules),
                 ignored_params=set(ignored.params),
-                root_kwargs=_child_kwargs(arguments, options, ignored),
+                root_kwargs=inherited,
                 is_wrapped=lambda child: unit_of(child) is not None,
             )
             _check_overrides(plan)
@@ -246,19 +250,6 @@ def _check_overrides(plan: WrapPlan) -> None:
             )
 
 
-def _child_kwargs(arguments: Arguments, options: UnitOptions, ignored: Ignored) -> dict[str, Any]:
-    groups, process_group = options.groups, arguments.process_group
-    if options.strategy.is_hybrid and groups.mesh is None:
-        process_group = (groups.shard.group, groups.replicate.group)
-    return {
-        **{field.name: getattr(arguments, field.name) for field in fields(arguments)},
-        "process_group": process_group,
-        "auto_wrap_policy": None,
-        "ignored_modules": None,
-        "ignored_states": set(ignored.params),
-    }
-
-
 def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, nested: Sequence[Unit]) -> Ignored:
     """Validate the two arguments of ``root``'s wrapper and expand modules to their subtrees.
 
@@ -290,24 +281,20 @@ def resolve_ignored(root: nn.Module, ignored_modules: Any, ignored_states: Any, 
                 "The module being wrapped is itself in the ignored set, so nothing of it will be sharded.", stacklevel=5
             )
     subtree = {child for module in modules for _, child in own_modules(module)}
-    _check_ties(root, subtree)
+    for site, param in named_sites(root) if subtree else ():
+        owner = getattr(param, "_fsdp_flattened", None)
+        if site.module in subtree and isinstance(owner, FlattenedBy):
+            raise TiedParameterError(
+                f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
+                "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
+                "wrapped too (ignored_states=[parameter]), or do not ignore the module."
+            )
     params = [*states, *(param for module in subtree for param in module.parameters(recurse=False))]
     inherited = [unit.ignored for unit in nested]
     return Ignored(
         frozenset(subtree).union(*[entry.modules for entry in inherited]),
         frozenset(params).union(*[entry.params for entry in inherited]),
     )
-
-
-def _check_ties(root: nn.Module, ignored: set[nn.Module]) -> None:
-    for site, param in named_sites(root) if ignored else ():
-        owner = getattr(param, "_fsdp_flattened", None)
-        if site.module in ignored and isinstance(owner, FlattenedBy):
-            raise TiedParameterError(
-                f"{site.fqn!r} of an ignored module is the same parameter as {owner.describe()}, which was wrapped "
-                "before and holds a part of it now, so the tie would be cut. Ignore the parameter when that unit is "
-                "wrapped too (ignored_states=[parameter]), or do not ignore the module."
-            )
 
 
 def _listed(name: str, value: Any) -> list[Any]:
