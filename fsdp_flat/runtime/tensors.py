@@ -241,14 +241,14 @@ class BufferCasts:
     def remember(self, given: Mapping[str, Any], prefix: str) -> list[Callable[[], object]]:
         """Return callbacks to run after ``given`` is loaded into the buffers; they keep the values before rounding."""
 
-        def remember(entry: _LowBuffer, value: torch.Tensor) -> None:
+        def keep(entry: _LowBuffer, value: torch.Tensor) -> None:
             buffer = entry.module._buffers.get(entry.name)
             if buffer is not None and buffer.dtype == self._dtype:
                 entry.exact = value.detach().to(buffer.device, entry.dtype, copy=True)
 
         values = [next((given[prefix + p] for p in each.paths if prefix + p in given), None) for each in self._buffers]
         return [
-            partial(remember, entry, value)
+            partial(keep, entry, value)
             for entry, value in zip(self._buffers, values, strict=True)
             if isinstance(value, torch.Tensor) and not value.is_meta
         ]

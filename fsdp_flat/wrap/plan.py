@@ -91,12 +91,11 @@ def plan_units(
         )
     mixed_precision = root_kwargs.get("mixed_precision")
     exempt = () if mixed_precision is None else tuple(mixed_precision._module_classes_to_ignore)
-
+    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
     if is_policy_object(policy):
         inherited = {**root_kwargs, "auto_wrap_policy": None}
         chosen = policy._run_policy(root, ignored_modules, dict(inherited))
-        others = [m for m in root.modules() if isinstance(m, exempt) and m not in ignored_modules] if exempt else []
-        chosen = {**dict.fromkeys(others, inherited), **chosen}
+        chosen = {**{module: inherited for module in full_precision if module not in ignored_modules}, **chosen}
     else:
         chosen = _ask_function(policy, root, ignored_modules, ignored_params, root_kwargs, exempt)
     # The result of torch.compile(module) keeps calling that module, even if it is replaced in the tree.
@@ -115,7 +114,6 @@ def plan_units(
     )
     _check_uniform_requires_grad([*units, UnitPlan("", root, root_kwargs)], ignored_params)
 
-    full_precision = tuple(module for module in root.modules() if isinstance(module, exempt)) if exempt else ()
     if full_precision:
         counts = Counter(type(module).__name__ for module in full_precision)
         warn_user(
