@@ -274,12 +274,8 @@ def _options(mp_policy: Any, rows: RowSharding, reshard_after_forward: bool | in
         device_given=True,
         use_orig_params=True,
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        sync_states="warn",
         precision=precision_of_rows(mp_policy),
         offload_params=rows.offloads,
-        param_init_fn=None,
         rows=rows,
     )
     num_shards, value = options.groups.shard.size, reshard_after_forward

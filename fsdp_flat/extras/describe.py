@@ -271,15 +271,8 @@ def _options(kwargs: dict[str, Any], num_ranks: int, num_replicas: int) -> UnitO
         strategy=strategy,
         groups=ShardingGroups(RankGroup(None, 0, num_shards), RankGroup(None, 0, num_ranks // num_shards)),
         device=torch.device("meta"),
-        device_given=False,
         use_orig_params=bool(kwargs["use_orig_params"]),
-        backward_prefetch=None,
-        forward_prefetch=False,
-        limit_all_gathers=True,
-        sync_states="warn",
         precision=precision_from(kwargs["mixed_precision"]),
-        offload_params=False,
-        param_init_fn=None,
     )
 
 
