@@ -1,4 +1,4 @@
-"""Manages a directory of checkpoints on disk, and synchronizes the ranks that write and read it.
+"""Manages a directory of checkpoints on disk: the one place that knows names, records and the order of renames.
 
 ``step-00000100/`` is a checkpoint. While it is written its name ends in ``.writing``. ``commit.json`` completes it:
 it is written last and holds the size and the CRC-32 of every other file; then the directory is renamed. Each of these
@@ -10,47 +10,16 @@ each rank beside them, ``rank-00000.pt``.
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.tensor import DTensor
-
-from fsdp_flat.api import ShardedStateDictConfig, StateDictType
-from fsdp_flat.comm import (
-    ErrorTexts,
-    RankGroup,
-    agree,
-    barrier,
-    digest_of,
-    exchange_bytes,
-    exchange_ints,
-    global_ranks,
-)
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
-from fsdp_flat.runtime import units_of
-from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_in
-from fsdp_flat.user_warnings import warn_user
-
-SAVING = ErrorTexts(
-    "saving", "Ranks save different things.", "Call it with the same model and arguments on every rank."
-)
-LOADING = ErrorTexts(
-    "loading", "Ranks load different things.", "Call it with the same model and arguments on every rank."
-)
+from fsdp_flat.errors import LoadError
 
 COMMIT_NAME = "commit.json"
 _FORMAT = 2
@@ -61,31 +30,8 @@ _REMOVING = ".removing"
 _NAME = re.compile(r"step-(\d+)$")
 _CHUNK = 1 << 22
 
-
-@dataclass(frozen=True, slots=True)
-class FileRecord:
-    """Records the name, size (bytes) and CRC-32 of a file."""
-
-    name: str
-    size: int
-    crc: int
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Records the contents of a complete checkpoint, as stored in ``commit.json``.
-
-    Attributes:
-        path: its directory.
-        step: its number.
-        order: sequence number of the save in this directory; the newest checkpoint has the highest.
-        files: every file but the record itself.
-    """
-
-    path: Path
-    step: int
-    order: int
-    files: tuple[FileRecord, ...]
+# By name of a file, its "size" in bytes and its "crc32", as in commit.json.
+Records = dict[str, dict[str, int]]
 
 
 def path_of(directory: Path, step: int) -> Path:
@@ -121,23 +67,25 @@ def recover(directory: Path) -> None:
             os.replace(away, final)
 
 
-def record_of(path: Path) -> FileRecord:
-    """Compute the record of a file: its size and CRC-32."""
-    crc = size = 0
+def records_of(path: Path, pattern: str) -> Records:
+    """Return the records of the files in a directory whose names match a pattern."""
+    return {each.name: _record(each) for each in sorted(path.glob(pattern))}
+
+
+def _record(path: Path) -> dict[str, int]:
+    crc = 0
     with open(path, "rb") as file:
         while chunk := file.read(_CHUNK):
             crc = zlib.crc32(chunk, crc)
-            size += len(chunk)
-    return FileRecord(path.name, size, crc)
+        return {"size": file.tell(), "crc32": crc}
 
 
-def commit(directory: Path, step: int, files: Iterable[FileRecord]) -> None:
+def commit(directory: Path, step: int, records: Records) -> None:
     """Complete the checkpoint that was written for ``step``, replacing an earlier one of this number."""
     final, writing = path_of(directory, step), writing_path(directory, step)
-    records = sorted(files, key=lambda record: record.name)
+    # The newest checkpoint has the highest sequence number, whatever its step.
     order = 1 + max((_order(directory, other) for other in list_steps(directory)), default=0)
-    named = {r.name: {"size": r.size, "crc32": r.crc} for r in records}
-    body = {"format": _FORMAT, "step": step, "order": order, "files": named}
+    body = {"format": _FORMAT, "step": step, "order": order, "files": dict(sorted(records.items()))}
     with open(writing / COMMIT_NAME, "w") as file:
         json.dump(body, file, indent=2)
         file.flush()
@@ -160,77 +108,63 @@ def _flush_directory(path: Path) -> None:
         os.close(handle)
 
 
-def _remove(path: Path) -> None:
-    # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
-    away = path.with_suffix(_REMOVING)
-    shutil.rmtree(away, ignore_errors=True)
-    os.replace(path, away)
-    shutil.rmtree(away, ignore_errors=True)
-
-
 def list_steps(directory: Path) -> list[int]:
     """Return the numbers of all checkpoints with their final names: those without a valid record, then newest first."""
-    if not directory.is_dir():
-        return []
-    found = [int(match[1]) for entry in directory.iterdir() if (match := _NAME.match(entry.name))]
+    found = [int(match[1]) for name in _names_in(directory) if (match := _NAME.match(name))]
     return sorted(found, key=lambda step: (_order(directory, step) or math.inf, step), reverse=True)
-
-
-def _order(directory: Path, step: int) -> int:
-    try:
-        return read_commit(directory, step).order
-    except (LoadError, OSError):
-        return 0
 
 
 def unfinished(directory: Path) -> list[str]:
     """Return the names of directories that interrupted or running saves and removals have left."""
-    if not directory.is_dir():
-        return []
-    return sorted(entry.name for entry in directory.iterdir() if entry.suffix in (_WRITING, _REMOVING))
+    return sorted(name for name in _names_in(directory) if name.endswith((_WRITING, _REMOVING)))
 
 
-def read_commit(directory: Path, step: int) -> Commit:
-    """Read the record of a checkpoint.
+def _names_in(directory: Path) -> list[str]:
+    return os.listdir(directory) if directory.is_dir() else []
 
-    Raises:
-        LoadError: there is none, or it cannot be read.
-    """
-    path = path_of(directory, step)
+
+def _order(directory: Path, step: int) -> int:
+    try:
+        return _read_commit(path_of(directory, step))[0]
+    except (LoadError, OSError):
+        return 0
+
+
+def _read_commit(path: Path) -> tuple[int, Records]:
+    """Return the sequence number of the save of a checkpoint, and the records of its files."""
     try:
         body: dict[str, Any] = json.loads((path / COMMIT_NAME).read_text())
         if body["format"] not in _READABLE:
             raise LoadError(f"{path} has format {body['format']}; this version reads formats {_READABLE}.")
-        files = tuple(FileRecord(name, entry["size"], entry["crc32"]) for name, entry in body["files"].items())
-        found = Commit(path, int(body["step"]), int(body["order"]), files)
+        records = {name: {key: entry[key] for key in ("size", "crc32")} for name, entry in body["files"].items()}
+        order = int(body["order"])
     except FileNotFoundError as error:
         raise LoadError(f"{path} has no {COMMIT_NAME}: it was never finished.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{path / COMMIT_NAME} cannot be read: {error!r}.") from error
-    if not files:
+    if not records:
         raise LoadError(f"{path / COMMIT_NAME} names no files.")
-    return found
+    return order, records
 
 
-def verify_files(found: Commit, share: int = 0, num_shares: int = 1) -> str:
-    """Verify the files of a checkpoint; return the first error, or an empty string.
+def find_problem(path: Path, share: int, num_shares: int) -> str:
+    """Verify the files of a checkpoint; return the first problem, or an empty string.
 
-    Args:
-        found: its record.
-        share: index of the caller's share: checksums are compared for the files at positions ``share``,
-            ``share + num_shares`` and so on, sizes for all files.
-        num_shares: number of ranks that share the reading.
+    Sizes are compared for all files, checksums for those at positions ``share``, ``share + num_shares`` and so on.
     """
-    for record in found.files:
-        path = found.path / record.name
-        if not path.exists():
-            return f"{path} is missing"
-        size = path.stat().st_size
-        if size != record.size:
-            return f"{path} has {size} bytes, {record.size} were written"
-    for record in found.files[share::num_shares]:
-        if record_of(found.path / record.name) != record:
-            return f"{found.path / record.name} was altered: its checksum is not that of what was written"
+    try:
+        _, records = _read_commit(path)
+        for name, record in records.items():
+            if not (path / name).exists():
+                return f"{path / name} is missing"
+            size = (path / name).stat().st_size
+            if size != record["size"]:
+                return f"{path / name} has {size} bytes, {record['size']} were written"
+        for name in list(records)[share::num_shares]:
+            if _record(path / name) != records[name]:
+                return f"{path / name} was altered: its checksum is not that of what was written"
+    except (LoadError, OSError) as error:
+        return str(error)
     return ""
 
 
@@ -240,183 +174,9 @@ def prune(directory: Path, keep_last: int) -> None:
     No other save may be running in this directory.
     """
     for step in list_steps(directory)[keep_last:]:
-        _remove(path_of(directory, step))
+        # Rename first: an interrupted removal must not leave a partial checkpoint under its name.
+        path = path_of(directory, step)
+        shutil.rmtree(path.with_suffix(_REMOVING), ignore_errors=True)
+        os.replace(path, path.with_suffix(_REMOVING))
     for name in unfinished(directory):
         shutil.rmtree(directory / name, ignore_errors=True)
-
-
-ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
-
-
-def progress_bar(label: str, *, asked: bool, here: bool) -> ProgressBar:
-    """Return a function that shows a bar for a number of bytes: ``with show(num_bytes) as update: update(1024)``.
-
-    Raises:
-        UsageError: the caller has ``asked`` for a bar, and tqdm is not installed.
-    """
-    if asked:
-        try:
-            from tqdm import tqdm
-        except ImportError as error:
-            raise UsageError('progress=True needs tqdm: pip install "fsdp-flat[progress]".') from error
-
-    @contextmanager
-    def show(num_bytes: int) -> Iterator[Callable[[int], object]]:
-        if not (asked and here):
-            yield lambda num_bytes: None
-            return
-        with tqdm(desc=label, total=num_bytes, unit="B", unit_scale=True) as bar:
-            yield bar.update
-
-    return show
-
-
-def wait_for_background(model: nn.Module) -> None:
-    """Wait for the last background save of ``model``; warn if it failed and ``wait()`` has not raised its error."""
-    units = units_of(model)
-    background = units[0].background if units else None
-    text = "" if background is None else background.finish()
-    if text:
-        warn_user(text, stacklevel=3)
-
-
-def boxed_state_dict(model: nn.Module, *, copy: bool = False) -> dict[str, Any]:
-    """Return a model's state dict with the shards of this rank as boxes, or copies of all tensors on the CPU."""
-    config = ShardedStateDictConfig(boxes=True, offload_to_cpu=copy)
-    found = state_dict_in(model, settings_for(StateDictType.SHARDED_STATE_DICT, config, None))
-    for name, value in found.items() if copy else ():
-        # Boxes are copies already; buffers are the live ones.
-        if isinstance(value, torch.Tensor) and not isinstance(value, BoxedTensor):
-            found[name] = value.detach().to("cpu", copy=True)
-    return found
-
-
-def serialized(value: Any) -> bytes:
-    """Serialize ``value`` by ``torch.save``."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpacked(data: bytes) -> Any:
-    """Return the value that :func:`serialized` has serialized."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-
-
-def _group_of(model: nn.Module) -> dist.ProcessGroup:
-    """Return the process group of all ranks that hold a shard or a replica of the model."""
-    units = units_of(model)
-    if not units:
-        raise OptionError(f"{type(model).__name__} holds no FullyShardedDataParallel.")
-    params = [entry for unit in units for handle in unit.handles for entry in handle.views.params]
-    groups = [rank_group.group for rank_group in rank_groups_of(units) if rank_group.group is not None]
-    groups += [group for entry in params for group in entry.adapter.mesh_groups if dist.get_world_size(group) > 1]
-    # There may be several groups of the same ranks; every rank must choose the same one.
-    rank_groups: dict[frozenset[int], dist.ProcessGroup] = {}
-    for group in groups:
-        rank_groups.setdefault(frozenset(global_ranks(group)), group)
-    joint = next(iter(rank_groups.values()), units[0].options.groups.process_group)
-    meshes = [unit.options.groups.mesh for unit in units if unit.options.strategy.is_hybrid]
-    meshes += [entry.param.device_mesh for entry in params if isinstance(entry.param, DTensor)]
-    joined = {
-        *rank_groups,
-        *(frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes if mesh is not None and mesh.size() > 1),
-    }
-    # Meshes of other parameters, experts among them, divide the same ranks in other ways.
-    largest = [ranks for ranks in joined if not any(ranks < others for others in joined)]
-    if len(largest) == 1 and largest[0] in rank_groups:
-        joint = rank_groups[largest[0]]
-    elif largest:
-        # The sets are mesh dims: they intersect in this rank only, and the mesh size is the product of their sizes.
-        joint, num_ranks = dist.group.WORLD, math.prod(map(len, largest))
-        overlaps = any(len(a & b) > 1 for a, b in combinations(largest, 2))
-        if overlaps or num_ranks != dist.get_world_size():
-            where = f"{num_ranks} of {dist.get_world_size()} ranks, along {len(rank_groups)} groups"
-            if overlaps:
-                where = f"groups that overlap, of the ranks {' and '.join(map(str, sorted(map(sorted, largest))))}"
-            raise UnsupportedError(
-                f"The model is on {where} (sharded, replicated, tensor parallel), and no process group joins just "
-                "these. Save it by state_dict() and torch.distributed.checkpoint."
-            )
-    assert joint is not None
-    return joint
-
-
-class Consensus:
-    """Exchanges errors and small values between the ranks of a group: an exception on one rank is raised on all.
-
-    Args:
-        group: the group.
-        words: texts for errors about the current operation.
-        device: the compute device, used for groups without a CPU backend.
-
-    Attributes:
-        rank, size: this rank in the group, and the number of ranks.
-        ranks: the global rank of each rank of the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
-        self.group = group
-        self.ranks = global_ranks(group)
-        self._words = words
-        self._device = device
-        self._rank_group = RankGroup.of(group)
-        self.rank, self.size = self._rank_group.rank, self._rank_group.size
-
-    @classmethod
-    def of(cls, model: nn.Module, words: ErrorTexts) -> Consensus:
-        """Return the consensus of all ranks that hold a shard or a replica of the model.
-
-        Raises:
-            OptionError: the model holds no wrapper.
-            UnsupportedError: the model has several groups (hybrid strategies, tensor parallelism), and together they
-                are neither one group nor the world.
-            UsageError: the group was destroyed.
-        """
-        return cls(_group_of(model), words, units_of(model)[0].options.device)
-
-    def barrier(self, what: str) -> None:
-        """Wait for the other ranks; raises within seconds if a rank does not call this."""
-        barrier(what, self._rank_group)
-
-    @contextmanager
-    def propagate_errors(self) -> Iterator[None]:
-        """Raise on every rank if the block raises on one. Every rank must enter the block."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        self.fail(error)
-
-    def fail(self, error: Exception | None) -> None:
-        """Raise on every rank if any rank has an error. Every rank must call this."""
-        self.integers([], error)
-
-    def integers(self, values: list[int], error: Exception | None, same: Sequence[str] = ()) -> list[list[int]]:
-        """All-gather 64-bit integers, as many on every rank, in one collective. Every rank must call this.
-
-        Raises:
-            PeerFailureError: another rank has an error; ``error`` itself on a rank that has one.
-            RankMismatchError: the lines ``same`` differ between ranks.
-        """
-        if error is not None and self.size == 1:
-            raise error
-        own = [int(error is None), digest_of("\n".join(same).encode()), *values]
-        rows = exchange_ints(own, self.group, self._device)
-        differ = len({digest for _, digest, *_ in rows}) > 1
-        if differ or not all(ok for ok, *_ in rows):
-            # A difference may be the cause of an error.
-            agree(same, None if differ else error, [self._rank_group], self._device, self._words)
-        return [row[2:] for row in rows]
-
-    def texts(self, text: str) -> list[str]:
-        """All-gather every rank's text, by rank; one collective if all are empty. Every rank must call this."""
-        if not any(length for (length,) in self.integers([len(text)], None)):
-            return [""] * self.size
-        return [payload.decode() for payload in exchange_bytes(text.encode(), self.group, self._device)]
-
-    def gather_texts(self, text: str) -> list[str]:
-        """Gather every rank's text on rank 0; the others get an empty list. Every rank must call this."""
-        payloads = exchange_bytes(text.encode(), self.group, self._device, only_on_rank0=True)
-        return [payload.decode() for payload in payloads]

@@ -13,7 +13,6 @@ import math
 import mmap
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 from typing import BinaryIO
@@ -42,80 +41,64 @@ _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _LONGEST_HEADER = 100_000_000
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """Describes dtype and shape of a tensor in a file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the tensor's data in bytes."""
-        return self.dtype.itemsize * math.prod(self.shape)
-
-    def fits(self, start: int, stop: int) -> bool:
-        """Return whether the bytes from ``start`` to ``stop`` can be the tensor's data."""
-        return start >= 0 and stop - start == self.nbytes and all(size >= 0 for size in self.shape)
-
-
 class FileWriter:
     """Writes one file, tensor by tensor, under a temporary name until it is complete.
 
     Args:
         path: final path of the file.
-        tensors: every tensor that will be written, in order.
+        tensors: tensors (on the meta device, for instance) of the names, shapes and dtypes that will be written, in
+            order.
         metadata: strings for the header.
+
+    Attributes:
+        nbytes: size of the tensors' data in bytes.
 
     Raises:
         UnsupportedError: a dtype that the format does not have.
     """
 
-    def __init__(self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> None:
-        self._path = path
-        self._expected = list(tensors)
+    def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
+        self.path = path
+        self.tensors = tensors
+        self.nbytes = 0
         header: dict[str, object] = {"__metadata__": dict(metadata)}
-        at = 0
-        for name, info in tensors.items():
-            if info.dtype not in _CODES:
-                raise UnsupportedError(f"{name!r} is of {info.dtype}, which safetensors files cannot hold.")
-            header[name] = {
-                "dtype": _CODES[info.dtype],
-                "shape": list(info.shape),
-                "data_offsets": [at, at + info.nbytes],
-            }
-            at += info.nbytes
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _CODES:
+                raise UnsupportedError(f"{name!r} is of {tensor.dtype}, which safetensors files cannot hold.")
+            start, self.nbytes = self.nbytes, self.nbytes + tensor.nbytes
+            offsets = [start, self.nbytes]
+            header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._file: BinaryIO = open(self._partial_path, "wb")  # noqa: SIM115 (closed by close and discard)
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    @property
-    def _partial_path(self) -> Path:
-        return self._path.with_name(self._path.name + ".partial")
+        self._header = len(text).to_bytes(8, "little") + text
+        self._left = list(tensors)
+        self._partial_path = path.with_name(path.name + ".partial")
+        self._file: BinaryIO | None = None
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor, on any device."""
-        assert self._expected.pop(0) == name
+        """Append the next tensor, on any device; flush the file to disk after the last one."""
+        assert self._left.pop(0) == name
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._partial_path, "wb")  # noqa: SIM115 (closed below and by discard)
+            self._file.write(self._header)
         flat = tensor.detach().contiguous().cpu().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
-
-    def close(self) -> None:
-        """Flush the complete file to disk, still under its temporary name."""
-        assert not self._expected
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if not self._left:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def commit(self) -> None:
-        """Rename the closed file to its final path."""
-        os.replace(self._partial_path, self._path)
+        """Rename the complete file to its final path."""
+        os.replace(self._partial_path, self.path)
 
     def discard(self) -> None:
-        """Remove the temporary file."""
-        self._file.close()
-        self._partial_path.unlink(missing_ok=True)
+        """Remove the temporary file, if there is one."""
+        if self._file is not None:
+            self._file.close()
+            self._partial_path.unlink(missing_ok=True)
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
@@ -135,31 +118,29 @@ def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str
         try:
             header = json.loads(file.read(length))
             metadata: dict[str, str] = header.pop("__metadata__", {})
-            infos = {
-                name: TensorInfo(_DTYPES[entry["dtype"]], tuple(map(index, entry["shape"])))
-                for name, entry in header.items()
-            }
-            ranges = {name: [index(at) for at in entry["data_offsets"]] for name, entry in header.items()}
-            end = 8 + length + max((stop for _, stop in ranges.values()), default=0)
-            wrong = [name for name, info in infos.items() if not info.fits(*ranges[name])]
+            infos: dict[str, tuple[torch.dtype, tuple[int, ...], int, int]] = {}
+            for name, entry in header.items():
+                start, stop = map(index, entry["data_offsets"])
+                infos[name] = (_DTYPES[entry["dtype"]], tuple(map(index, entry["shape"])), start, stop)
+            end = 8 + length + max((stop for _, _, _, stop in infos.values()), default=0)
         except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
             raise LoadError(f"The header of {path} cannot be read ({error!r}); is it a safetensors file?") from error
         if end != size:
             raise LoadError(f"{path} has {size} bytes; expected {end}. It is truncated or was altered.")
-        if wrong:
-            info = infos[wrong[0]]
-            raise LoadError(
-                f"The header of {path} contradicts itself: {wrong[0]!r} of shape {info.shape} and {info.dtype} has "
-                f"{info.nbytes} bytes, but its data_offsets are {ranges[wrong[0]]}."
-            )
+        for name, (dtype, shape, start, stop) in infos.items():
+            nbytes = dtype.itemsize * math.prod(shape)
+            if start < 0 or stop - start != nbytes or any(size < 0 for size in shape):
+                raise LoadError(
+                    f"The header of {path} contradicts itself: {name!r} of shape {shape} and {dtype} has {nbytes} "
+                    f"bytes, but its data_offsets are {[start, stop]}."
+                )
         # torch wants memory that may be written; a private copy of a page is made only if it is.
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     found = {}
-    for name, info in infos.items():
-        numel = torch.Size(info.shape).numel()
-        if numel:
-            flat = torch.frombuffer(mapped, dtype=info.dtype, count=numel, offset=8 + length + ranges[name][0])
-        else:
-            flat = torch.empty(0, dtype=info.dtype)
-        found[name] = flat.view(info.shape)
+    for name, (dtype, shape, start, stop) in infos.items():
+        flat = torch.empty(0, dtype=dtype)
+        if stop > start:
+            count = (stop - start) // dtype.itemsize
+            flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=8 + length + start)
+        found[name] = flat.view(shape)
     return found, metadata

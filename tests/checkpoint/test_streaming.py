@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat import iter_full_state_dict, load_full, save_full
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, TensorInfo, read_safetensors
+from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
 from fsdp_flat.errors import LoadError, OptionError, PeerFailureError, UnsupportedError
 from tests.runtime.test_memory import live_bytes
 from tests.support import Ranks, assert_equal, on_ranks
@@ -279,10 +279,9 @@ def broken(path: Path, how: str) -> str:
     elif how == "wrong shape":
         state["last.bias"] = torch.ones(3)
         text = r"'last.bias' has shape \(3,\) in the file, \(2,\) in the model"
-    writer = FileWriter(path, {k: TensorInfo(v.dtype, tuple(v.shape)) for k, v in state.items()}, {"format": "pt"})
+    writer = FileWriter(path, state, {"format": "pt"})
     for name, value in state.items():
         writer.write(name, value)
-    writer.close()
     writer.commit()
     if how == "truncated":
         with open(path, "r+b") as file:
