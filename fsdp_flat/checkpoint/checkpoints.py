@@ -161,8 +161,6 @@ class CheckpointValues:
     It is the ``Peers`` of optimizer states.
 
     Attributes:
-        bar: shows the progress of a number of bytes.
-        ranks: the global ranks.
         step: the checkpoint's number, as rank 0 has chosen it.
         error: an exception that is raised like those of the writing: one of the file system on rank 0, or one of this
             rank alone after the comparison.

@@ -37,11 +37,7 @@ ProgressBar = Callable[[int], AbstractContextManager[Callable[[int], object]]]
 
 
 def progress_bar(label: str, *, asked: bool, here: bool) -> ProgressBar:
-    """Return a function that shows a bar for a number of bytes: ``with show(num_bytes) as update: update(1024)``.
-
-    Raises:
-        UsageError: the caller has ``asked`` for a bar, and tqdm is not installed.
-    """
+    """Return a function that shows a bar for a number of bytes: ``with show(num_bytes) as update: update(1024)``."""
     if asked:
         try:
             from tqdm import tqdm
@@ -122,14 +118,7 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
 class Consensus:
     """Exchanges errors and small values between the ranks of a group: an exception on one rank is raised on all.
 
-    Args:
-        group: the group.
-        words: texts for errors about the current operation.
-        device: the compute device, used for groups without a CPU backend.
-
-    Attributes:
-        rank, size: this rank in the group, and the number of ranks.
-        ranks: the global rank of each rank of the group.
+    ``device`` is used for groups without a CPU backend; ``ranks`` are the global ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, words: ErrorTexts, device: torch.device) -> None:
@@ -142,14 +131,7 @@ class Consensus:
 
     @classmethod
     def of(cls, model: nn.Module, words: ErrorTexts) -> Consensus:
-        """Return the consensus of all ranks that hold a shard or a replica of the model.
-
-        Raises:
-            OptionError: the model holds no wrapper.
-            UnsupportedError: the model has several groups (hybrid strategies, tensor parallelism), and together they
-                are neither one group nor the world.
-            UsageError: the group was destroyed.
-        """
+        """Return the consensus of all ranks that hold a shard or a replica of the model."""
         return cls(_group_of(model), words, units_of(model)[0].options.device)
 
     def barrier(self, what: str) -> None:
@@ -173,9 +155,7 @@ class Consensus:
     def integers(self, values: list[int], error: Exception | None, same: Sequence[str] = ()) -> list[list[int]]:
         """All-gather 64-bit integers, as many on every rank, in one collective. Every rank must call this.
 
-        Raises:
-            PeerFailureError: another rank has an error; ``error`` itself on a rank that has one.
-            RankMismatchError: the lines ``same`` differ between ranks.
+        Raises on every rank if one has an error, or if the lines ``same`` differ.
         """
         if error is not None and self.size == 1:
             raise error

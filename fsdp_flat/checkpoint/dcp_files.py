@@ -61,17 +61,13 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[int], object]) -> list[Any]:
-    """Write this rank's files of a checkpoint, without communication.
+    """Write this rank's files of a checkpoint, and return a row for each part, which JSON can hold.
 
     Args:
-        state: nested dicts of tensors, and of ``bytes`` made by ``torch.save``; of a tensor that several ranks have in
-            full, at least one passes it.
+        state: nested dicts of tensors, and of ``bytes`` made by ``torch.save``.
         path: the directory.
         rank: the rank, which names the files.
         update: called with the size of each tensor in bytes as it is written.
-
-    Returns:
-        A row for each part, which JSON can hold, for :func:`write_metadata`.
     """
     with _torch_warnings_ignored():
         # Files are on disk (sync_files) before their record is.
@@ -96,14 +92,9 @@ def write_files(state: dict[str, Any], path: Path, rank: int, update: Callable[[
 
 
 def write_metadata(each_rows: Sequence[list[Any]], path: Path) -> None:
-    """Write the metadata of a checkpoint, on one rank.
+    """Write the metadata of a checkpoint, on one rank, from the results of :func:`write_files` by rank.
 
-    Args:
-        each_rows: results of :func:`write_files`, by rank. Of a part that several ranks have written, the first counts.
-        path: the directory.
-
-    Raises:
-        ValueError: the parts do not make up the tensors.
+    Of a part that several ranks have written, the first counts. Raises if the parts do not make up the tensors.
     """
     plans, results = [], []
     for rows in each_rows:
@@ -168,11 +159,7 @@ class SafeReader(dcp.FileSystemReader):
     _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of the checkpoint.
-
-        Raises:
-            LoadError: it refers to any other type.
-        """
+        """Return the metadata of the checkpoint; raise if it refers to any other type."""
         metadata = self._metadata
         if metadata is None:
             with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
@@ -192,19 +179,11 @@ class SafeReader(dcp.FileSystemReader):
         }
 
     def read_into(self, state: dict[str, Any]) -> None:
-        """Read this rank's part of a checkpoint into the tensors of ``state``, nested dicts.
-
-        Raises:
-            LoadError: the files cannot be read.
-        """
+        """Read this rank's part of a checkpoint into the tensors of ``state``, nested dicts."""
         self._load(state, _SafeLoadPlanner())
 
     def read_value(self, fqn: str) -> Any:
-        """Read a value other than a tensor, under its flattened name.
-
-        Raises:
-            LoadError: the files cannot be read.
-        """
+        """Read a value other than a tensor, under its flattened name."""
         state = {fqn: None}
         self._load(state, _SafeLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False))
         return state[fqn]
@@ -231,10 +210,7 @@ def _torch_warnings_ignored() -> Iterator[None]:
 
 
 def load_files(path: Path, model: nn.Module, optim: torch.optim.Optimizer | None, together: Consensus) -> Any:
-    """Load a checkpoint whose files have been verified, and return this rank's ``extra``.
-
-    Every rank must call this.
-    """
+    """Load a checkpoint whose files have been verified; return this rank's ``extra``. Every rank must call this."""
     # Everything is read and checked, on all ranks, before anything is changed.
     with together.propagate_errors():
         reader = SafeReader(path)

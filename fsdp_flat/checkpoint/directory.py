@@ -45,11 +45,7 @@ def writing_path(directory: Path, step: int) -> Path:
 
 
 def remove_attempt(directory: Path, step: int) -> None:
-    """Remove files of an earlier attempt to write checkpoint ``step``. The ranks that write create its directory.
-
-    Raises:
-        FileExistsError: there is a file in the place of the directory.
-    """
+    """Remove files of an earlier attempt to write checkpoint ``step``. The ranks that write create its directory."""
     recover(directory)
     writing = writing_path(directory, step)
     shutil.rmtree(writing, ignore_errors=True)

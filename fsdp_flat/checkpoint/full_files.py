@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus, boxed_state_dict, progress_bar
 from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm import ALONE, P2PChannels, RankGroup
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
@@ -34,12 +34,10 @@ class _Entry:
     """Describes one entry of a model's state dict.
 
     Attributes:
-        name: name in the unwrapped model.
         value: a plain tensor that every rank has (a buffer, an ignored parameter), or the DTensor of a parameter that
             ``fully_shard`` has sharded; None for any other managed parameter.
-        template: a tensor on the meta device, of the shape and dtype of the full tensor.
-        param: the managed parameter, or None.
-        same_as: an earlier name of the same tied parameter, or None.
+        template: a tensor on the meta device, of the full shape and the dtype to store.
+        same_as: an earlier name of the same tied parameter.
     """
 
     name: str
@@ -103,7 +101,7 @@ def _shard_group(entries: list[_Entry]) -> RankGroup:
             "The units of this model are sharded over different process groups, so no rank could receive all of it. "
             "Stream the parts one by one, or use SHARDED_STATE_DICT."
         )
-    return sharded[0] if sharded else RankGroup(None, 0, 1)
+    return sharded[0] if sharded else ALONE
 
 
 def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
@@ -347,7 +345,8 @@ def load_full(
             entries = _entries_of(model, keep)
             found = {entry.name: names[entry.name] for entry in entries if entry.name in names}
             missing = [entry.name for entry in entries if entry.name not in found and entry.same_as not in found]
-            unexpected = [name for name in tensors if name not in set(found.values())]
+            known = set(found.values())
+            unexpected = [name for name in tensors if name not in known]
             problems = [
                 f"{entry.name!r} has shape {tuple(shape)} in the file, {tuple(entry.template.shape)} in the model"
                 for entry in entries

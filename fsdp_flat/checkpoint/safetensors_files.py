@@ -44,17 +44,7 @@ _LONGEST_HEADER = 100_000_000
 class FileWriter:
     """Writes one file, tensor by tensor, under a temporary name until it is complete.
 
-    Args:
-        path: final path of the file.
-        tensors: tensors (on the meta device, for instance) of the names, shapes and dtypes that will be written, in
-            order.
-        metadata: strings for the header.
-
-    Attributes:
-        nbytes: size of the tensors' data in bytes.
-
-    Raises:
-        UnsupportedError: a dtype that the format does not have.
+    ``tensors`` have the names, shapes and dtypes that will be written, in order; they may be on the meta device.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
@@ -102,14 +92,7 @@ class FileWriter:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Map a file into memory: the elements of a tensor are read when they are used.
-
-    Returns:
-        The tensors by name, and the header's strings.
-
-    Raises:
-        LoadError: not a safetensors file, a truncated one, or one whose header contradicts itself.
-    """
+    """Map a file into memory, so that elements are read when they are used; return tensors and the header's strings."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")

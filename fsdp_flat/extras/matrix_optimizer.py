@@ -34,7 +34,6 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.extras.matrix_owners import (
-    NO_MOVES,
     GradStatus,
     OwnedParam,
     balanced_owners,
@@ -202,7 +201,7 @@ class MatrixOptimizer(Optimizer):
         owners = balanced_owners(found, self._owned)
         wholes = {}
         for param, managed in found:
-            entry = OwnedParam.of(param, managed, owners[param])
+            entry = OwnedParam(param, managed, owners[param])
             self._owned.append(entry)
             self.state_owners[param] = entry.owner
             wholes[param] = entry.whole
@@ -347,38 +346,17 @@ class MatrixOptimizer(Optimizer):
     def _gather(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
         """Send weights and gradients to their owners."""
         channels = P2PChannels()
-        arriving: list[tuple[OwnedParam, torch.Tensor, torch.Tensor]] = []
-        for entry in entries:
-            has_grad = entry in with_grad
-            transfer_plan = entry.to_owner if has_grad else NO_MOVES
-            param, grad = entry.param.detach().reshape(-1), entry.param.grad
-            sources = [param, None if grad is None else grad.detach().reshape(-1)]
-            targets: list[torch.Tensor | None] = [None, None]
-            if has_grad and entry.is_owner:
-                assert sources[1] is not None
-                weight, whole_grad = param, sources[1]
-                if not entry.is_on_one_rank:
-                    weight, whole_grad = param.new_empty(entry.numel), whole_grad.new_empty(entry.numel)
-                    targets = [weight, whole_grad]
-                arriving.append((entry, weight, whole_grad))
-            for source, target in zip(sources, targets, strict=True):
-                # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
-                channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
+        arriving = [(entry, entry.gather(channels, has_grad=entry in with_grad)) for entry in entries]
         channels.wait()
-        for entry, weight, whole_grad in arriving:
-            entry.fill(weight, whole_grad)
+        for entry, tensors in arriving:
+            if tensors is not None:
+                entry.fill(*tensors)
 
     def _scatter(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
         """Send weights from their owners back to the local shards."""
         channels = P2PChannels()
         for entry in entries:
-            has_grad = entry in with_grad
-            transfer_plan = entry.from_owner if has_grad else NO_MOVES
-            target = entry.param.detach().reshape(-1)
-            source = entry.whole.detach().reshape(-1) if has_grad and entry.is_owner else None
-            if source is not None and entry.is_on_one_rank and source.data_ptr() != target.data_ptr():
-                target.copy_(source)
-            channels.add(entry.rank_group, entry.unit.options.device, transfer_plan, source, target, nbytes=0)
+            entry.scatter(channels, has_grad=entry in with_grad)
         channels.wait()
         for entry in entries:
             if entry in with_grad:
