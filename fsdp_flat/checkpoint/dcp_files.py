@@ -18,6 +18,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,6 @@ from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from fsdp_flat.checkpoint.consensus import Consensus, boxed_state_dict, unpacked
+from fsdp_flat.checkpoint.directory import files_of_ranks
 from fsdp_flat.comm import dtype_from_name
 from fsdp_flat.errors import LoadError, some_of
 from fsdp_flat.layout import clean_fqn
@@ -156,18 +157,15 @@ class _SafeLoadPlanner(dcp.DefaultLoadPlanner):
 class SafeReader(dcp.FileSystemReader):
     """Reads a checkpoint, without communication; unpickles only the types of tensor metadata, and only once."""
 
-    _metadata: Metadata | None = None
+    @cached_property
+    def _metadata(self) -> Metadata:
+        with open(Path(self.path, ".metadata"), "rb") as file:
+            found: Metadata = _SafeUnpickler(file).load()
+        return found
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata of the checkpoint; raise if it refers to any other type."""
-        metadata = self._metadata
-        if metadata is None:
-            with self.fs.create_stream(self.fs.concat_path(self.path, ".metadata"), "rb") as file:
-                metadata = self._metadata = _SafeUnpickler(file).load()
-        assert metadata is not None
-        meta = metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        meta.load_id = self.load_id
-        return metadata
+        return self._metadata
 
     def tensors_in(self, prefix: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the full shape and the dtype of each tensor below ``prefix``, by the rest of its name."""
@@ -244,8 +242,8 @@ def load_files(path: Path, model: nn.Module, optim: torch.optim.Optimizer | None
 
 def _saved_values(reader: SafeReader, together: Consensus) -> tuple[dict[str, Any], Any]:
     """Read the values that are no tensors, and this rank's ``extra``: rank 0's if another number of ranks saved it."""
-    # Format 1: a file of each rank has its extra, and the rows of parameters of which it has elements.
-    each = [unpacked(file.read_bytes()) for file in sorted(Path(reader.path).glob("rank-*"))]
+    # Of format 1: a rank's extra, and the rows of parameters of which it has elements.
+    each = [unpacked(file.read_bytes()) for file in files_of_ranks(Path(reader.path))]
     if not each:
         num_ranks = sum(name.startswith("extra.") for name in reader.read_metadata().state_dict_metadata)
         rank = together.rank if num_ranks == together.size else 0

@@ -164,6 +164,11 @@ def find_problem(path: Path, share: int, num_shares: int) -> str:
     return ""
 
 
+def files_of_ranks(path: Path) -> list[Path]:
+    """Return by rank the files with values that are no tensors; empty unless the checkpoint is of format 1."""
+    return sorted(path.glob("rank-*.pt"))
+
+
 def prune(directory: Path, keep_last: int) -> None:
     """Remove all but the last ``keep_last`` checkpoints, and the files of interrupted saves.
 

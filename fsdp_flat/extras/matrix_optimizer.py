@@ -2,11 +2,9 @@
 
 Each parameter is owned by one rank of its shard group. In a step the owner receives the local shards of its weight and
 of its gradient, an ordinary optimizer updates the unsharded weight, and its local shards are sent back. The optimizer's
-states stay on the owner as full tensors. Sharded states, as other optimizers have, would let every state dict work
-unchanged. But a step would transfer five matrices in place of three (Muon's momentum to the owner and back), and states
-of another shape (Adafactor's factors, Shampoo's preconditioners) cannot be sharded like the parameter anyway. Instead
-state dicts read ``state_owners``: they save the states of the owner and load them there only
-(``state/optim_save.py``).
+states stay on the owner as full tensors, since states of another shape (Adafactor's factors, Shampoo's preconditioners)
+cannot be sharded like the parameter, and Muon's momentum would be two more transfers. State dicts read
+``state_owners``: they save the states of the owner and load them there only (``state/optim_save.py``).
 
 An owner is one of the ranks that hold elements of the parameter. So a parameter that lies on one rank is not
 transferred, and every rank of a transfer can check locally whether there is a gradient.
@@ -301,32 +299,30 @@ class MatrixOptimizer(Optimizer):
         by_rank_group: dict[RankGroup, list[OwnedParam]] = {}
         for entry in self._owned:
             by_rank_group.setdefault(entry.rank_group, []).append(entry)
-        found: Exception | None = None
+        error: Exception | None = None
+        failed: list[RankGroup] = []
         with_grad: set[OwnedParam] = set()
         try:
             self._check_groups()
-        except UsageError as error:
-            found = error
+        except UsageError as found:
+            error = found
         for rank_group, entries in by_rank_group.items():
             own = [entry.status() for entry in entries]
             with_grad.update(entry for entry, status in zip(entries, own, strict=True) if status == GradStatus.HAS_GRAD)
-            rows = [[int(found is None), *own]]
+            rows = [[int(error is None), *own]]
             if rank_group in self._compared:
                 assert rank_group.group is not None
                 rows = exchange_ints(rows[0], rank_group.group, self._device)
+            if not all(is_well for is_well, *_ in rows):
+                failed += [rank_group] if rank_group in self._compared else []
+                continue
             try:
-                if all(is_well for is_well, *_ in rows):
-                    for entry, statuses in zip(entries, list(zip(*rows, strict=True))[1:], strict=True):
-                        check_status(entry, statuses)
-                elif rank_group in self._compared:
-                    agree([], found, [rank_group], self._device, _STEPPING)
-            except UsageError as error:
-                found = found or error
+                for entry, statuses in zip(entries, list(zip(*rows, strict=True))[1:], strict=True):
+                    check_status(entry, statuses)
+            except UsageError as found:
+                error = found
         # Ranks that are in other groups only would step, or wait for these.
-        if self._linked:
-            agree([], found, self._linked, self._device, _STEPPING)
-        if found is not None:
-            raise found
+        agree([], error, self._linked or failed, self._device, _STEPPING)
         return with_grad
 
     def _check_groups(self) -> None:
