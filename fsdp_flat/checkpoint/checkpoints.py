@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig, StateDictType
-from fsdp_flat.checkpoint import directory as disk
+from fsdp_flat.checkpoint import file_formats as disk
 from fsdp_flat.checkpoint.consensus import (
     LOADING,
     SAVING,
@@ -174,7 +174,7 @@ class CheckpointValues:
     bar: ProgressBar
 
     def __init__(self, model: nn.Module, together: Consensus) -> None:
-        self.ranks = together.ranks
+        self.ranks, self.texts = together.ranks, together.texts
         self.step = 0
         self.error: Exception | None = None
         self.is_prepared = False
@@ -292,10 +292,6 @@ class CheckpointValues:
         self.step, self.is_prepared = rows[0][0], bool(rows[0][1])
         self._is_alike = len({row[2] for row in rows}) == 1
         return [row[3:] for row in rows]
-
-    def texts(self, text: str) -> list[str]:
-        """All-gather texts."""
-        return self._together.texts(text)
 
     def _keep_share(self) -> None:
         """Drop the values that other ranks write: replicas take turns by name, and rank 0 writes what every rank has.

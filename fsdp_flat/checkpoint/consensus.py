@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import combinations
 from typing import Any
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedStateDictConfig, StateDictType
 from fsdp_flat.comm import (
+    ALONE,
     ErrorTexts,
     RankGroup,
     agree,
@@ -27,7 +28,7 @@ from fsdp_flat.comm import (
 )
 from fsdp_flat.errors import OptionError, UnsupportedError, UsageError
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state import BoxedTensor, rank_groups_of, settings_for, state_dict_in
+from fsdp_flat.state import BoxedTensor, IndexedParam, rank_groups_of, settings_for, state_dict_in
 
 _ADVICE = "Call it with the same model and arguments on every rank."
 SAVING = ErrorTexts("saving", "Ranks save different things.", _ADVICE)
@@ -113,6 +114,25 @@ def _group_of(model: nn.Module) -> dist.ProcessGroup:
             )
     assert joint is not None
     return joint
+
+
+def shard_group_of(params: Iterable[IndexedParam]) -> RankGroup:
+    """Return the one shard group of parameters; a group of one rank if none is sharded."""
+    sharded = [rank_group for rank_group in {param.rank_group for param in params} if rank_group.size > 1]
+    if len(sharded) > 1:
+        raise UnsupportedError(
+            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
+            "Stream the parts one by one, or use SHARDED_STATE_DICT."
+        )
+    return sharded[0] if sharded else ALONE
+
+
+def is_replica(model: nn.Module) -> bool:
+    """Return whether this rank is a replica of a rank that writes."""
+    groups = [unit.options.groups for unit in units_of(model)]
+    sharded = [each for each in groups if each.shard.size > 1]
+    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
+    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
 
 
 class Consensus:

@@ -1,7 +1,4 @@
-"""Streams full models between ranks and files, so that never more than one parameter is unsharded.
-
-``save_full`` writes safetensors files one parameter at a time; ``load_full`` reads each rank's slices of them.
-"""
+"""Streams full models to and from safetensors files, so that never more than one parameter is unsharded."""
 
 from __future__ import annotations
 
@@ -17,9 +14,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdp_flat.checkpoint.consensus import LOADING, SAVING, Consensus, boxed_state_dict, progress_bar
-from fsdp_flat.checkpoint.safetensors_files import FileWriter, read_safetensors
-from fsdp_flat.comm import ALONE, P2PChannels, RankGroup
+from fsdp_flat.checkpoint.consensus import (
+    LOADING,
+    SAVING,
+    Consensus,
+    boxed_state_dict,
+    is_replica,
+    progress_bar,
+    shard_group_of,
+)
+from fsdp_flat.checkpoint.file_formats import FileWriter, read_safetensors
+from fsdp_flat.comm import P2PChannels
 from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, some_of
 from fsdp_flat.layout import clean_fqn
 from fsdp_flat.runtime import units_of
@@ -71,11 +76,8 @@ def _entries_of(
         # The state dict of a compiled model has torch.compile's prefix in its names.
         name = clean_fqn(raw)
         param = by_name.get(name)
-        if trainable_only:
-            is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
-            if not is_trainable:
-                continue
-        if keep is not None and not keep(name):
+        is_trainable = name in trainable if param is None else param.handle.views.requires_grad()[param.index]
+        if (trainable_only and not is_trainable) or (keep is not None and not keep(name)):
             continue
         if not isinstance(value, torch.Tensor):
             raise UnsupportedError(
@@ -92,23 +94,10 @@ def _entries_of(
     return found
 
 
-def _shard_group(entries: list[_Entry]) -> RankGroup:
-    """Return the one shard group of all entries; a group of one rank if none is sharded."""
-    rank_groups = {entry.param.rank_group for entry in entries if entry.param is not None}
-    sharded = [rank_group for rank_group in rank_groups if rank_group.size > 1]
-    if len(sharded) > 1:
-        raise UnsupportedError(
-            "The units of this model are sharded over different process groups, so no rank could receive all of it. "
-            "Stream the parts one by one, or use SHARDED_STATE_DICT."
-        )
-    return sharded[0] if sharded else ALONE
-
-
 def _full_tensor_on(entry: _Entry, dst: int | None, channels: P2PChannels) -> torch.Tensor | None:
     """Return the full tensor of an entry on rank ``dst`` of its shard group (None: on every rank), else None.
 
-    Every rank of the shard group must call this. If tensor parallelism has split the parameter, every rank of the
-    tensor-parallel group must call this too, and all of them get the tensor.
+    Every rank of the shard group, and of the groups of tensor parallelism, must call this.
     """
     if entry.param is None:
         return None if entry.value is None else entry.value.clone()
@@ -154,7 +143,7 @@ def iter_full_state_dict(
         PhaseError: called in the middle of a step.
     """
     entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
-    rank_group = _shard_group(entries)
+    rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
     if dst is not None and not 0 <= dst < rank_group.size and rank_group.size > 1:
         raise OptionError(f"dst must be a rank of the shard group, 0 to {rank_group.size - 1}, or None; got {dst!r}.")
     channels, position = P2PChannels(), 0
@@ -195,8 +184,7 @@ def save_full(
         keep: returns whether to save the entry of a name; the same on every rank.
         trainable_only: save only parameters with ``requires_grad``, as of an adapter.
         max_file_bytes: maximum size of a file's tensors in bytes, exceeded only by a single larger tensor.
-        spread: the ranks of the shard group write files in parallel, in turn, instead of rank 0 alone; all of them
-            must share one file system.
+        spread: the ranks of the shard group, which share a file system, write files in parallel; else rank 0 alone.
         progress: show a progress bar on rank 0 (needs tqdm).
 
     Returns:
@@ -216,9 +204,9 @@ def save_full(
         entries = _entries_of(model, keep, dtype=dtype, trainable_only=trainable_only)
         if not entries:
             raise OptionError("Nothing to save: no entry of the state dict is wanted (keep, trainable_only).")
-        rank_group = _shard_group(entries)
+        rank_group = shard_group_of(entry.param for entry in entries if entry.param is not None)
         # Replicas and ranks that do not write only take part in the transfers.
-        rank = None if _is_replica(model) else rank_group.rank
+        rank = None if is_replica(model) else rank_group.rank
         num_writers = rank_group.size if spread else 1
         directory = Path(directory)
         files = _planned(entries, directory, max_file_bytes)
@@ -288,14 +276,6 @@ def _in_turn(files: list[FileWriter], num_writers: int) -> Iterator[tuple[int, F
                     yield writer, file, name
 
 
-def _is_replica(model: nn.Module) -> bool:
-    """Return whether this rank is a replica of a rank that writes."""
-    groups = [unit.options.groups for unit in units_of(model)]
-    sharded = [each for each in groups if each.shard.size > 1]
-    adapters = [entry.adapter for unit in units_of(model) for handle in unit.handles for entry in handle.views.params]
-    return (sharded or groups)[0].replicate.rank != 0 or not all(adapter.is_first_of_mesh for adapter in adapters)
-
-
 def _finish(directory: Path, files: list[FileWriter]) -> None:
     """Remove the files of an earlier save that were not replaced, and write the index."""
     written = {file.path.name for file in files}
@@ -358,12 +338,10 @@ def load_full(
                 problems.append(f"not in the model: {some_of(list(map(repr, unexpected)), 5)}")
             if problems:
                 raise LoadError(f"{path} does not fit the model: {'; '.join(problems)}. Nothing was loaded.")
-            for entry in entries:
+            for entry in (entry for entry in entries if entry.name in found):
                 # A tied parameter is read once, under any of its names in the file.
-                if entry.name in found:
-                    planned.setdefault(
-                        entry.same_as or entry.name, (entry, _local_part(entry, tensors[found[entry.name]]))
-                    )
+                part = _local_part(entry, tensors[found[entry.name]])
+                planned.setdefault(entry.same_as or entry.name, (entry, part))
         with torch.no_grad():
             for unit in units_of(model):
                 unit.reshard()
@@ -388,21 +366,20 @@ def _local_part(entry: _Entry, full: torch.Tensor) -> torch.Tensor:
 
 def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Return the tensors of files, which are read when they are used; and by each of their names the one in this."""
-    if path.is_dir():
-        if (path / INDEX_NAME).exists():
-            paths = [path / name for name in _names_in(path / INDEX_NAME)]
-        elif (path / SINGLE_NAME).exists():
-            paths = [path / SINGLE_NAME]
-        else:
+    paths, index = [path], path / INDEX_NAME
+    if index.exists():
+        try:
+            paths = [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
+    elif path.is_dir():
+        paths = [path / SINGLE_NAME]
+        if not paths[0].exists():
             raise LoadError(f"{path} holds neither {SINGLE_NAME} nor {INDEX_NAME}.")
-        absent = [each for each in paths if not each.exists()]
-        if absent:
-            raise LoadError(f"{absent[0]} does not exist, although the index names it.")
-    elif not path.exists():
-        raise LoadError(f"{path} does not exist.")
-    elif path.suffix == ".safetensors":
-        paths = [path]
-    else:
+    absent = [each for each in paths if not each.exists()]
+    if absent:
+        raise LoadError(f"{absent[0]} does not exist{', although the index names it' if index.exists() else ''}.")
+    if path.is_file() and path.suffix != ".safetensors":
         return _from_torch_file(path)
     tensors: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -412,13 +389,6 @@ def _stored_in(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         aliases |= {name: same for name, same in metadata.items() if name != "format"}
     own = {name: name for name in tensors}
     return tensors, {**{name: same for name, same in aliases.items() if same in tensors}, **own}
-
-
-def _names_in(index: Path) -> list[str]:
-    try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise LoadError(f"{index} is no index of a model's files: {error!r}.") from error
 
 
 def _from_torch_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

@@ -263,9 +263,9 @@ class MatrixOptimizer(Optimizer):
             with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
-        held = {param for group in self.param_groups for param in group["params"]}
         # The inner optimizer holds parameters that no unit manages itself; they are updated in the first round alone.
-        unmanaged = [param for group in self._inner.param_groups for param in group["params"] if param in held]
+        every = [param for group in self.param_groups for param in group["params"]]
+        unmanaged = [param for param in every if param not in self.state_owners]
         grads = [param.grad for param in unmanaged]
         for entries in self._rounds or [[]]:
             with unguarded():
