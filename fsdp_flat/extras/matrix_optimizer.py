@@ -263,13 +263,16 @@ class MatrixOptimizer(Optimizer):
             with_grad = self._check_step()
         options = [_options_of(group) for group in self.param_groups]
         error: Exception | None = None
+        channels = P2PChannels()
         # The inner optimizer holds parameters that no unit manages itself; they are updated in the first round alone.
         every = [param for group in self.param_groups for param in group["params"]]
         unmanaged = [param for param in every if param not in self.state_owners]
         grads = [param.grad for param in unmanaged]
         for entries in self._rounds or [[]]:
             with unguarded():
-                self._gather(entries, with_grad)
+                for entry in entries:
+                    entry.gather(channels, has_grad=entry in with_grad)
+                channels.wait()
             if error is None:
                 # Every round starts from the same options: an optimizer that counts steps in its groups counts one.
                 _set_options(self._inner, options)
@@ -279,7 +282,11 @@ class MatrixOptimizer(Optimizer):
                     # Other ranks wait for the weights, so send them before raising.
                     error = found
             with unguarded():
-                self._scatter(entries, with_grad)
+                for entry in entries:
+                    entry.scatter(channels, has_grad=entry in with_grad)
+                channels.wait()
+                for entry in entries:
+                    entry.release(has_grad=entry in with_grad)
             for param in unmanaged:
                 param.grad = None
         for param, grad in zip(unmanaged, grads, strict=True):
@@ -338,27 +345,6 @@ class MatrixOptimizer(Optimizer):
                 "it cannot step. Construct a new MatrixOptimizer from the parameters that are left, on every rank; add "
                 "parameters by add_param_group."
             )
-
-    def _gather(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
-        """Send weights and gradients to their owners."""
-        channels = P2PChannels()
-        arriving = [(entry, entry.gather(channels, has_grad=entry in with_grad)) for entry in entries]
-        channels.wait()
-        for entry, tensors in arriving:
-            if tensors is not None:
-                entry.fill(*tensors)
-
-    def _scatter(self, entries: Sequence[OwnedParam], with_grad: set[OwnedParam]) -> None:
-        """Send weights from their owners back to the local shards."""
-        channels = P2PChannels()
-        for entry in entries:
-            entry.scatter(channels, has_grad=entry in with_grad)
-        channels.wait()
-        for entry in entries:
-            if entry in with_grad:
-                # The transfer bypasses the version counter, from which units detect that their weights have changed.
-                torch.autograd.graph.increment_version(entry.param)
-            entry.release()
 
     # -- state dicts -------------------------------------------------------------------------------------------------
 

@@ -62,16 +62,18 @@ class OwnedParam:
             return GradStatus.NO_ELEMENTS
         return GradStatus.NO_GRAD if self.param.grad is None else GradStatus.HAS_GRAD
 
-    def gather(self, channels: P2PChannels, *, has_grad: bool) -> list[torch.Tensor] | None:
-        """Begin to send weight and gradient to the owner, if this rank has one; return both (1-D) there."""
+    def gather(self, channels: P2PChannels, *, has_grad: bool) -> None:
+        """Begin to send weight and gradient, if this rank has one, to the owner's unsharded parameter."""
         param, grad = self.param.detach().reshape(-1), self.param.grad
         sources = [param, param if grad is None else grad.detach().reshape(-1)]
-        arriving = None
+        targets: Sequence[torch.Tensor | None] = (None, None)
         if has_grad and self.is_owner:
-            arriving = sources if self.is_on_one_rank else [source.new_empty(self.numel) for source in sources]
-        for source, target in zip(sources, arriving or (None, None), strict=True):
+            targets = found = sources if self.is_on_one_rank else [each.new_empty(self.numel) for each in sources]
+            self.whole.requires_grad_(self.param.requires_grad)
+            self.whole.data = found[0].view(self.managed.shape)
+            set_grad(self.whole, found[1].view(self.managed.shape))
+        for source, target in zip(sources, targets, strict=True):
             self._transfer(channels, self._to_owner if has_grad else _NO_MOVES, source, target)
-        return arriving
 
     def scatter(self, channels: P2PChannels, *, has_grad: bool) -> None:
         """Begin to send the weight from the owner back to the local shards."""
@@ -87,14 +89,11 @@ class OwnedParam:
         # Rounds already bound the bytes in flight, equally on every rank, so none are counted here.
         channels.add(self.rank_group, self.managed.unit.options.device, plan, source, target, nbytes=0)
 
-    def fill(self, weight: torch.Tensor, grad: torch.Tensor) -> None:
-        """Set the weight and the gradient (1-D, ``numel``) that the inner optimizer uses."""
-        self.whole.requires_grad_(self.param.requires_grad)
-        self.whole.data = weight.view(self.managed.shape)
-        set_grad(self.whole, grad.view(self.managed.shape))
-
-    def release(self) -> None:
-        """Free the memory of the unsharded weight and gradient."""
+    def release(self, *, has_grad: bool) -> None:
+        """Free the memory of the unsharded weight and gradient, after the transfers."""
+        if has_grad:
+            # The transfer bypasses the version counter, from which units detect that their weights have changed.
+            torch.autograd.graph.increment_version(self.param)
         self.whole.grad = None
         self.whole.data = self._without_memory()
 
