@@ -66,14 +66,7 @@ class ShardedGradScaler(GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         _check_group(process_group)
-        super().__init__(
-            device,
-            init_scale=init_scale,
-            backoff_factor=backoff_factor,
-            growth_factor=growth_factor,
-            growth_interval=growth_interval,
-            enabled=enabled,
-        )
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self.process_group = process_group
 
     # -- scaling -----------------------------------------------------------------------------------------------------
