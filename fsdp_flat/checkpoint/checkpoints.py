@@ -51,7 +51,7 @@ class CheckpointSave:
     def __init__(self, step: int, path: Path) -> None:
         self.step = step
         self.path = path
-        self._work: Future[None] | None = None
+        self._work: Future[None] = Future()
         self._is_reported = False
 
     def _run(self, work: Callable[[], None]) -> None:
@@ -63,7 +63,7 @@ class CheckpointSave:
     @property
     def done(self) -> bool:
         """True once the save has succeeded or failed."""
-        return self._work is None or self._work.done()
+        return self._work.done()
 
     def wait(self) -> Path:
         """Wait until the checkpoint is complete and return its directory.
@@ -72,13 +72,12 @@ class CheckpointSave:
             Exception: the error of the save, on this rank or on another one (PeerFailureError).
         """
         self._is_reported = True
-        if self._work is not None:
-            self._work.result()
+        self._work.result()
         return self.path
 
     def _finish(self) -> str:
         """Wait until the save is over; return its error if it has one that :meth:`wait` has not raised."""
-        error = None if self._work is None else self._work.exception()
+        error = self._work.exception()
         if error is None or self._is_reported:
             return ""
         self._is_reported = True
@@ -134,6 +133,7 @@ def save_checkpoint(
     save = CheckpointSave(values.step, disk.path_of(directory, values.step))
     if not background:
         _write(values, directory, keep_last, together)
+        save._work.set_result(None)
         return save
     unit = units_of(model)[0]
     if unit.background is None:

@@ -28,9 +28,8 @@ def clip_grads(root: nn.Module, units: Iterable[Unit], max_norm: float, norm_typ
     managed = {param for handle in handles for param in handle.views.visible_params()}
     device = handles[0].spec.device if handles else torch.device("cpu")
     # The exchanged norm has one dtype on every rank, whichever gradients a rank has.
-    dtype = torch.float32
-    for param in root.parameters():
-        dtype = torch.promote_types(dtype, param.dtype) if param.is_floating_point() else dtype
+    floating = [param.dtype for param in root.parameters() if param.is_floating_point()]
+    dtype = functools.reduce(torch.promote_types, floating, torch.float32)
     # Gradients by the groups they are split over. Keys do not depend on gradients: ranks must exchange the same norms.
     by_groups: dict[tuple[RankGroup, ...], list[torch.Tensor]] = {}
 
