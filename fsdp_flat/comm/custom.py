@@ -29,7 +29,6 @@ class Work(Protocol):
 
     def wait(self) -> Any:
         """Block until the output is ready (on an accelerator: until the current stream may use it)."""
-        ...
 
     def is_completed(self) -> bool:
         """Return whether ``wait`` would return at once; False if unknown."""
@@ -188,11 +187,7 @@ class QuantizedReduceScatter(_Quantized):
         op: Any,
         async_op: bool = False,
     ) -> Pending | None:
-        """Implement :class:`ReduceScatter`.
-
-        Raises:
-            OptionError: if ``op`` is not ``ReduceOp.SUM``.
-        """
+        """Implement :class:`ReduceScatter`; an OptionError says that ``op`` is not ``ReduceOp.SUM``."""
         if op != dist.ReduceOp.SUM:
             raise OptionError(f"QuantizedReduceScatter sums; got op={op}. Divide afterwards.")
         size, numel = dist.get_world_size(group), output_tensor.numel()

@@ -1,6 +1,4 @@
-"""Exchanges values between ranks, and finds the cause if a collective of gloo fails.
-
-Each exchange is a collective: every rank of the group must call it at the same point.
+"""Exchanges values between ranks, which every rank of the group must call, and finds the cause if gloo fails.
 
 On every rank but one, gloo itself reports only a closed connection or a timeout. A group's store keeps working when
 the group's connections fail, so ranks exchange reports of their failures through it.
@@ -64,7 +62,7 @@ def true_on_any_rank(
 ) -> list[bool]:
     """Return for each flag whether it is true on any rank of the groups.
 
-    Every rank of the groups must call this, with as many flags. Errors name ``collective``.
+    Every rank of the groups must call this, with as many flags.
     """
     found = list(flags)
     for rank_group in connected(rank_groups) if found else ():
@@ -111,16 +109,14 @@ def _gathered(own: torch.Tensor, group: dist.ProcessGroup, *, only_on_rank0: boo
     A failure that another rank has reported does not end the wait: its caller may have caught it and come here late.
     """
     rank_group = RankGroup.of(group)
-    has_result = rank_group.rank == 0 or not only_on_rank0
-    rows = [torch.empty_like(own) for _ in range(rank_group.size)] if has_result else []
+    rows = [torch.empty_like(own) for _ in range(0 if only_on_rank0 and rank_group.rank else rank_group.size)]
     work: Any
     if only_on_rank0:
         work = dist.gather(own, rows or None, dst=dist.get_global_rank(group, 0), group=group, async_op=True)
     else:
         work = dist.all_gather(rows, own, group=group, async_op=True)
     if moves_by_gloo(group, own.device):
-        name = "an exchange between ranks"
-        work = WatchedWork(work, rank_group, lambda: name, rank_group.others, raises_early=False)
+        work = WatchedWork(work, rank_group, lambda: "an exchange between ranks", rank_group.others, raises_early=False)
     work.wait()
     return rows
 
@@ -160,8 +156,8 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
 def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
     """Return the reports published so far as (failure count, text) by rank."""
     reports: dict[int, tuple[int, str]] = {}
+    assert rank_group.group is not None
     with suppress(Exception):
-        assert rank_group.group is not None
         store = group_store(rank_group.group)
         for rank in ranks:
             if store.check([_key(rank)]):
@@ -212,8 +208,8 @@ class WatchedWork:
         Raises:
             PeerFailureError: if it failed: another rank has ended, or sent nothing within the group's timeout.
         """
+        has_logged = False
         try:
-            has_logged = False
             while not self._is_over_soon():
                 if self._raises_early and self._has_failed_peer():
                     raise RuntimeError(f"a rank that it waits for has stopped, found after {WARN_AFTER_S:.0f} s")
@@ -244,10 +240,8 @@ class WatchedWork:
         own, others = f"was in {self._collective()}", self._rank_group.others
         report_failure(self._rank_group, own)
         until = time.monotonic() + REPORT_TIMEOUT_S
-        reports = _read_reports(self._rank_group, others)
-        while len(reports) < len(others) and time.monotonic() < until:
+        while len(reports := _read_reports(self._rank_group, others)) < len(others) and time.monotonic() < until:
             time.sleep(_POLL_INTERVAL_S)
-            reports = _read_reports(self._rank_group, others)
         missing = [rank for rank in others if rank not in reports]
         lines = [f"rank {rank} {text}" for rank, (_, text) in reports.items()]
         if missing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -49,8 +50,7 @@ ALONE = RankGroup(None, 0, 1)
 def is_fake(group: dist.ProcessGroup) -> bool:
     """Return whether ``group`` has torch's "fake" backend, which does not communicate, so ranks cannot compare values.
 
-    Raises:
-        UsageError: if the group was destroyed.
+    A UsageError says that the group was destroyed.
     """
     try:
         return dist.get_backend(group) == "fake"
@@ -74,11 +74,7 @@ def destroyed_error(group: dist.ProcessGroup) -> UsageError:
 
 
 def global_ranks(group: dist.ProcessGroup) -> list[int]:
-    """Return the global ranks of the members of ``group``.
-
-    Raises:
-        UsageError: the group was destroyed.
-    """
+    """Return the global ranks of the members of ``group``; a UsageError says that it was destroyed."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, ValueError) as error:
@@ -87,10 +83,9 @@ def global_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def _moves_cpu_tensors(group: dist.ProcessGroup) -> bool:
     try:
-        group._get_backend(_CPU)
+        return group._get_backend(_CPU) is not None
     except RuntimeError:
         return False
-    return True
 
 
 def moves_by_gloo(group: dist.ProcessGroup, device: torch.device) -> bool:
@@ -124,9 +119,7 @@ def second_group(rank_group: RankGroup) -> RankGroup:
     assert rank_group.group is not None
     ranks = global_ranks(rank_group.group)
     is_part = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second")
-    assert isinstance(group, dist.ProcessGroup)
-    return RankGroup.of(group)
+    return RankGroup.of(dist.new_group(ranks, use_local_synchronization=is_part, group_desc="fsdp_flat_second"))
 
 
 def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
@@ -136,19 +129,13 @@ def subgroup_of(rank_group: RankGroup, num_ranks: int) -> RankGroup:
     """
     assert rank_group.group is not None
     known = _subgroups.setdefault(rank_group.group, {})
-    if num_ranks not in known or _is_destroyed(known[num_ranks].group):
-        first = rank_group.rank // num_ranks * num_ranks
-        ranks = global_ranks(rank_group.group)[first : first + num_ranks]
-        known[num_ranks] = RankGroup.of(dist.new_group(ranks, use_local_synchronization=True))
+    with suppress(KeyError, ValueError):  # not created yet, or destroyed by a caller
+        dist.get_backend(known[num_ranks].group)
+        return known[num_ranks]
+    first = rank_group.rank // num_ranks * num_ranks
+    ranks = global_ranks(rank_group.group)[first : first + num_ranks]
+    known[num_ranks] = RankGroup.of(dist.new_group(ranks, use_local_synchronization=True))
     return known[num_ranks]
-
-
-def _is_destroyed(group: dist.ProcessGroup | None) -> bool:
-    try:
-        dist.get_backend(group)
-    except ValueError:
-        return True
-    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +143,6 @@ class Strategy:
     """Describes one row of the strategy table.
 
     Attributes:
-        member: the public enum member.
         shards: parameters, gradients and optimizer state are sharded over the shard group.
         replicates: gradients are also all-reduced over a replicate group.
         reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's).
@@ -202,13 +188,7 @@ def strategy_from(value: object) -> Strategy:
 
 @dataclass(frozen=True, slots=True)
 class ShardingGroups:
-    """Holds the shard group and the replicate group of one unit.
-
-    Attributes:
-        shard: the group over which parameters are sharded (size 1: not sharded).
-        replicate: the group over which gradients are all-reduced too (size 1: not replicated).
-        mesh: the caller's device mesh, if any.
-    """
+    """Holds the shard group and the replicate group of one unit, each of size 1 if unused, and the caller's mesh."""
 
     shard: RankGroup
     replicate: RankGroup
@@ -310,7 +290,11 @@ def _from_mesh(strategy: Strategy, mesh: Any) -> ShardingGroups:
 def _node_groups(device: torch.device) -> ShardingGroups:
     """Create groups that shard within a node (as launched, or by device count) and replicate across nodes."""
     world = dist.get_world_size()
-    local = _ranks_per_node(device, world)
+    launcher = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if launcher.isdigit() and 0 < int(launcher) <= world:
+        local = int(launcher)
+    else:
+        local = world if device.type == "cpu" else min(torch.accelerator.device_count(), world)
     if world % local != 0:
         raise OptionError(
             f"A hybrid strategy without groups shards within a node, but {world} ranks do not divide into nodes of "
@@ -324,12 +308,3 @@ def _new_groups(members: Sequence[Sequence[int]]) -> RankGroup:
     """Create a process group of each sequence of global ranks, and return the one that this rank is in."""
     groups = [dist.new_group(list(ranks)) for ranks in members]
     return RankGroup.of(next(group for group, ranks in zip(groups, members) if dist.get_rank() in ranks))
-
-
-def _ranks_per_node(device: torch.device, world: int) -> int:
-    launcher = os.environ.get("LOCAL_WORLD_SIZE")
-    if launcher is not None and launcher.isdigit() and 0 < int(launcher) <= world:
-        return int(launcher)
-    if device.type == "cpu":
-        return world
-    return min(torch.accelerator.device_count(), world)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -111,10 +110,7 @@ class Streams:
         """Have the next :meth:`optimizer_stepped` take ``event``, recorded after the optimizer, for the last write."""
 
     def also_on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make ``stream`` current inside the block, between earlier and later work of the stream current outside.
-
-        None leaves the current one.
-        """
+        """Make ``stream``, if given, current inside the block, between earlier and later work of the current one."""
         return _NOTHING
 
     def copy_to(self, tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -125,10 +121,7 @@ class Streams:
         """Record, inside :attr:`all_gathers`, that copies issued so far read shards on the host."""
 
     def wait_for_host_copies(self) -> None:
-        """Block the host until copies to it and copies from shards on it are complete; return at once without any.
-
-        Copies to the host are those of :meth:`copy_to`, copies from shards those before :meth:`shards_read`.
-        """
+        """Block the host until copies of :meth:`copy_to`, and from shards before :meth:`shards_read`, are complete."""
 
 
 class AcceleratorStreams(Streams):
@@ -236,12 +229,10 @@ class _StreamContext:
         if stream is not None:
             stream.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stream = self._entered.pop()
         if stream is not None:
-            stream.__exit__(kind, error, traceback)
+            stream.__exit__(*error)
 
 
 def streams_for(device: torch.device) -> Streams:
@@ -258,10 +249,7 @@ def profiled(operation: str, unit_name: str) -> AbstractContextManager[Any]:
 
 
 def unrecorded() -> AbstractContextManager[Any]:
-    """Disable autograd and inference mode inside the block, so that results are ordinary tensors.
-
-    Modes that are off already are not switched, because a step enters this several times per unit.
-    """
+    """Disable autograd and inference mode, where they are on, inside the block: results are ordinary tensors."""
     if torch.is_inference_mode_enabled():
         return _out_of_inference_mode()
     return torch.no_grad() if torch.is_grad_enabled() else _NOTHING

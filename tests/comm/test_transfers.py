@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_flat.comm import P2PChannels, RankGroup
+from fsdp_flat.comm.shm import transport_of
 from fsdp_flat.layout import Interval, IrregularPartition, ReplicatedPartition, plan_transfer
 from tests.runtime.kit import recorded, shared_memory
 from tests.support import assert_equal, on_ranks
@@ -53,6 +54,7 @@ def test_tensors_of_all_lengths_and_dtypes_arrive_whole_in_one_go(shared: bool, 
 def test_short_runs_of_a_dtype_travel_in_one_message(shared: bool, rank: int) -> None:
     rank_group = RankGroup.of(dist.group.WORLD)
     channels = P2PChannels()
+    transport_of(rank_group)  # connects the ranks
     with shared_memory(shared), recorded() as record:
         targets = [torch.empty(8) for _ in range(20)]
         for index, target in enumerate(targets):

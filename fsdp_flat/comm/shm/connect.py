@@ -37,17 +37,28 @@ def transport_of(rank_group: RankGroup) -> SharedMemoryTransport | None:
     variable ``FSDP_FLAT_SHARED_MEMORY`` is not 0 on any of them. The first call for a group is a collective: every
     rank of the group must make it at the same point.
     """
-    assert rank_group.group is not None
-    if rank_group.group not in _transports:
-        _transports[rank_group.group] = _connect(rank_group, rank_group.group)
-        way = "gloo" if _transports[rank_group.group] is None else "shared memory"
+    group = rank_group.group
+    assert group is not None
+    if group not in _transports:
+        _transports[group] = _connect(rank_group, group)
+        way = "gloo" if _transports[group] is None else "shared memory"
         _logger.info("rank %d of a group of %d: tensors on the CPU move by %s", rank_group.rank, rank_group.size, way)
-    return _transports[rank_group.group]
+    return _transports[group]
 
 
 def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
     """Return the transport of a group if :func:`transport_of` has created one, else None."""
     return None if rank_group.group is None else _transports.get(rank_group.group)
+
+
+def _leave_parents_groups() -> None:
+    """Close the parent's connections in a forked child, so that peers can detect that the parent has ended."""
+    for transport in list(_transports.values()):
+        if transport is not None:
+            transport.leave()
+
+
+os.register_at_fork(after_in_child=_leave_parents_groups)
 
 
 def shared_nbytes() -> int:

@@ -36,10 +36,9 @@ _SEGMENT_NBYTES = 1 << 22
 # Sends after which an unused segment's memory is returned to the system: several steps of a large model.
 _IDLE_SENDS = 1024
 
-# Collectives in error texts, by purpose; headers hold the index of the purpose.
-_OPERATIONS = {"gather": "all-gather", "reduction": "reduce-scatter", "transfer": "transfer"}
-_PURPOSES = tuple(_OPERATIONS)
-_PURPOSE_IDS = {purpose: index for index, purpose in enumerate(_PURPOSES)}
+# Collectives in error texts, by purpose; headers have the position of the purpose.
+_OPERATIONS = {"gather": "an all-gather", "reduction": "a reduce-scatter", "transfer": "a transfer"}
+_PURPOSES = list(_OPERATIONS)
 _POST, _READ = 0, 1
 _HEADER = struct.Struct("<qqqqqq")
 
@@ -51,54 +50,45 @@ class _Header(NamedTuple):
     segment: int  # index of the sender's segment that holds the message
     start: int  # first byte in it
     nbytes: int
-    purpose: int  # index of the purpose
+    purpose: int
     unit: int  # id of the unit, 0 for none
 
 
 class Message:
     """Represents a message that a rank expects, as a ``Work`` that is complete when the message has arrived."""
 
-    __slots__ = ("__weakref__", "_header", "_purpose", "_source", "_transport", "_unit")
+    __slots__ = ("__weakref__", "_purpose", "_source", "_transport", "_unit", "header")
 
     def __init__(self, transport: SharedMemoryTransport, source: int, purpose: str, unit: int) -> None:
         self._transport = transport
         self._source = source
         self._purpose = purpose
         self._unit = unit
-        self._header: _Header | None = None
+        self.header: _Header | None = None
 
     def is_completed(self) -> bool:
         """Return whether the message has arrived."""
-        if self._header is None:
+        if self.header is None:
             self._transport.receive_ready(self._source)
-        return self._header is not None
+        return self.header is not None
 
     def wait(self) -> None:
-        """Block until the message has arrived.
-
-        Raises:
-            PeerFailureError: if the sender has ended, or sent nothing within the group's timeout.
-            RankMismatchError: if the sender sent a different message.
-        """
-        while self._header is None:
+        """Block until the message has arrived; errors are those of :func:`wait_for`."""
+        while self.header is None:
             wait_for([(self._transport, self._source)], self._purpose, unit=self._unit)
-
-    def arrive(self, header: _Header) -> None:
-        """Set the location of the message."""
-        self._header = header
 
     def content(self, dtype: torch.dtype) -> torch.Tensor:
         """Return a view of the message (1-D, of ``dtype``) in the sender's memory.
 
         Do not write to it, nor use it after :meth:`close`.
         """
-        assert self._header is not None
-        return self._transport.view(self._source, self._header).view(dtype)
+        assert self.header is not None
+        return self._transport.view(self._source, self.header).view(dtype)
 
     def close(self) -> None:
         """Release the message, read or not, so that the sender may reuse its memory."""
-        if self._header is not None:
-            header, self._header = self._header, None
+        if self.header is not None:
+            header, self.header = self.header, None
             self._transport.confirm(self._source, header)
 
     __del__ = close
@@ -132,7 +122,7 @@ class _Segment:
         self.grow(nbytes)
 
     def grow(self, nbytes: int) -> None:
-        """Grow the memory to ``nbytes``; others must map it again when they next receive the file descriptor."""
+        """Grow the memory; others must map it again when they next receive the file descriptor."""
         os.ftruncate(self.fd, nbytes)
         self._map, self.memory = _mapped(self.fd, nbytes)
         self.known_to.clear()
@@ -158,21 +148,17 @@ class _Segment:
 class SharedMemoryTransport:
     """Sends and receives the messages of this rank in one group, for one thread; created by ``transport_of``.
 
-    Between two ranks, messages arrive in the order in which they were sent. A sender does not wait for readers. The
-    purpose of a message is "gather", "reduction" or "transfer".
-
-    Args:
-        rank_group: the ranks.
-        peers: a connected, non-blocking socket to every other rank.
-        timeout_s: seconds after which waiting for a silent rank fails.
+    Between two ranks, messages arrive in the order in which they were sent. ``peers`` are connected, non-blocking
+    sockets; waiting for a rank that is silent for ``timeout_s`` fails. The purpose of a message is "gather",
+    "reduction" or "transfer".
     """
 
     def __init__(self, rank_group: RankGroup, peers: Mapping[int, socket.socket], timeout_s: float) -> None:
+        assert rank_group.group is not None
         # Not the group itself, which keeps its transport alive.
         self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
-        assert rank_group.group is not None
         # For error texts.
         self.names = exchanges.unit_names(rank_group.group)
         # Counted once per destination rank.
@@ -190,7 +176,6 @@ class SharedMemoryTransport:
         self._mismatch: RankMismatchError | None = None
         self._files: list[int] = []
         self._close = weakref.finalize(self, close_all, list(peers.values()), self._files)
-        _open.add(self)
 
     def leave(self) -> None:
         """Close every connection; later headers of this process, such as for released messages, are not sent."""
@@ -204,7 +189,7 @@ class SharedMemoryTransport:
 
     def unread(self, purpose: str) -> dict[int, int]:
         """Return the bytes sent for ``purpose`` that are not confirmed as read, by rank, for ranks that have any."""
-        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSE_IDS[purpose]].items() if nbytes}
+        return {rank: nbytes for rank, nbytes in self._unread[_PURPOSES.index(purpose)].items() if nbytes}
 
     # -- sending -------------------------------------------------------------------------------------------------
 
@@ -224,12 +209,12 @@ class SharedMemoryTransport:
             nbytes = tensor.nbytes
             segment, start = self._allocate(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
-            header = _Header(_POST, segment.index, start, nbytes, _PURPOSE_IDS[purpose], unit)
+            header = _Header(_POST, segment.index, start, nbytes, _PURPOSES.index(purpose), unit)
             for rank in ranks:
                 self._post(rank, segment, header)
         for segment in self._segments:
-            idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
-            if idle and not segment.is_empty:
+            is_idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
+            if is_idle and not segment.is_empty:
                 segment.release()
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int]:
@@ -239,29 +224,29 @@ class SharedMemoryTransport:
             if start is not None:
                 break
         else:
-            segment, start = self._new_segment(max(_SEGMENT_NBYTES, nbytes)), 0
-            segment.take(nbytes)
+            segment = self._new_segment(-(-max(_SEGMENT_NBYTES, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
+            start = segment.take(nbytes)
+            assert start is not None
         segment.last_send = self._num_sends
         segment.is_empty = False
         return segment, start
 
     def _new_segment(self, nbytes: int) -> _Segment:
-        nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         free = [segment for segment in self._segments if segment.num_unread == 0]
         if free:
-            largest = max(free, key=lambda segment: segment.memory.numel())
-            largest.grow(nbytes)
-            return largest
-        made = _Segment(len(self._segments), nbytes)
-        self._segments.append(made)
-        self._files.append(made.fd)
+            made = max(free, key=lambda segment: segment.memory.numel())
+            made.grow(nbytes)
+        else:
+            made = _Segment(len(self._segments), nbytes)
+            self._segments.append(made)
+            self._files.append(made.fd)
         return made
 
     def _post(self, rank: int, segment: _Segment, header: _Header) -> None:
         self.sent_nbytes += header.nbytes
         segment.num_unread += 1
         self._unread[header.purpose][rank] += header.nbytes
-        fds = () if rank in segment.known_to else (segment.fd,)
+        fds = [] if rank in segment.known_to else [segment.fd]
         segment.known_to.add(rank)
         self._send_header(rank, header, fds)
 
@@ -269,13 +254,13 @@ class SharedMemoryTransport:
         """Confirm to ``source`` that its message was read, or is not needed."""
         self._send_header(source, _Header(_READ, header.segment, header.start, header.nbytes, header.purpose, 0))
 
-    def _send_header(self, rank: int, header: _Header, fds: Sequence[int] = ()) -> None:
+    def _send_header(self, rank: int, header: _Header, fds: list[int] | None = None) -> None:
         if rank not in self._peers:
             return
         while True:
             try:
                 if fds:
-                    socket.send_fds(self._peers[rank], [_HEADER.pack(*header)], list(fds))
+                    socket.send_fds(self._peers[rank], [_HEADER.pack(*header)], fds)
                 else:
                     self._peers[rank].send(_HEADER.pack(*header))
                 return
@@ -295,7 +280,7 @@ class SharedMemoryTransport:
         """Expect a message from ``source``, the next after those expected before."""
         self._check()
         message = Message(self, source, purpose, unit)
-        expected = _Expected(weakref.ref(message), nbytes, _PURPOSE_IDS[purpose], unit)
+        expected = _Expected(weakref.ref(message), nbytes, _PURPOSES.index(purpose), unit)
         early = self._unexpected[source]
         if early:
             self._deliver(expected, source, early.popleft())
@@ -317,14 +302,15 @@ class SharedMemoryTransport:
         if message is None:
             self.confirm(source, header)  # the Message was deleted
         else:
-            message.arrive(header)
+            message.header = header
 
     def describe(self, purpose: int, unit: int) -> str:
         """Describe a collective for error texts."""
         operation = _OPERATIONS[_PURPOSES[purpose]]
         if not unit:
-            return f"{'an' if operation[0] == 'a' else 'a'} {operation}"
-        return f"the {operation} of {f'unit {self.names[unit]!r}' if unit in self.names else 'another unit'}"
+            return operation
+        name = f"unit {self.names[unit]!r}" if unit in self.names else "another unit"
+        return f"the {operation.partition(' ')[2]} of {name}"
 
     def _check(self) -> None:
         if self._mismatch is not None:
@@ -422,7 +408,7 @@ def wait_for(
     timeout_s = min(transport.timeout_s for transport, _ in sources)
     patience_s = min(exchanges.WARN_AFTER_S, timeout_s)
     if not poll.poll(patience_s * 1000):
-        collective = first.describe(_PURPOSE_IDS[purpose], unit)
+        collective = first.describe(_PURPOSES.index(purpose), unit)
         if patience_s < timeout_s:
             exchanges.log_wait(first.rank, ranks, collective)
         if patience_s == timeout_s or not poll.poll((timeout_s - patience_s) * 1000):
@@ -446,15 +432,3 @@ def close_all(sockets: Iterable[socket.socket], files: Iterable[int] = ()) -> No
         peer.close()
     for fd in files:
         os.close(fd)
-
-
-_open: weakref.WeakSet[SharedMemoryTransport] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    """Close the parent's connections in a forked child, so that peers can detect that the parent has ended."""
-    for transport in list(_open):
-        transport.leave()
-
-
-os.register_at_fork(after_in_child=_forked)
