@@ -91,9 +91,8 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[int]:
 class CollectiveLog:
     """Records the collectives issued since the last comparison between ranks, by sharding groups.
 
-    An all-gather of one unit that is paired with another unit's all-gather of the same size succeeds and mixes their
-    weights. Only the shared-memory transport detects that itself, so ranks compare their logs before an optimizer
-    steps.
+    An all-gather of one unit that is paired with another unit's of the same size succeeds and mixes their weights. Only
+    the shared-memory transport detects that itself, so ranks compare their logs before an optimizer steps.
     """
 
     def __init__(self) -> None:
@@ -138,10 +137,9 @@ class CollectiveLog:
 def exchange_if_different(
     payload: bytes, rank_group: RankGroup, device: torch.device, *, compared: bytes | None = None
 ) -> list[bytes] | None:
-    """Return the payloads of all ranks, in rank order, or None if they are equal.
+    """Return the payloads of all ranks, in rank order, or None if they (or ``compared``, if given) are equal.
 
-    Every rank of the group must call this. If payloads are equal, one integer is exchanged. With ``compared`` that is
-    compared in place of the payload.
+    Every rank of the group must call this. If payloads are equal, one integer is exchanged.
     """
     if not connected([rank_group]):
         return None
@@ -152,17 +150,11 @@ def exchange_if_different(
 
 @dataclass(frozen=True, slots=True)
 class ErrorTexts:
-    """Holds the phrases that errors of :func:`agree` contain.
+    """Holds the phrases that errors of :func:`agree` contain."""
 
-    Attributes:
-        doing: the operation in which a rank failed, a participle.
-        differ: the statement that ranks differ, a sentence.
-        advice: the recommended action, a sentence.
-    """
-
-    doing: str
-    differ: str = ""
-    advice: str = ""
+    doing: str  # the operation in which a rank failed, a participle
+    differ: str = ""  # the statement that ranks differ, a sentence
+    advice: str = ""  # the recommended action, a sentence
 
 
 def agree(

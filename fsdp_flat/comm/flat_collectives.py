@@ -7,7 +7,7 @@ backend and device of the tensors:
 * gloo on other CPU tensors: an all-gather is one broadcast per rank, each directly into its slice; a reduce-scatter is
   an all-to-all of slices followed by a local sum. gloo's all_gather allocates and copies a second full buffer, and its
   reduce_scatter clones its input and all-reduces it, so it moves twice the bytes.
-* gloo on accelerator tensors: broadcasts, and an all-reduce of which a slice is kept.
+* gloo on accelerator tensors, for tests: broadcasts, and an all-reduce of which a slice is kept.
 * everything else (NCCL, fake groups): the backend's all_gather and reduce_scatter.
 """
 
@@ -99,7 +99,7 @@ class Collectives:
 
 
 class GlooCollectives(Collectives):
-    """Uses gloo on tensors of any device, of accelerators for tests of several ranks on one device."""
+    """Uses gloo on accelerator tensors, for tests of several ranks on one device."""
 
     def begin_all_gather(self, full: torch.Tensor) -> Pending:
         return Pending(self._begin_broadcasts(full), full)
@@ -220,8 +220,6 @@ class CollectiveChoice:
     """Holds the parts of a unit's collectives that a caller has replaced.
 
     Attributes:
-        all_gather: the caller's all-gather; None keeps the library's.
-        reduce_scatter: the caller's reduce-scatter; None keeps the library's.
         gather_memory: allocates the outputs of all-gathers, which are copied from there; None uses the unit's buffers.
         reduce_memory: allocates the inputs and outputs of reduce-scatters; None uses the unit's buffers.
         reduce_group: group of the shard group's ranks for reduce-scatters; None uses the shard group.
@@ -285,12 +283,10 @@ class CustomCollectives(Collectives):
         reduce_scatter, memory = self._choice.reduce_scatter, self._choice.reduce_memory
         if reduce_scatter is None and memory is None:
             return self._own_reductions.begin_reduce_scatter(full, empty_like)
-        numel, group = full.numel() // self.size, self._own_reductions.group
-        if memory is None:
-            out = full.new_empty(numel)
-        else:
+        group = self._own_reductions.group
+        if memory is not None:
             full = memory((full.numel(),), dtype=full.dtype, device=full.device).copy_(full)
-            out = memory((numel,), dtype=full.dtype, device=full.device)
+        out = (memory or torch.empty)((full.numel() // self.size,), dtype=full.dtype, device=full.device)
         if reduce_scatter is None:
             work = _torch.reduce_scatter_single(out, full, group=group, async_op=True)
         else:

@@ -35,12 +35,10 @@ class RankGroup:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> RankGroup:
-        """Create the description of a process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
     @property
     def others(self) -> list[int]:
-        """Other ranks of the group."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
 
@@ -158,7 +156,6 @@ class Strategy:
 
     @property
     def is_hybrid(self) -> bool:
-        """Return whether the strategy needs two groups."""
         return self.shards and self.replicates
 
 
@@ -201,7 +198,6 @@ class ShardingGroups:
 
     @property
     def rank_groups(self) -> tuple[RankGroup, RankGroup]:
-        """Both groups, the shard group first."""
         return (self.shard, self.replicate)
 
     @property
@@ -211,7 +207,6 @@ class ShardingGroups:
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """Process group of :attr:`primary`."""
         return self.primary.group
 
 
@@ -238,27 +233,22 @@ def resolve_groups(
     name = strategy.member.name
     if device_mesh is not None:
         return _from_mesh(strategy, device_mesh)
+    if strategy.is_hybrid and process_group is None:
+        if not has_policy:
+            raise OptionError(
+                f"ShardingStrategy.{name} without an auto_wrap_policy needs its groups: pass a 2-D device_mesh (dim 0 "
+                "replicates, dim 1 shards) or process_group=(shard_group, replicate_group), the same for every unit."
+            )
+        return _node_groups(device)
     if strategy.is_hybrid:
-        if process_group is None:
-            if not has_policy:
-                raise OptionError(
-                    f"ShardingStrategy.{name} without an auto_wrap_policy needs its groups: pass a 2-D device_mesh "
-                    "(dim 0 replicates, dim 1 shards) or process_group=(shard_group, replicate_group), the same for "
-                    "every unit."
-                )
-            return _node_groups(device)
-        if not (
-            isinstance(process_group, tuple)
-            and len(process_group) == 2
-            and all(isinstance(group, dist.ProcessGroup) for group in process_group)
-        ):
+        is_pair = isinstance(process_group, tuple) and len(process_group) == 2
+        if not is_pair or not all(isinstance(group, dist.ProcessGroup) for group in process_group):
             raise OptionError(
                 f"ShardingStrategy.{name} takes process_group=None or a tuple (shard_group, replicate_group) of two "
                 f"process groups; got {process_group!r}."
             )
-        return ShardingGroups(RankGroup.of(process_group[0]), RankGroup.of(process_group[1]))
-    if process_group is None:
-        process_group = dist.group.WORLD
+        return ShardingGroups(*map(RankGroup.of, process_group))
+    process_group = dist.group.WORLD if process_group is None else process_group
     if not isinstance(process_group, dist.ProcessGroup):
         raise OptionTypeError(
             f"process_group must be a torch.distributed.ProcessGroup for ShardingStrategy.{name}; got "

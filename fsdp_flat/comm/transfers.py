@@ -18,7 +18,7 @@ from fsdp_flat.comm.shm import Message, SharedMemoryTransport, transport_of, wai
 from fsdp_flat.layout import TransferPlan
 
 _CPU = torch.device("cpu")
-# The best threshold depends on the network; sender and receiver only have to use the same one.
+# Sender and receiver have to use the same threshold.
 _SHORT_NBYTES = 1 << 16
 # Packed runs take memory until they are unpacked, so the bytes in flight are limited.
 _MAX_IN_FLIGHT_NBYTES = 1 << 26
@@ -55,13 +55,10 @@ class P2PChannels:
     ) -> None:
         """Begin to transfer one tensor; wait for earlier ones if too many bytes are in flight.
 
-        Args:
-            rank_group: the ranks.
-            device: the device on which the group communicates; other tensors are copied through it.
-            transfer_plan: the runs.
-            source: the elements that this rank holds (1-D); None if it sends and keeps nothing.
-            target: receives elements (1-D, of the sources' dtype); None if this rank receives and keeps nothing.
-            nbytes: bytes of the full tensor, equal on every rank.
+        The group communicates on ``device``; other tensors are copied through it. ``source`` (1-D) has the elements
+        that this rank holds; None if it sends and keeps nothing. ``target`` (1-D, of the sources' dtype) receives
+        elements; None if this rank receives and keeps nothing. ``nbytes`` are those of the full tensor, equal on every
+        rank.
         """
         if self._nbytes_under_way + nbytes > _MAX_IN_FLIGHT_NBYTES:
             self.wait()

@@ -39,19 +39,12 @@ class ParamInfo:
 
     @property
     def interval(self) -> Interval:
-        """Elements in the flat buffer."""
         return Interval(self.offset, self.offset + self.numel)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """Locates one rank's local shard of one parameter.
-
-    Attributes:
-        index: the parameter's index in the layout.
-        in_param: the local shard's elements within the flattened parameter.
-        in_shard: the same elements within the rank's shard.
-    """
+    """Locates one rank's local shard of parameter ``index``: its elements in the parameter, and in the rank's shard."""
 
     index: int
     in_param: Interval
@@ -59,12 +52,10 @@ class LocalShard:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the local shard."""
         return self.in_param.numel
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the rank holds no element of the parameter."""
         return self.in_param.is_empty
 
 
@@ -134,7 +125,6 @@ class FlatLayout:
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """FQNs of the parameters, in buffer order."""
         return tuple(param_info.fqn for param_info in self.param_infos)
 
     def shard(self, rank: int) -> Interval:
@@ -143,10 +133,9 @@ class FlatLayout:
         return Interval(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def local_shard(self, index: int, rank: int) -> LocalShard:
-        """Return the local shard of parameter ``index`` that ``rank`` holds, which may be empty.
+        """Return the local shard of parameter ``index`` that ``rank`` holds.
 
-        The ``in_param`` intervals of ranks 0, 1, ... are adjacent and cover the parameter; an empty one lies at the
-        parameter's end that is nearest to the rank's shard.
+        An empty one lies at the parameter's end that is nearest to the rank's shard.
         """
         # The intersections of the parameter and the shard, as integers: every unit asks for all its local shards.
         param_info, size = self.param_infos[index], self.shard_numel
@@ -163,7 +152,7 @@ class FlatLayout:
         return tuple(local_shard for local_shard in found if not local_shard.is_empty)
 
     def partition(self, index: int) -> EvenPartition:
-        """Return the partition of the flattened parameter ``index`` over the ranks."""
+        """Return the partition of the flattened parameter ``index``."""
         param_info = self.param_infos[index]
         return EvenPartition(param_info.numel, self.shard_numel, param_info.offset, self.world_size)
 
@@ -220,15 +209,14 @@ class RowLayout(FlatLayout):
             end = chunks[-1].stop
             full_ranks.append(divmod(param_info.shape[dim], shape[dim]) if shape[dim] else (self.world_size, 0))
         for name, value in (("chunk_shapes", shapes), ("chunks", chunks), ("full_ranks", full_ranks)):
-            object.__setattr__(self, name, tuple(value))  # type: ignore[arg-type]
+            object.__setattr__(self, name, tuple(value))
 
     @classmethod
     def of_rows(cls, params: Sequence[tuple[str, Sequence[int]]], dims: Sequence[int], *, world_size: int) -> RowLayout:
         """Lay out ``params`` one after another, each padded to equal chunks along its dim (of ``dims``, non-negative).
 
-        Raises:
-            OptionError: if names repeat, a parameter is a scalar, or a dim other than 0 is not divisible by
-                ``world_size``.
+        Raises an OptionError if names repeat, for a scalar, and for a dim other than 0 that is not divisible by
+        ``world_size``.
         """
         param_infos: list[ParamInfo] = []
         end = 0

@@ -28,25 +28,18 @@ class Interval:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return self.stop - self.start
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the interval has no elements."""
         return self.start == self.stop
 
     def intersect(self, other: Interval) -> Interval:
-        """Return the intersection with ``other``.
-
-        The result always lies inside ``self``: for disjoint intervals it is the empty interval at the end of ``self``
-        that is nearest to ``other``, so it is a valid slice of the tensor that ``self`` indexes.
-        """
+        """Return the intersection with ``other``, which lies inside ``self``: if it is empty, at the nearest end."""
         start = min(max(self.start, other.start), self.stop)
         return Interval(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Interval:
-        """Return this interval shifted by ``by`` elements, which may be negative."""
         return Interval(self.start + by, self.stop + by)
 
     def to_slice(self) -> slice:
@@ -75,19 +68,12 @@ class Partition(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EvenPartition:
-    """Splits a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks.
-
-    Attributes:
-        numel: elements of the tensor.
-        step: elements per rank.
-        offset: elements before the tensor in the buffer that is split.
-        size: number of ranks.
-    """
+    """Splits a tensor at equal steps in rank order: local shards of a flat buffer, or dim-0 chunks."""
 
     numel: int
-    step: int
-    offset: int
-    size: int
+    step: int  # elements per rank
+    offset: int  # elements before the tensor in the buffer that is split
+    size: int  # number of ranks
 
     def __getitem__(self, rank: int) -> Interval:
         """Return the elements of ``rank``; an empty interval lies at the nearest end of the tensor."""
@@ -193,13 +179,7 @@ def _shared(run: Interval, partition: Partition, rank: int) -> tuple[tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """Describes an N-d block of a tensor whose elements are contiguous in the flattened tensor.
-
-    Attributes:
-        offsets: per dim, the index of the first element.
-        sizes: per dim, the number of elements.
-        interval: the elements of the flattened (row-major) tensor that the box covers, in the same order.
-    """
+    """Describes an N-d block of a tensor that covers the ``interval`` of the flattened (row-major) tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

@@ -10,6 +10,7 @@ import socket
 import struct
 import weakref
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ _logger = logging.getLogger("fsdp_flat")
 _CPU = torch.device("cpu")
 # Each rank has a socket to every other rank, and a few open files of each.
 _MOST_RANKS = 16
-_HANDSHAKE = struct.Struct("<q")  # rank
-_CREDENTIALS = struct.Struct("3i")  # process, user, group: struct ucred of SO_PEERCRED
 _SETUP_S = 10.0
 
 # Process-wide like torch's groups, so that all units of a group share one transport.
@@ -79,24 +78,22 @@ def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTra
     said = b"" if listener is None else b"%s %s" % (_host(), listener.getsockname())
     peers: dict[int, socket.socket] = {}
     try:
-        everyone = exchange_bytes(said, group, _CPU)
-        if listener is not None and len({said.split(b" ")[0] for said in everyone}) == 1:
-            with suppress(OSError, struct.error):
-                _connect_peers(rank_group, listener, [said.split(b" ")[1] for said in everyone], peers)
+        everyone = [each.split(b" ") for each in exchange_bytes(said, group, _CPU)]
+        if listener is not None and len({host for host, *_ in everyone}) == 1:
+            with suppress(OSError, ValueError):
+                _connect_peers(rank_group, listener, [address for _, address in everyone], peers)
     finally:
         if listener is not None:
             listener.close()
-    connected = exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)
-    if not all(row[0] for row in connected):
-        close_all(peers.values())
-        return None
-    return SharedMemoryTransport(rank_group, peers, timeout_s)
+    if all(ok for (ok,) in exchange_ints([int(len(peers) == rank_group.size - 1)], group, _CPU)):
+        return SharedMemoryTransport(rank_group, peers, timeout_s)
+    close_all(peers.values())
+    return None
 
 
 def _host() -> bytes:
     """Return an id of the running kernel, its network namespace and the user, equal on ranks that can share memory."""
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        boot = file.read().strip()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     return b"%s-%d-%d" % (boot, os.stat("/proc/self/ns/net").st_ino, os.getuid())
 
 
@@ -122,18 +119,19 @@ def _listen(timeout_s: float) -> socket.socket | None:
 def _connect_peers(
     rank_group: RankGroup, listener: socket.socket, addresses: list[bytes], peers: dict[int, socket.socket]
 ) -> None:
-    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones."""
+    """Add a socket to every other rank to ``peers``; each rank connects to the lower ones, and sends its rank."""
     for rank in range(rank_group.rank):
         peers[rank] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         peers[rank].settimeout(listener.gettimeout())
         peers[rank].connect(addresses[rank])
-        peers[rank].send(_HANDSHAKE.pack(rank_group.rank))
+        peers[rank].send(b"%d" % rank_group.rank)
     while len(peers) < rank_group.size - 1:
         peer, _ = listener.accept()
         peer.settimeout(listener.gettimeout())
-        _, user, _ = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        # struct ucred: process, user, group.
+        _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
         if user == os.getuid():
-            peers[_HANDSHAKE.unpack(peer.recv(_HANDSHAKE.size))[0]] = peer
+            peers[int(peer.recv(16))] = peer
         else:
             peer.close()
     for peer in peers.values():

@@ -83,7 +83,8 @@ class Message:
         Do not write to it, nor use it after :meth:`close`.
         """
         assert self.header is not None
-        return self._transport.view(self._source, self.header).view(dtype)
+        _, segment, start, nbytes, *_ = self.header
+        return self._transport._theirs[self._source, segment][start : start + nbytes].view(dtype)
 
     def close(self) -> None:
         """Release the message, read or not, so that the sender may reuse its memory."""
@@ -95,7 +96,7 @@ class Message:
 
 
 class _Expected(NamedTuple):
-    """Records an expected message, also after its :class:`Message` is deleted."""
+    """Describes an expected message, also after its :class:`Message` is deleted."""
 
     message: weakref.ref[Message]
     nbytes: int
@@ -111,13 +112,10 @@ class _Segment:
     def __init__(self, index: int, nbytes: int) -> None:
         self.index = index
         self.fd = os.memfd_create("fsdp_flat")
-        # Ranks that have the file descriptor.
-        self.known_to: set[int] = set()
-        # Unread messages, counted once per reader.
-        self.num_unread = 0
-        # Count of the send that last used it, and whether its pages were released after long disuse.
-        self.last_send = 0
-        self.is_empty = False
+        self.known_to: set[int] = set()  # ranks that have the file descriptor
+        self.num_unread = 0  # counted once per reader
+        self.last_send = 0  # count of the send that last used it
+        self.is_empty = False  # its pages were released after long disuse
         self._used = 0
         self.grow(nbytes)
 
@@ -159,10 +157,8 @@ class SharedMemoryTransport:
         self.rank = rank_group.rank
         self._peers = dict(peers)
         self.timeout_s = timeout_s
-        # For error texts.
         self.names = exchanges.unit_names(rank_group.group)
-        # Counted once per destination rank.
-        self.sent_nbytes = 0
+        self.sent_nbytes = 0  # counted once per destination rank
         self._num_sends = 0
         self._segments: list[_Segment] = []
         self._theirs: dict[tuple[int, int], torch.Tensor] = {}
@@ -170,7 +166,6 @@ class SharedMemoryTransport:
         self._expected: dict[int, deque[_Expected]] = {rank: deque() for rank in peers}
         self._unexpected: dict[int, deque[_Header]] = {rank: deque() for rank in peers}
         self._unread = [dict.fromkeys(peers, 0) for _ in _PURPOSES]
-        # Ranks that have ended and will send nothing more.
         self._ended_ranks: set[int] = set()
         # The first mismatch between ranks; every later call raises it.
         self._mismatch: RankMismatchError | None = None
@@ -196,10 +191,8 @@ class SharedMemoryTransport:
     def send(self, purpose: str, messages: Sequence[tuple[torch.Tensor, Sequence[int]]], *, unit: int = 0) -> None:
         """Send tensors (1-D, contiguous, on the CPU) to their ranks; they are copied before this returns.
 
-        ``unit`` is the id of the tensors' unit, 0 for none; a rank that expects another unit raises.
-
-        Raises:
-            PeerFailureError: if one of the ranks has ended.
+        ``unit`` is the id of the tensors' unit, 0 for none; a rank that expects another unit raises, as this does if
+        one of the ranks has ended.
         """
         self._check()
         for rank in self._peers:
@@ -359,19 +352,10 @@ class SharedMemoryTransport:
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
         return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
-    def view(self, source: int, header: _Header) -> torch.Tensor:
-        """Return a view of a message in the memory of the rank that has sent it."""
-        return self._theirs[source, header.segment][header.start : header.start + header.nbytes]
-
     # -- waiting -------------------------------------------------------------------------------------------------
 
     def socket_to(self, rank: int) -> socket.socket:
-        """Return the socket to a rank.
-
-        Raises:
-            PeerFailureError: if the rank has ended.
-            RankMismatchError: if ranks have issued different collectives.
-        """
+        """Return the socket to a rank; raise if it has ended, or if ranks have issued different collectives."""
         self._check()
         if rank in self._ended_ranks:
             raise self._ended_error(rank)
@@ -394,11 +378,9 @@ def wait_for(
 ) -> None:
     """Wait until a header arrives from one of several ranks, and process all that have arrived.
 
-    With a ``writable_rank``, one of them, the wait also ends once a header can be sent to it.
-
-    Raises:
-        PeerFailureError: if a rank has ended, or all are silent for the group's timeout.
-        RankMismatchError: if ranks have issued different collectives.
+    With a ``writable_rank``, one of them, the wait also ends once a header can be sent to it. Raises a PeerFailureError
+    if a rank has ended, or all are silent for the group's timeout, and a RankMismatchError if ranks have issued
+    different collectives.
     """
     poll = select.poll()
     for transport, rank in sources:
