@@ -29,6 +29,8 @@ WARN_AFTER_S = 10.0
 REPORT_TIMEOUT_S = 3.0
 _POLL_INTERVAL_S = 0.1
 _TEXT_LENGTH = 2000
+# Of a rank's report in the store.
+_KEY = "fsdp_flat/failure/%d"
 _ADVICE = (
     "Every rank must run the same units in the same order, equally often; where another rank has an error, that came "
     "first."
@@ -141,16 +143,19 @@ def report_failure(rank_group: RankGroup, text: str, *, follows: bool = False) -
     Does nothing unless the group moves CPU tensors by gloo. The reason is worded to follow "rank 1". If it ``follows``
     from another rank's failure, an earlier report of this rank stays.
     """
+    group = rank_group.group
     # The caller raises its own error, also if the store is gone because its host process has ended.
     with suppress(Exception):
-        if rank_group.group is not None and moves_by_gloo(rank_group.group, torch.device("cpu")):
-            name = rank_group.group.group_name
-            if follows and name in _reported:
-                return
-            text = text.removesuffix(_ADVICE).rstrip(". ")
-            number = _num_failures[name] = _num_failures.get(name, 0) + 1
-            _reported.add(name)
-            group_store(rank_group.group).set(_key(rank_group.rank), f"{number} {text[:_TEXT_LENGTH]}")
+        if (
+            group is None
+            or not moves_by_gloo(group, torch.device("cpu"))
+            or (follows and group.group_name in _reported)
+        ):
+            return
+        text = text.removesuffix(_ADVICE).rstrip(". ")
+        number = _num_failures[group.group_name] = _num_failures.get(group.group_name, 0) + 1
+        _reported.add(group.group_name)
+        group_store(group).set(_KEY % rank_group.rank, f"{number} {text[:_TEXT_LENGTH]}")
 
 
 def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tuple[int, str]]:
@@ -160,14 +165,10 @@ def _read_reports(rank_group: RankGroup, ranks: Sequence[int]) -> dict[int, tupl
     with suppress(Exception):
         store = group_store(rank_group.group)
         for rank in ranks:
-            if store.check([_key(rank)]):
-                number, _, text = store.get(_key(rank)).decode(errors="replace").partition(" ")
+            if store.check([_KEY % rank]):
+                number, _, text = store.get(_KEY % rank).decode(errors="replace").partition(" ")
                 reports[rank] = int(number), text
     return reports
-
-
-def _key(rank: int) -> str:
-    return f"fsdp_flat/failure/{rank}"
 
 
 class WatchedWork:
@@ -196,18 +197,13 @@ class WatchedWork:
         if _reported and rank_group.group is not None and rank_group.group.group_name in _reported:
             _reported.discard(rank_group.group.group_name)
             with suppress(Exception):
-                group_store(rank_group.group).delete_key(_key(rank_group.rank))
+                group_store(rank_group.group).delete_key(_KEY % rank_group.rank)
 
     def is_completed(self) -> bool:
-        """Return whether the work has completed."""
         return bool(self._work.is_completed())
 
     def wait(self) -> Any:
-        """Block until the work has completed.
-
-        Raises:
-            PeerFailureError: if it failed: another rank has ended, or sent nothing within the group's timeout.
-        """
+        """Block until the work has completed; raise a PeerFailureError if it failed."""
         has_logged = False
         try:
             while not self._is_over_soon():

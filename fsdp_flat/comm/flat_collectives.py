@@ -33,18 +33,11 @@ Finish = Callable[[], object]
 
 
 class PlacesRows(Protocol):
-    """Receives the rows of an all-gather, each the input of one rank."""
+    """Describes a receiver of the rows of an all-gather, each the input of one rank: ``RowTarget`` (``flat``)."""
 
-    def place(self, first: int, rows: torch.Tensor) -> object:
-        """Copy ``rows`` (2-D), those of rank ``first`` and the ranks after it, to where they belong."""
+    def place(self, first: int, rows: torch.Tensor) -> object: ...
 
-    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]:
-        """Allocate memory for the rows of all ranks, and copy this rank's row, ``own`` (1-D), there.
-
-        Returns:
-            The memory (1-D, in rank order); this rank's row in it; and a function, to be called once, that places all
-            rows when they are there. It may free the memory.
-        """
+    def stage(self, own: torch.Tensor, rank: int, num_ranks: int) -> tuple[torch.Tensor, torch.Tensor, Finish]: ...
 
 
 class Collectives:

@@ -164,9 +164,9 @@ class FlatLayout:
 
     def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
         """Return the padding intervals of a rank's shard, in order, relative to the shard."""
-        own = self.shard(rank)
-        found = (own.intersect(padding).shift(-own.start) for padding in self.paddings())
-        return tuple(padding for padding in found if not padding.is_empty)
+        held = [local_shard.in_shard for local_shard in self.local_shards(rank)]
+        starts, stops = [0, *(each.stop for each in held)], [*(each.start for each in held), self.shard_numel]
+        return tuple(Interval(start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -261,12 +261,6 @@ class RowLayout(FlatLayout):
             for rank in range(self.world_size)
             for padding in self.shard_paddings(rank)
         )
-
-    def shard_paddings(self, rank: int) -> tuple[Interval, ...]:
-        found = (
-            Interval(self.local_shard(index, rank).in_shard.stop, chunk.stop) for index, chunk in enumerate(self.chunks)
-        )
-        return tuple(padding for padding in found if not padding.is_empty)
 
 
 def _chunk_shape(shape: tuple[int, ...], dim: int, world_size: int) -> tuple[int, ...]:

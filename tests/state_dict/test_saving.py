@@ -27,7 +27,7 @@ from fsdp_flat import (
 )
 from fsdp_flat import FullyShardedDataParallel as FSDP
 from fsdp_flat.comm import agreement
-from fsdp_flat.comm.shm import shared_nbytes
+from fsdp_flat.comm.shm import transports
 from fsdp_flat.errors import UsageError
 from fsdp_flat.runtime import units_of
 from tests.runtime.kit import OBJECT_COLLECTIVES, recorded
@@ -145,7 +145,7 @@ def _bytes_of_a_save(model: nn.Module) -> tuple[int, int]:
     """Return the bytes that a save needs at most, and those that its result needs."""
     peaks: list[int] = []
     before = settled_bytes()
-    with recorded(on_call=lambda: peaks.append(settled_bytes() + shared_nbytes())):
+    with recorded(on_call=lambda: peaks.append(settled_bytes() + sum(each.nbytes for each in transports()))):
         state = model.state_dict()
     kept = settled_bytes() - before
     del state

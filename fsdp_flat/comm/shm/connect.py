@@ -50,24 +50,18 @@ def known_transport(rank_group: RankGroup) -> SharedMemoryTransport | None:
     return None if rank_group.group is None else _transports.get(rank_group.group)
 
 
+def transports() -> list[SharedMemoryTransport]:
+    """Return the transports of this process."""
+    return [transport for transport in _transports.values() if transport is not None]
+
+
 def _leave_parents_groups() -> None:
     """Close the parent's connections in a forked child, so that peers can detect that the parent has ended."""
-    for transport in list(_transports.values()):
-        if transport is not None:
-            transport.leave()
+    for transport in transports():
+        transport.leave()
 
 
 os.register_at_fork(after_in_child=_leave_parents_groups)
-
-
-def shared_nbytes() -> int:
-    """Return the bytes of shared memory that this process's transports use or keep for later messages."""
-    return sum(transport.nbytes for transport in _transports.values() if transport is not None)
-
-
-def sent_nbytes() -> int:
-    """Return the bytes that this process has sent by its transports, counted once per destination rank."""
-    return sum(transport.sent_nbytes for transport in _transports.values() if transport is not None)
 
 
 def _connect(rank_group: RankGroup, group: dist.ProcessGroup) -> SharedMemoryTransport | None:

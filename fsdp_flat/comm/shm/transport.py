@@ -67,7 +67,6 @@ class Message:
         self.header: _Header | None = None
 
     def is_completed(self) -> bool:
-        """Return whether the message has arrived."""
         if self.header is None:
             self._transport.receive_ready(self._source)
         return self.header is not None
@@ -202,9 +201,15 @@ class SharedMemoryTransport:
             nbytes = tensor.nbytes
             segment, start = self._allocate(-(-nbytes // _ALIGN_NBYTES) * _ALIGN_NBYTES)
             segment.memory[start : start + nbytes].view(tensor.dtype).copy_(tensor)
+            segment.last_send, segment.is_empty = self._num_sends, False
             header = _Header(_POST, segment.index, start, nbytes, _PURPOSES.index(purpose), unit)
             for rank in ranks:
-                self._post(rank, segment, header)
+                self.sent_nbytes += nbytes
+                segment.num_unread += 1
+                self._unread[header.purpose][rank] += nbytes
+                fds = [] if rank in segment.known_to else [segment.fd]
+                segment.known_to.add(rank)
+                self._send_header(rank, header, fds)
         for segment in self._segments:
             is_idle = segment.num_unread == 0 and segment.last_send < self._num_sends - _IDLE_SENDS
             if is_idle and not segment.is_empty:
@@ -212,42 +217,27 @@ class SharedMemoryTransport:
 
     def _allocate(self, nbytes: int) -> tuple[_Segment, int]:
         # Try small segments first, to keep large ones for messages that need them.
-        for segment in sorted(self._segments, key=lambda segment: segment.memory.numel()):
+        by_size = sorted(self._segments, key=lambda segment: segment.memory.numel())
+        for segment in by_size:
             start = segment.take(nbytes)
             if start is not None:
-                break
-        else:
-            segment = self._new_segment(-(-max(_SEGMENT_NBYTES, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
-            start = segment.take(nbytes)
-            assert start is not None
-        segment.last_send = self._num_sends
-        segment.is_empty = False
-        return segment, start
-
-    def _new_segment(self, nbytes: int) -> _Segment:
-        free = [segment for segment in self._segments if segment.num_unread == 0]
+                return segment, start
+        whole_pages = -(-max(_SEGMENT_NBYTES, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+        free = [segment for segment in by_size if segment.num_unread == 0]
         if free:
-            made = max(free, key=lambda segment: segment.memory.numel())
-            made.grow(nbytes)
+            free[-1].grow(whole_pages)
         else:
-            made = _Segment(len(self._segments), nbytes)
-            self._segments.append(made)
-            self._files.append(made.fd)
-        return made
-
-    def _post(self, rank: int, segment: _Segment, header: _Header) -> None:
-        self.sent_nbytes += header.nbytes
-        segment.num_unread += 1
-        self._unread[header.purpose][rank] += header.nbytes
-        fds = [] if rank in segment.known_to else [segment.fd]
-        segment.known_to.add(rank)
-        self._send_header(rank, header, fds)
+            free = [_Segment(len(self._segments), whole_pages)]
+            self._segments += free
+            self._files.append(free[0].fd)
+        free[-1].take(nbytes)
+        return free[-1], 0
 
     def confirm(self, source: int, header: _Header) -> None:
         """Confirm to ``source`` that its message was read, or is not needed."""
-        self._send_header(source, _Header(_READ, header.segment, header.start, header.nbytes, header.purpose, 0))
+        self._send_header(source, header._replace(kind=_READ, unit=0), [])
 
-    def _send_header(self, rank: int, header: _Header, fds: list[int] | None = None) -> None:
+    def _send_header(self, rank: int, header: _Header, fds: list[int]) -> None:
         if rank not in self._peers:
             return
         while True:
@@ -305,7 +295,8 @@ class SharedMemoryTransport:
         name = f"unit {self.names[unit]!r}" if unit in self.names else "another unit"
         return f"the {operation.partition(' ')[2]} of {name}"
 
-    def _check(self) -> None:
+    def _check(self, rank: int | None = None) -> None:
+        """Raise if ranks have issued different collectives, if this is a forked child, or if ``rank`` has ended."""
         if self._mismatch is not None:
             raise self._mismatch
         if not self._peers:
@@ -313,6 +304,8 @@ class SharedMemoryTransport:
                 "A forked child of a rank used a process group of its parent. Start processes that communicate by "
                 "spawn, and let each make its own groups."
             )
+        if rank in self._ended_ranks:
+            raise self._ended_error(rank)
 
     def receive_ready(self, source: int) -> None:
         """Process all headers that have arrived from ``source``, without waiting."""
@@ -352,16 +345,7 @@ class SharedMemoryTransport:
         early = ((rank, headers[0]) for rank, headers in self._unexpected.items() if headers)
         return next(((rank, self.describe(header.purpose, header.unit)) for rank, header in early), None)
 
-    # -- waiting -------------------------------------------------------------------------------------------------
-
-    def socket_to(self, rank: int) -> socket.socket:
-        """Return the socket to a rank; raise if it has ended, or if ranks have issued different collectives."""
-        self._check()
-        if rank in self._ended_ranks:
-            raise self._ended_error(rank)
-        return self._peers[rank]
-
-    def _ended_error(self, rank: int) -> PeerFailureError:
+    def _ended_error(self, rank: int | None) -> PeerFailureError:
         return PeerFailureError(
             f"Rank {rank} of the group has ended or closed its connections while rank {self.rank} exchanges tensors "
             f"with it. If the output of rank {rank} has an error, that came first and this one follows from it; if it "
@@ -384,7 +368,8 @@ def wait_for(
     """
     poll = select.poll()
     for transport, rank in sources:
-        poll.register(transport.socket_to(rank), select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
+        transport._check(rank)
+        poll.register(transport._peers[rank], select.POLLIN | (select.POLLOUT if rank == writable_rank else 0))
     first, _ = next(iter(sources))
     ranks = sorted(rank for transport, rank in sources if transport is first)
     timeout_s = min(transport.timeout_s for transport, _ in sources)
