@@ -98,9 +98,7 @@ def exchange_bytes(
     lengths = [length for (length,) in exchange_ints([len(payload)], group, device)]
     if len(lengths) == 1 or is_fake(group):
         return [payload] * len(lengths)
-    own = torch.zeros(max(1, *lengths), dtype=torch.uint8)
-    if payload:
-        own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    own = torch.frombuffer(bytearray(payload.ljust(max(1, *lengths), b"\0")), dtype=torch.uint8)
     rows = _gathered(own.to(control_device(group, device)), group, only_on_rank0=only_on_rank0)
     return [row[:length].cpu().numpy().tobytes() for row, length in zip(rows, lengths)]
 

@@ -7,7 +7,7 @@ choice is made: ``resolve_groups`` here, or ``UnitControl.of`` (runtime) for the
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -290,11 +290,7 @@ def _node_groups(device: torch.device) -> ShardingGroups:
             f"A hybrid strategy without groups shards within a node, but {world} ranks do not divide into nodes of "
             f"{local}. Pass a 2-D device_mesh or process_group=(shard_group, replicate_group)."
         )
-    shard = _new_groups([range(start, start + local) for start in range(0, world, local)])
-    return ShardingGroups(shard, _new_groups([range(start, world, local) for start in range(local)]))
-
-
-def _new_groups(members: Sequence[Sequence[int]]) -> RankGroup:
-    """Create a process group of each sequence of global ranks, and return the one that this rank is in."""
-    groups = [dist.new_group(list(ranks)) for ranks in members]
-    return RankGroup.of(next(group for group, ranks in zip(groups, members) if dist.get_rank() in ranks))
+    nodes = [list(range(start, start + local)) for start in range(0, world, local)]
+    shard, _ = dist.new_subgroups_by_enumeration(nodes)
+    replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
+    return ShardingGroups(RankGroup.of(shard), RankGroup.of(replicate))

@@ -34,11 +34,9 @@ class P2PChannels:
     """
 
     def __init__(self) -> None:
-        self._channels: dict[RankGroup, _Channel] = {}
+        # Each with the runs that are packed together, those to receive and those to send.
+        self._channels: dict[RankGroup, tuple[_Channel, _Runs, _Runs]] = {}
         self._shared: list[_SharedMemoryChannel] = []
-        # Runs that are packed together, by channel, other rank and dtype.
-        self._short_sends: _Runs = {}
-        self._short_receives: _Runs = {}
         # Targets of received runs that are packed together, or on another device than the channel.
         self._copies: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
         self._nbytes_under_way = 0
@@ -64,14 +62,14 @@ class P2PChannels:
             self.wait()
         self._nbytes_under_way += nbytes
         if rank_group not in self._channels:
-            self._channels[rank_group] = _channel_for(rank_group, device, self._shared)
-        channel = self._channels[rank_group]
+            self._channels[rank_group] = (_channel_for(rank_group, device, self._shared), {}, {})
+        channel, short_receives, short_sends = self._channels[rank_group]
         if transfer_plan.kept is not None and source is not None and target is not None:
             target[transfer_plan.kept[1]].copy_(source[transfer_plan.kept[0]])
         for rank, run in transfer_plan.receives:
             assert target is not None
             if target[run].nbytes < _SHORT_NBYTES:
-                self._short_receives.setdefault((channel, rank, target.dtype), []).append(target[run])
+                short_receives.setdefault((rank, target.dtype), []).append(target[run])
             elif target.device.type == channel.device.type:
                 channel.receive(target[run], rank)
             else:
@@ -84,22 +82,24 @@ class P2PChannels:
             part = source[start:stop]
             if part.nbytes < _SHORT_NBYTES:
                 for rank in ranks:
-                    self._short_sends.setdefault((channel, rank, part.dtype), []).append(part)
+                    short_sends.setdefault((rank, part.dtype), []).append(part)
             else:
                 channel.send(part.contiguous().to(channel.device), ranks)
 
     def wait(self) -> None:
         """Block until all added tensors have been transferred, to this rank and from it."""
-        for (channel, rank, _), runs in self._short_receives.items():
-            self._receive_packed(channel, runs, rank)
-        for (channel, rank, _), runs in self._short_sends.items():
-            channel.send(torch.cat(runs).to(channel.device), [rank])
-        for channel in self._channels.values():
+        for channel, short_receives, short_sends in self._channels.values():
+            for (rank, _), runs in short_receives.items():
+                self._receive_packed(channel, runs, rank)
+            for (rank, _), runs in short_sends.items():
+                channel.send(torch.cat(runs).to(channel.device), [rank])
             channel.wait()
+            short_receives.clear()
+            short_sends.clear()
         for received, targets in self._copies:
             for target, part in zip(targets, received.split([target.numel() for target in targets]), strict=True):
                 target.copy_(part)
-        self._copies, self._short_sends, self._short_receives = [], {}, {}
+        self._copies = []
         self._nbytes_under_way = 0
 
     def _receive_packed(self, channel: _Channel, targets: list[torch.Tensor], source: int) -> None:
@@ -215,7 +215,8 @@ class _SharedMemoryChannel:
 
 
 _Channel = _GroupChannel | _SharedMemoryChannel
-_Runs = dict[tuple[_Channel, int, torch.dtype], list[torch.Tensor]]
+# By other rank and dtype.
+_Runs = dict[tuple[int, torch.dtype], list[torch.Tensor]]
 
 
 def _split_parts(run: torch.Tensor) -> Sequence[torch.Tensor]:
