@@ -44,7 +44,7 @@ class AllGather(Protocol):
             async_op: always True.
 
         Returns:
-            The work, with ``wait`` and ``is_completed`` as torch's, or None if the output is ready.
+            The work, with ``wait`` and ``is_completed`` (False if unknown), or None if the output is ready.
         """
 
 
@@ -69,7 +69,7 @@ class ReduceScatter(Protocol):
             async_op: always True.
 
         Returns:
-            The work, with ``wait`` and ``is_completed`` as torch's, or None if the output is ready.
+            The work, with ``wait`` and ``is_completed`` (False if unknown), or None if the output is ready.
         """
 
 

@@ -144,15 +144,12 @@ class Strategy:
         shards: parameters, gradients and optimizer state are sharded over the shard group.
         replicates: gradients are also all-reduced over a replicate group.
         reshard_after_forward: unsharded parameters are freed after forward (except the outermost unit's).
-        reshard_after_backward: they are freed after backward; None: if the backward reduces gradients, and under
-            ``no_sync`` as after forward.
     """
 
     member: ShardingStrategy
     shards: bool
     replicates: bool
     reshard_after_forward: bool
-    reshard_after_backward: bool | None = None
 
     @property
     def is_hybrid(self) -> bool:
