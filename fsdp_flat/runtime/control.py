@@ -75,7 +75,4 @@ class UnitControl:
     @classmethod
     def of(cls, strategy: Strategy) -> UnitControl:
         """Return the switches of a new unit of the wrapper, from the columns of its strategy."""
-        return cls(
-            reshard_after_forward=None if strategy.reshard_after_forward else False,
-            reshard_after_backward=strategy.reshard_after_backward,
-        )
+        return cls(reshard_after_forward=None if strategy.reshard_after_forward else False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.algorithms._comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 
-from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, streams_for, unrecorded
+from fsdp_flat.comm import CollectiveLog, Collectives, Pending, Streams, begin_all_reduce, unrecorded
 from fsdp_flat.flat import FlatParamHandle, MemoryPool, add_reduced
 from fsdp_flat.runtime.options import UnitOptions
 
@@ -325,7 +325,7 @@ class CommContext:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.streams: Streams = streams_for(device)
+        self.streams = Streams(device)
         self.pool = MemoryPool()
         # Without streams, one reduction keeps the network busy and takes the least memory.
         self.reductions = Reductions(2 if self.streams.is_accelerator else 1)
