@@ -132,9 +132,7 @@ def _load(found: disk.Commit, model: nn.Module, optim: torch.optim.Optimizer | N
                 for fqn in {**parts[0], **states, **deferred}
             }
             state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
-            loaded = load_optim_state(
-                model, contents.params, state, own_groups=optim.param_groups, owners=contents.owners
-            )
+            loaded = load_optim_state(model, contents, state)
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():
@@ -197,7 +195,8 @@ def _optim_template(
             fqn, _, name = key.removeprefix(_OPTIM_PREFIX).rpartition(".")
             wanted.setdefault(fqn, {})[name] = (tuple(entry.size), entry.properties.dtype)
 
-    def read(fqn: str, name: str, into: torch.Tensor) -> torch.Tensor:
+    def read(fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        into = torch.zeros(shape, dtype=dtype)
         read_into({"optim": {"state": {fqn: {name: into}}}}, reader)
         return into
 

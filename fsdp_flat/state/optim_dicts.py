@@ -15,7 +15,7 @@ from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
 from fsdp_flat.state.optim_save import save_optim_state
-from fsdp_flat.state.shards import ParamIndex, StateDictCodec, contents_of
+from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of
 from fsdp_flat.user_warnings import warn_user
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -87,16 +87,13 @@ def optim_state_dict_to_load(
     codec, config = _codec_for(model)
     if not isinstance(codec, FullCodec):
         _warn_if_empty(optim, optim_state_dict)
-    contents = contents_of(optim)
     loaded = load_optim_state(
         model,
-        contents.params,
+        contents_of(optim),
         optim_state_dict,
-        own_groups=None if is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
         from_rank_zero=config.rank0_only,
         expects_chunks=codec.exchanges,
-        owners=contents.owners,
     )
     if load_directly:
         optim.load_state_dict(loaded)
@@ -133,8 +130,8 @@ def rekey_optim_state_dict(
         PhaseError: (an AssertionError) no such key type.
     """
     _warn_optim_input(optim_input, stacklevel=3)
-    params = _ordered_params(model, optim, optim_input)
-    owned = () if optim is None else contents_of(optim).owners
+    contents = _contents(model, optim, optim_input)
+    params = contents.params
     wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
     given = optim_state_dict["state"]
     kinds = {type(key) for key in given}
@@ -146,7 +143,7 @@ def rekey_optim_state_dict(
     order = [index.fqns_of(param)[0] for param in params]
     to_names = wanted is OptimStateKeyType.PARAM_NAME
     # States of an owned parameter may have any shape.
-    any_shape = {position for position, param in enumerate(params) if param in owned}
+    any_shape = {position for position, param in enumerate(params) if param in contents.owners}
     _check_shapes({key: row for key, row in given.items() if key not in any_shape}, index, params, order)
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
@@ -197,13 +194,11 @@ def load_full_or_sharded(
     _check_form(optim_input, rank0_only=rank0_only, full=full_state_dict)
     return load_optim_state(
         model,
-        _ordered_params(model, optim, optim_input),
+        _contents(model, optim, optim_input),
         optim_state_dict,
-        own_groups=None if optim is None or is_named_optimizer else optim.param_groups,
         named=is_named_optimizer,
         from_rank_zero=rank0_only,
         expects_chunks=not full_state_dict,
-        owners=None if optim is None else contents_of(optim).owners,
     )
 
 
@@ -235,26 +230,26 @@ def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int) -> None:
         )
 
 
-def _ordered_params(model: nn.Module, optim: Any, optim_input: Any) -> tuple[nn.Parameter, ...]:
-    """Return the parameters of ``optim``; without it those of ``optim_input``, the arguments it was built from.
+def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
+    """Return the contents of ``optim``; without it the parameters of ``optim_input``, the arguments it was built from.
 
     Raises:
         OptionTypeError: ``optim_input`` is neither parameters nor groups.
         OptionError: ``optim_input`` is empty.
     """
     if optim is not None:
-        return contents_of(optim).params
+        return contents_of(optim)
     if optim_input is None:
-        return tuple(model.parameters())
+        return OptimContents(tuple(model.parameters()))
     if isinstance(optim_input, (torch.Tensor, dict, str)):
         raise OptionTypeError(f"optim_input must be parameters or parameter groups; got {type(optim_input).__name__}.")
     entries = list(optim_input)
     if not entries:
         raise OptionError("optim_input is empty; pass what the optimizer was built from, or the optimizer.")
     if all(isinstance(entry, dict) for entry in entries):
-        return tuple(param for group in entries for param in group["params"])
+        return OptimContents(tuple(param for group in entries for param in group["params"]))
     if all(isinstance(entry, torch.Tensor) for entry in entries):
-        return tuple(entries)
+        return OptimContents(tuple(entries))
     raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
 
 

@@ -9,6 +9,7 @@ that tensors can be sent as shards.
 from __future__ import annotations
 
 import base64
+import io
 import json
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdp_flat.comm import ErrorTexts, RankGroup, ShardingGroups, agree, dtype_from_name, exchange_bytes
+from fsdp_flat.comm import ErrorTexts, RankGroup, agree, dtype_from_name, exchange_bytes
 from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
@@ -111,18 +112,20 @@ def refuse_split(param: IndexedParam, name: str) -> None:
 
 
 def merged_states(
-    states: Mapping[Place, torch.Tensor | None], dst_of: Callable[[int, int], int | None], *, offload: bool
+    states: Mapping[Place, torch.Tensor | None], *, rank0_only: bool, in_turn: bool, offload: bool
 ) -> dict[Place, torch.Tensor]:
-    """Merge every state that has a handler on its destination rank, one after another.
+    """Merge every state that has a handler, one after another: for rank 0, each for one rank in turn, or for all ranks.
 
     Every rank must call this with the same places in the same order.
 
     Args:
-        states: by place, at least one, this rank's part; None if only other ranks have the state.
-        dst_of: given the position of a state among all and the size of its shard group, returns the destination rank
-            in that group; None for every rank.
+        states: by place, this rank's part; None if only other ranks have the state.
+        rank0_only: for rank 0 of each shard group.
+        in_turn: for one rank of each shard group.
         offload: return merged states on the CPU.
     """
+    if not states:
+        return {}
     own = {
         (param, name): None
         if tensor is None or param.local_shard.is_empty
@@ -133,7 +136,7 @@ def merged_states(
     error: Exception | None = None
     for position, ((param, name), kinds) in enumerate(_kinds_of(own).items()):
         rank_group = param.rank_group
-        dst = dst_of(position, rank_group.size)
+        dst = 0 if rank0_only else position % rank_group.size if in_turn else None
         parts = _gathered(param, own.pop((param, name)), kinds, dst)
         handler = param.unit.optim_state_handlers.get(name)
         # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
@@ -188,48 +191,67 @@ def _gathered(
 
 
 @dataclass(frozen=True, slots=True)
-class FromRankZero:
+class PendingTensor:
+    """Describes a full tensor that this rank gets when a load is committed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        """Plan a call of ``then`` with the full tensor."""
+        raise NotImplementedError
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState(PendingTensor):
+    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
+
+    read: Callable[[], torch.Tensor]
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        plan.call(lambda: then(self.read()))
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        if not target.run.is_empty:
+            plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
+
+
+@dataclass(frozen=True, slots=True)
+class FromRankZero(PendingTensor):
     """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
 
     tensor: torch.Tensor | None
-    shape: torch.Size
-    dtype: torch.dtype
-    groups: ShardingGroups
-    device: torch.device
+    unit: Unit
 
-    def plan_scatter(self, target: StateShard, plan: LoadPlan) -> None:
-        """Plan how every rank gets its part."""
-        adapter, run, groups = target.param.adapter, target.run.to_slice(), target.param.unit.options.groups
-        if adapter is PLAIN and groups.rank_groups == self.groups.rank_groups:
-            self._plan_transfer(target.held, target.local, plan)
-        else:
-            self.plan_broadcast(
-                target.local.device, plan, lambda full: target.local.copy_(adapter.local_slice(full).reshape(-1)[run])
-            )
-
-    def plan_broadcast(
-        self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object] | None = None
-    ) -> torch.Tensor:
-        """Plan how every rank gets the full tensor, which is returned, and given to ``then`` once it is there."""
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
         full = torch.empty(self.shape, dtype=self.dtype, device=device)
-        self._plan_transfer(ReplicatedPartition(full.numel(), None, self.groups.shard.size), full.view(-1), plan)
-        if then is not None:
-            plan.call(lambda: then(full), last=True)
-        return full
+        wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
+        self._plan_transfer(wanted, full.view(-1), plan)
+        plan.call(lambda: then(full), last=True)
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
+        if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
+            self._plan_transfer(target.held, local, plan)
+        else:
+            self.plan_full(local.device, plan, lambda full: local.copy_(adapter.local_slice(full).reshape(-1)[run]))
 
     def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
-        shard, replicate, first, second = self.groups.shard, self.groups.replicate, None, None
-        numel = self.shape.numel()
+        groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
+        shard, replicate, first, second = groups.shard, groups.replicate, None, None
         if replicate.rank == 0:
             source = None if self.tensor is None else self.tensor.detach().reshape(-1)
             held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
-            first = TensorTransfer(shard, self.device, held, wanted, source, target, nbytes)
+            first = TensorTransfer(shard, device, held, wanted, source, target, nbytes)
         if replicate.size > 1:
             # Each rank of the first shard group has its part now; send them to the other replicas.
-            held = ReplicatedPartition(target.numel(), 0, replicate.size)
-            wanted = ReplicatedPartition(target.numel(), None, replicate.size)
+            held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
             source, received = (None, target) if replicate.rank else (target, None)
-            second = TensorTransfer(replicate, self.device, held, wanted, source, received, target.nbytes)
+            second = TensorTransfer(replicate, device, held, wanted, source, received, target.nbytes)
         plan.transfer(first, second)
 
 
@@ -240,83 +262,75 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
 
     Raises:
         UsageError: rank 0 has no optimizer state dict.
-        UnsupportedError: rank 0 has a value that cannot be encoded.
+        UnsupportedError: rank 0 has a value that cannot be sent.
         PeerFailureError: rank 0 raised one of these.
     """
-    groups, device = unit.options.groups, unit.options.device
+    groups, own = unit.options.groups, {}
     if groups.num_ranks == 1:
         return dict(given or {})
-    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
     error: Exception | None = None
     payload = b""
-    if is_first:
+    if not any(rank_group.rank for rank_group in groups.rank_groups):
         try:
-            payload = json.dumps({"given": _described(given)}).encode()
+            payload = _described(given)
+            own = (given or {})["state"]
         except Exception as raised:
             error = raised
-            payload = json.dumps({"error": f"{type(raised).__name__}: {raised}"}).encode()
+            payload = _saved(f"{type(raised).__name__}: {raised}")
     for rank_group in groups.rank_groups:
         if rank_group.group is not None:
-            payload = exchange_bytes(payload, rank_group.group, device)[0]
-    described = json.loads(payload)
+            payload = exchange_bytes(payload, rank_group.group, unit.options.device)[0]
     if error is not None:
         raise error
-    if "error" in described:
-        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described['error']}")
-    rows, settings = described["given"]["state"], described["given"]["param_groups"]
-    own = given["state"] if given is not None and is_first else {name: dict.fromkeys(row) for name, row in rows.items()}
-    state = {
-        name: {key: _decoded(value, own[name][key], unit) for key, value in row.items()} for name, row in rows.items()
-    }
-    if settings is None:
-        return {"state": state}
-    decoded = [{key: _decoded(value, None, unit) for key, value in group.items()} for group in settings]
-    return {"state": state, "param_groups": decoded}
+    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+    if isinstance(described, str):
+        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described}")
+    for name, row in described["state"].items():
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
+    return dict(described)
 
 
-def _described(given: Mapping[str, Any] | None) -> dict[str, Any]:
+def _described(given: Mapping[str, Any] | None) -> bytes:
+    """Serialize a state dict with a tensor on the meta device in place of each state that has dims."""
     if not given or "state" not in given:
         has = "nothing" if not given else sorted(map(str, given))
         raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
-    state = {
-        name: {key: _encoded(value, f"State {key!r} of {name!r}", tensors=True) for key, value in row.items()}
-        for name, row in given["state"].items()
-    }
-    groups = given.get("param_groups")
-    settings = [
-        {key: _encoded(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
-        for group in groups or ()
-    ]
-    return {"state": state, "param_groups": None if groups is None else settings}
+    state: dict[str, dict[str, Any]] = {}
+    for name, row in given["state"].items():
+        state[name] = {}
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            else:
+                state[name][key] = _checked(value, f"State {key!r} of {name!r}")
+    described: dict[str, Any] = {"state": state}
+    if given.get("param_groups") is not None:
+        described["param_groups"] = [
+            {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+            for group in given["param_groups"]
+        ]
+    return _saved(described)
 
 
-def _encoded(value: Any, what: str, *, tensors: bool = False) -> list[Any]:
-    """Encode a value as JSON, which has neither tensors nor tuples (Adam's betas)."""
-    if isinstance(value, torch.Tensor) and value.dim() and tensors:
-        return ["tensor", str(value.dtype), list(value.shape)]
-    if isinstance(value, torch.Tensor) and value.dim() == 0:
-        return ["scalar", str(value.dtype), value.item()]
+def _checked(value: Any, what: str) -> Any:
+    """Return a plain value; raise for others."""
     if isinstance(value, (list, tuple)):
-        return ["list" if isinstance(value, list) else "tuple", [_encoded(entry, what) for entry in value]]
-    if isinstance(value, (int, float, str, bool, type(None))):
-        return ["value", value]
+        entries = [_checked(entry, what) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    if isinstance(value, (int, float, str, type(None))) or (isinstance(value, torch.Tensor) and not value.dim()):
+        return value
     raise UnsupportedError(
         f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
         "rank0_only=False."
     )
 
 
-def _decoded(encoded: list[Any], own: torch.Tensor | None, unit: Unit) -> Any:
-    kind, *rest = encoded
-    if kind == "value":
-        return rest[0]
-    if kind in ("list", "tuple"):
-        values = [_decoded(entry, None, unit) for entry in rest[0]]
-        return values if kind == "list" else tuple(values)
-    dtype = dtype_from_name(rest[0])
-    if kind == "scalar":
-        return torch.tensor(rest[1], dtype=dtype)
-    return FromRankZero(own, torch.Size(rest[1]), dtype, unit.options.groups, unit.options.device)
+def _saved(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
 
 
 class Peers(Protocol):

@@ -7,15 +7,12 @@ rank 0's tensors are sent, ranks agree that everything fits.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import agree, barrier
@@ -25,64 +22,64 @@ from fsdp_flat.runtime import units_of
 from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
 from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
-from fsdp_flat.state.optim_exchange import FromRankZero, refuse_split, shared_from_rank_zero
-from fsdp_flat.state.shards import IndexedParam, LoadPlan, ParamIndex, StateShard, copied_state, is_scalar, shape_of
+from fsdp_flat.state.optim_exchange import DeferredState, PendingTensor, refuse_split, shared_from_rank_zero
+from fsdp_flat.state.shards import (
+    IndexedParam,
+    LoadPlan,
+    OptimContents,
+    ParamIndex,
+    StateShard,
+    copied_state,
+    is_scalar,
+    shape_of,
+)
 from fsdp_flat.user_warnings import warn_user
 
-_States = dict[str, dict[str, Any]]
-# Reads a state, given the names of parameter and state, into a tensor for it, and returns that tensor.
-Read = Callable[[str, str, torch.Tensor], torch.Tensor]
+# Reads a state, given the names of parameter and state, its shape and dtype.
+Read = Callable[[str, str, torch.Size, torch.dtype], torch.Tensor]
 
 _LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 
 
 def load_optim_state(
     model: nn.Module,
-    params: Sequence[nn.Parameter],
+    contents: OptimContents,
     given: Mapping[str, Any] | None,
     *,
-    own_groups: Sequence[Mapping[str, Any]] | None,
     named: bool = False,
     from_rank_zero: bool = False,
     expects_chunks: bool = False,
-    owners: Mapping[nn.Parameter, int] | None,
 ) -> dict[str, Any]:
-    """Convert ``given``, which is keyed by names, to the state dict that an optimizer over ``params`` loads.
+    """Convert ``given``, which is keyed by names, to the state dict that an optimizer loads.
 
     Values may be of any codec's kind. With ``from_rank_zero``, or if decoding any value takes an exchange (DTensors
-    and ShardedTensors do), every rank must call this.
+    and ShardedTensors do), every rank must call this; then an error of any rank stops all.
 
     Args:
         model: the model that the optimizer was built from.
-        params: the optimizer's parameters in order.
+        contents: the optimizer's parameters; its groups, if they are known, must be those of ``given``.
         given: ``{"state": {name: {...}}, "param_groups": [...]}``; without ``param_groups`` the result has none.
-        own_groups: the optimizer's groups, to be compared with those of ``given``; None if they are not known.
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
-        owners: by parameter whose states one rank of the shard group has in full, that rank; the result has them only
-            there, as full tensors.
 
     Raises:
-        OptionError: (a ValueError) ``given`` has no ``state``, is keyed by positions, or has other parameter groups.
-        LoadError: (a RuntimeError) a value does not fit its parameter.
-        PeerFailureError: (a RuntimeError) another rank raised one of these; only where every rank must call this.
-        UsageError: (a RuntimeError) other ranks did not call this; likewise.
+        OptionError: ``given`` has no ``state``, is keyed by positions, or has other parameter groups.
+        LoadError: a value does not fit its parameter.
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
         # The groups of some units may be smaller: those of experts.
         widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
         given = shared_from_rank_zero(widest, given)
-    loading = _OptimLoad(index, owners or {})
+    loading = _OptimLoad(index, contents)
     result: dict[str, Any] = {}
     error: Exception | None = None
     try:
-        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
-        result = loading.planned(params, given, keys, named=named)
-        if own_groups and result.get("param_groups"):
+        result = loading.planned(given, named=named)
+        if contents.groups and not named and result.get("param_groups"):
             assert given is not None
-            _check_groups(index, own_groups, given["param_groups"])
+            _check_groups(index, contents.groups, given["param_groups"])
     except Exception as found:
         error = found
     unknown = expects_chunks and not _is_state_dict(given)
@@ -106,106 +103,86 @@ def _takes_exchange(given: Any) -> bool:
 
 
 class _OptimLoad:
-    """Plans the load of one optimizer state dict.
+    """Plans the load of one optimizer state dict; ``plan`` fills the tensors of the result."""
 
-    Attributes:
-        plan: fills the tensors of the result, once everything fits.
-    """
-
-    def __init__(self, index: ParamIndex, owners: Mapping[nn.Parameter, int]) -> None:
+    def __init__(self, index: ParamIndex, contents: OptimContents) -> None:
         self.plan = LoadPlan()
         self._index = index
-        self._owners = owners
+        self._contents = contents
         self._elementwise: set[str] = set()
 
-    def planned(
-        self, params: Sequence[nn.Parameter], given: Mapping[str, Any] | None, keys: Sequence[Any], *, named: bool
-    ) -> dict[str, Any]:
-        """Return the state dict of the optimizer over ``params``; the plan will fill its tensors.
+    def planned(self, given: Mapping[str, Any] | None, *, named: bool) -> dict[str, Any]:
+        """Return the state dict that the optimizer loads.
 
-        Args:
-            params: the optimizer's parameters.
-            given: the state dict, keyed by names.
-            keys: for each parameter its key in the result.
-            named: every parameter needs a state, as in torch's named optimizer; others have none for an empty shard.
+        If it is ``named`` every parameter needs a state; others have none for an empty shard.
         """
+        index, params = self._index, self._contents.params
+        keys = [index.shown_names[param] if named else position for position, param in enumerate(params)]
         by_name = _checked_states(given)
         self._elementwise = {key for row in by_name.values() for key, value in row.items() if not is_scalar(value)}
-        positions = {fqn: at for at, param in enumerate(params) for fqn in self._index.fqns_of(param)}
+        positions = {fqn: at for at, param in enumerate(params) for fqn in index.fqns_of(param)}
         # An optimizer may be built from only the parameters that its rank has elements of; all ranks exchange them.
-        held = {param.handle for param in self._index.params if param.fqn in positions}
-        devices = {handle: handle.flat_param.device for handle in held}
+        held = {param.handle for param in index.params if param.fqn in positions}
         state: dict[Any, dict[str, Any]] = {}
-        for visible, entries in self._index.managed.items():
+        for visible, entries in index.managed.items():
             first, rows = entries[0], [by_name.get(entry.fqn) for entry in entries]
             if first.handle not in held or not any(row is not None for row in rows):
                 continue
-            device, owner = devices[first.handle], self._owners.get(visible) if self._owners else None
-            if owner is not None:
-                row, is_here = self._owned_row(first, rows[0] or {}, owner, device), owner == first.rank_group.rank
-            else:
-                row = self._planned_row(visible, entries, rows, device)
-                is_here = named or not first.is_on_other_ranks
+            owner = self._contents.owners.get(visible)
+            row = self._managed_row(visible, entries, rows, owner)
+            is_here = named or not first.is_on_other_ranks if owner is None else owner == first.rank_group.rank
             if is_here and first.fqn in positions:
                 state[keys[positions[first.fqn]]] = row
-        for param, name in self._index.others.items():
+        for param, name in index.others.items():
             if name in by_name and name in positions:
                 row = {key: self._unmanaged_state(key, value, param) for key, value in by_name[name].items()}
                 state[keys[positions[name]]] = row
-        _warn_left_out(self._index, positions, by_name)
+        _warn_left_out(index, positions, by_name)
         groups = None if given is None else given.get("param_groups")
-        return (
-            {"state": state} if groups is None else {"state": state, "param_groups": _groups(positions, keys, groups)}
-        )
+        return {"state": state, **({} if groups is None else {"param_groups": _groups(positions, keys, groups)})}
 
-    def _planned_row(
+    def _managed_row(
         self,
         visible: nn.Parameter,
         params: Sequence[IndexedParam],
         rows: Sequence[Mapping[str, Any] | None],
-        device: torch.device,
+        owner: int | None,
     ) -> dict[str, Any]:
-        """Return the states of a parameter of the optimizer, put together from those of the parameters in it."""
+        """Return the states of a parameter of the optimizer, put together from those of the parameters in it.
+
+        The states of a parameter that one rank of the shard group owns have any shape; other ranks' are empty.
+        """
         first, found = params[0], dict[str, Any]()
         if not first.is_original:
             _check_uniform(params, rows)
-        shape, handlers = visible.shape, first.unit.optim_state_handlers
+        device, layout = first.handle.flat_param.device, first.handle.layout
+
+        def empty(value: Any, shape: tuple[int, ...]) -> torch.Tensor:
+            return torch.empty(shape, dtype=decoder_of(value).decoded_dtype(value), device=device)
+
         # Sorted, because every rank must exchange in the same order.
         for key in sorted(rows[0] or ()):
             values = [row[key] for row in rows if row is not None]
             value = values[0]
-            if key in handlers:
+            if owner is None and key in first.unit.optim_state_handlers:
                 self._split(first, key, value, found)
-            elif is_scalar(value) and not (first.shape == () and self._is_zero_dim_state(key, value)):
+            elif is_scalar(value) and not (owner is None and first.shape == () and self._is_zero_dim_state(key, value)):
                 found[key] = copied_state(value)
+            elif owner is not None:
+                shape = shape_of(value)
+                found[key] = empty(value, shape if owner == first.rank_group.rank else (0,))
+                self._fill(StateShard(first, found[key].view(-1), shape, key, owner), value)
             elif first.is_original:
-                local = torch.empty(first.local_shard.numel, dtype=_target_dtype(value), device=device)
-                found[key] = local if len(shape) == 1 else local.view(shape)
+                local = empty(value, (first.local_shard.numel,))
+                found[key] = local if visible.dim() == 1 else local.view(visible.shape)
                 self._fill(StateShard(first, local, first.shape, key), value)
             else:
                 # The padding is zero; everything else will be written.
-                layout = first.handle.layout
-                found[key] = shard = torch.empty(layout.shard_numel, dtype=_target_dtype(value), device=device)
+                found[key] = shard = empty(value, (layout.shard_numel,))
                 clear_padding(shard, layout, first.rank_group.rank)
                 for param, each in zip(params, values, strict=True):
                     local = shard[param.local_shard.in_shard.to_slice()]
                     self._fill(StateShard(param, local, param.shape, key), each)
-        return found
-
-    def _owned_row(
-        self, param: IndexedParam, row: Mapping[str, Any], owner: int, device: torch.device
-    ) -> dict[str, Any]:
-        """Return the states of a parameter that one rank of the shard group has in full, of any shape."""
-        found: dict[str, Any] = {}
-        for key, value in sorted(row.items()):
-            if is_scalar(value):
-                found[key] = copied_state(value)
-                continue
-            shape, is_here = shape_of(value), owner == param.rank_group.rank
-            local = torch.empty(math.prod(shape) if is_here else 0, dtype=_target_dtype(value), device=device)
-            if is_here:
-                found[key] = local.view(shape)
-            self._fill(StateShard(param, local, shape, key, owner), value)
         return found
 
     def _is_zero_dim_state(self, key: str, value: Any) -> bool:
@@ -213,7 +190,7 @@ class _OptimLoad:
 
         The states of the other parameters decide, or else the name "step", torch's name of the step count.
         """
-        if not isinstance(value, (torch.Tensor, FromRankZero, *decoder_of(value).kinds)):
+        if not isinstance(value, (torch.Tensor, PendingTensor, *decoder_of(value).kinds)):
             return False
         return key in self._elementwise if self._elementwise else key != "step"
 
@@ -224,11 +201,8 @@ class _OptimLoad:
                 f"{target.label} has shape {shape_of(value)}; expected {target.full_shape}, that of the parameter, on "
                 f"rank {target.param.rank_group.rank} of the shard group. Is it the state dict of another model?"
             )
-        if isinstance(value, FromRankZero):
-            value.plan_scatter(target, self.plan)
-        elif isinstance(value, DeferredState):
-            if not target.run.is_empty:
-                self.plan.call(lambda: target.local.copy_(value.read().reshape(-1)))
+        if isinstance(value, PendingTensor):
+            value.plan_shard(target, self.plan)
         else:
             decoder_of(value).decode(value, target, self.plan)
 
@@ -241,10 +215,8 @@ class _OptimLoad:
         def put(full: torch.Tensor) -> None:
             result[key] = handler.split(full.detach().to(device), torch.Size(param.shape), run.start, run.stop)
 
-        if isinstance(value, FromRankZero):
-            value.plan_broadcast(device, self.plan, put)
-        elif isinstance(value, DeferredState):
-            self.plan.call(lambda: put(value.read()))
+        if isinstance(value, PendingTensor):
+            value.plan_full(device, self.plan, put)
         elif isinstance(value, torch.Tensor) and decoder_of(value) is FULL:
             put(value)
         else:
@@ -255,33 +227,30 @@ class _OptimLoad:
 
     def _unmanaged_state(self, key: str, value: Any, param: nn.Parameter) -> Any:
         """Return a state of a parameter that no unit manages."""
-        shown = self._index.dtensors.get(param)
-        if shown is not None and not is_scalar(value):
-            return self._dtensor_state(shown, value, f"State {key!r} of {shown.fqn!r}")
-        if not isinstance(value, FromRankZero):
-            return copied_state(value)
-        found: torch.Tensor = value.plan_broadcast(param.device, self.plan)
-        return found
-
-    def _dtensor_state(self, param: IndexedParam, value: Any, label: str) -> DTensor:
-        if not isinstance(value, FromRankZero):
-            return dtensor_from(param, value, label)
-        found = empty_dtensor(param, value.dtype, param.handle.flat_param.device)
-        if value.shape != found.shape:
-            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(found.shape)}.")
-        device = param.unit.options.device
-        value.plan_broadcast(device, self.plan, lambda full: found.to_local().copy_(local_from(param, full)))
-        return found
+        shown = None if is_scalar(value) else self._index.dtensors.get(param)
+        label = f"State {key!r} of {shown.fqn!r}" if shown is not None else ""
+        if not isinstance(value, PendingTensor):
+            return copied_state(value) if shown is None else dtensor_from(shown, value, label)
+        if shown is None:
+            found = torch.empty(value.shape, dtype=value.dtype, device=param.device)
+            value.plan_full(param.device, self.plan, found.copy_)
+            return found
+        sharded = empty_dtensor(shown, value.dtype, shown.handle.flat_param.device)
+        if value.shape != sharded.shape:
+            raise LoadError(f"{label} has shape {tuple(value.shape)}; expected {tuple(sharded.shape)}.")
+        device, local = shown.unit.options.device, sharded.to_local()
+        value.plan_full(device, self.plan, lambda full: local.copy_(local_from(shown, full)))
+        return sharded
 
 
-def _checked_states(given: Mapping[str, Any] | None) -> _States:
+def _checked_states(given: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
     if not _is_state_dict(given):
         raise OptionError(
             "An optimizer state dict has 'state' and mostly 'param_groups'; got "
             f"{sorted(map(str, given)) if isinstance(given, Mapping) else given!r}."
         )
     assert given is not None
-    by_name: _States = given["state"]
+    by_name: dict[str, dict[str, Any]] = given["state"]
     positions = [key for key in by_name if not isinstance(key, str)]
     if positions:
         raise OptionError(
@@ -354,10 +323,6 @@ def _check_groups(index: ParamIndex, own: Sequence[Mapping[str, Any]], given: Se
         )
 
 
-def _target_dtype(value: Any) -> torch.dtype:
-    return decoder_of(value).decoded_dtype(value)
-
-
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
     have = {param.fqn: sorted(row) for param, row in zip(params, rows, strict=True) if row is not None}
     kinds = {tuple(keys) for keys in have.values()}
@@ -368,21 +333,6 @@ def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, A
             f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
             "use_orig_params=True."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class DeferredState:
-    """Describes a merged state that is read only when it is split, so that no rank holds all of them at once.
-
-    Attributes:
-        shape: its shape.
-        dtype: its dtype.
-        read: reads and returns the tensor.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
 
 
 def template_states(
@@ -397,11 +347,10 @@ def template_states(
     Args:
         model: the model that has the parameters.
         wanted: by parameter name and state name, the full shape and the dtype.
-        read: reads one state into a tensor for it, and returns that tensor.
+        read: reads one state.
         owners: by parameter whose states one rank of the shard group has in full, that rank.
 
-    Returns:
-        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
+    Returns the tensors; and the states that have a handler or an owner, which are full tensors read on demand.
 
     Raises:
         LoadError: a name or shape does not fit the model.
@@ -421,8 +370,8 @@ def template_states(
         for name, (shape, dtype) in states.items():
             if param is not None and (is_owned or name in param.unit.optim_state_handlers):
                 # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
-                read_it = partial(_read_full, read, fqn, name, shape, dtype)
-                deferred.setdefault(fqn, {})[name] = DeferredState(torch.Size(shape), dtype, read_it)
+                size = torch.Size(shape)
+                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
                 continue
             expected = others[fqn] if param is None else param.full_shape
             if shape != expected:
@@ -441,7 +390,3 @@ def template_states(
                 (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE)
             found.setdefault(fqn, {})[name] = value
     return found, deferred
-
-
-def _read_full(read: Read, fqn: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return read(fqn, name, torch.zeros(shape, dtype=dtype))

@@ -91,20 +91,26 @@ def save_optim_state(
     for rank_group in () if alone or peers else dict.fromkeys(unit.options.groups.shard for unit in index.units):
         barrier("optim_state_dict", rank_group)
     groups: Groups | None = None
+    names = _Names([], [])
     states: list[_ParamState] = []
     values: dict[StateShard, Any] = {}
     error: Exception | None = None
     try:
         groups, states = _named_groups(index, contents), _read_states(index, contents)
+        are_original = all(unit.options.use_orig_params for unit in index.units)
+        names = _Names(
+            [] if are_original else [fqn for param in contents.params for fqn in index.fqns_of(param)],
+            [group["params"] for group in groups or ()],
+        )
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)
     except Exception as raised:
         error = raised
     if peers is not None:
-        _compare(index, states, groups or [], error, peers)
+        _compare(index, states, names, error, peers)
     elif not alone:
-        error = _complete_over_groups(index, states, error)
+        error = _complete_over_groups(index, states, names, error)
         if index.units:
             lines = [
                 f"state {key!r} of {param.fqn!r}"
@@ -117,35 +123,25 @@ def save_optim_state(
         raise error
     if alone and peers is None and contents.state:
         _warn_of_gaps(states)
-    order = _complete_groups(index, contents, groups or [], alone=alone)
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
-        merged = _merged(states, config, in_turn=peers is not None)
-    others = _others(index, contents, codec, config)
+        handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
+        merged = merged_states(
+            handled, rank0_only=config.rank0_only, in_turn=peers is not None, offload=config.offload_to_cpu
+        )
+    by_name = {**_rows(states, values, merged), **_others(index, contents, codec, config)}
     if config.rank0_only and any(
         rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
     ):
         return {}
-    by_name = {**_by_name(states, values, merged), **others}
-    placed = dict.fromkeys([*(fqn for fqn in order if fqn in by_name), *sorted(by_name)])
+    placed = dict.fromkeys([*(fqn for fqn in names.order if fqn in by_name), *sorted(by_name)])
     state = {"state": {name: by_name[name] for name in placed}}
+    for group, params in zip(groups or (), names.held, strict=True):
+        group["params"] = params
+        if "param_names" in group:
+            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
+            group["param_names"] = list(params)
     return state if groups is None else {**state, "param_groups": groups}
-
-
-def _merged(
-    states: Sequence[_ParamState], config: OptimStateDictConfig, *, in_turn: bool
-) -> dict[tuple[IndexedParam, str], torch.Tensor]:
-    """Merge the states that have handlers: for rank 0, each for one rank ``in_turn``, or for all ranks."""
-    handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
-    if not handled:
-        return {}
-
-    def destination(position: int, size: int) -> int | None:
-        if config.rank0_only:
-            return 0
-        return position % size if in_turn else None
-
-    return merged_states(handled, destination, offload=config.offload_to_cpu)
 
 
 def _encoded(
@@ -169,19 +165,20 @@ def _encoded(
     return found
 
 
-def _by_name(
+def _rows(
     states: Sequence[_ParamState],
     values: Mapping[StateShard, Any],
     merged: Mapping[tuple[IndexedParam, str], torch.Tensor],
 ) -> dict[str, dict[str, Any]]:
-    by_name: dict[str, dict[str, Any]] = {}
+    """Return by name of a parameter its states, without those that this rank has no value of."""
+    rows: dict[str, dict[str, Any]] = {}
     for state in states:
         if state.names:
-            tensors = {name: values[shard] for name, shard in state.tensors.items() if values.get(shard) is not None}
-            handled = {name: merged[state.param, name] for name in state.handled if (state.param, name) in merged}
-            row = {**state.plain, **tensors, **handled}
-            by_name[state.param.fqn] = {key: row[key] for key in sorted(row)}
-    return by_name
+            tensors = {name: values.get(shard) for name, shard in state.tensors.items()}
+            row = {**tensors, **{name: merged.get((state.param, name)) for name in state.handled}}
+            row = {**state.plain, **{name: value for name, value in row.items() if value is not None}}
+            rows[state.param.fqn] = {key: row[key] for key in sorted(row)}
+    return rows
 
 
 def _others(
@@ -214,44 +211,30 @@ def _named_groups(index: ParamIndex, contents: OptimContents) -> Groups | None:
     ]
 
 
-def _complete_groups(index: ParamIndex, contents: OptimContents, groups: Groups, *, alone: bool) -> list[str]:
-    """Add to ``groups`` the parameters of every rank's optimizer, and set names without wrapper prefixes.
+@dataclass(slots=True)
+class _Names:
+    """Holds names of parameters that ranks exchange.
 
     An optimizer may be built from only the parameters that its rank has elements of. These depend on the wrapping and
-    the number of ranks, so a saved group must name the parameters of all ranks. Every rank must call this, except with
-    ``alone``: then groups keep this rank's parameters. Normally one integer is exchanged per process group.
+    the number of ranks, so a saved group must name the parameters of all ranks.
 
-    Returns names in the order of rank 0's optimizer, in which FSDP1 saves flat parameters; empty if there are none,
-    since original parameters are sorted.
+    Attributes:
+        order: those of rank 0's optimizer in its order, in which FSDP1 saves flat parameters; none if all are original,
+            which are sorted.
+        held: those in each parameter group.
     """
-    are_original = [unit.options.use_orig_params for unit in index.units]
-    held = [group["params"] for group in groups]
-    order = [] if all(are_original) else [fqn for param in contents.params for fqn in index.fqns_of(param)]
-    for rank_group in () if alone else index.rank_groups:
-        payloads = exchange_if_different(json.dumps([order, held]).encode(), rank_group, index.device)
-        if payloads is not None:
-            everyone = [json.loads(payload) for payload in payloads]
-            order = everyone[0][0]
-            if any(are_original):
-                held = _merged_params(index, held, [theirs for _, theirs in everyone])
-    for group, params in zip(groups, held, strict=True):
-        group["params"] = params
-        if "param_names" in group:
-            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
-            group["param_names"] = list(params)
-    return order
 
+    order: list[str]
+    held: list[list[str]]
 
-def _merged_params(index: ParamIndex, held: list[list[str]], everyone: Sequence[list[list[str]]]) -> list[list[str]]:
-    """Return by group the names that any rank holds: rank 0's in its order, then others in the order of the model."""
-    if any(len(theirs) != len(held) for theirs in everyone):
-        return held
-    places = {param.fqn: place for place, param in enumerate(index.params)}
-    merged = []
-    for of_ranks in zip(*everyone, strict=True):
-        lacking = {fqn for names in of_ranks for fqn in names}.difference(of_ranks[0])
-        merged.append([*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))])
-    return merged
+    def merge(self, index: ParamIndex, everyone: Sequence[list[list[str]]]) -> None:
+        """Add to each group the names of all ranks: rank 0's in its order, then others in the order of the model."""
+        if any(len(theirs) != len(self.held) for theirs in everyone):
+            return
+        places = {param.fqn: place for place, param in enumerate(index.params)}
+        for at, of_ranks in enumerate(zip(*everyone, strict=True)):
+            lacking = {fqn for names in of_ranks for fqn in names}.difference(of_ranks[0])
+            self.held[at] = [*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
 
 
 @dataclass(slots=True)
@@ -297,19 +280,15 @@ class _ParamState:
 
     def digest(self) -> int:
         """Return a digest of the names and dtypes of the states; 0 if this rank has no elements of the parameter."""
-        if not self.own_numel:
-            return 0
-        dtypes = {name: str(shard.local.dtype) for name, shard in self.tensors.items()}
-        text = json.dumps([dtypes, sorted(self.handled), sorted(self.plain), self.is_held], sort_keys=True)
-        return digest_of(text.encode())
+        return digest_of(json.dumps(self.describe(with_values=False)).encode()) if self.own_numel else 0
 
-    def describe(self) -> list[Any]:
+    def describe(self, *, with_values: bool = True) -> list[Any]:
         """Describe the states as JSON, equal on every rank that has the same states."""
         tensors = {
             name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
             for name, shard in sorted(self.tensors.items())
         }
-        plain = {name: plain_to_json(value) for name, value in sorted(self.plain.items())}
+        plain = {name: plain_to_json(value) if with_values else [] for name, value in sorted(self.plain.items())}
         return [tensors, sorted(self.handled), plain, self.is_held]
 
     def complete(self, tensors: dict[str, Any], handled: list[str], plain: dict[str, Any], _is_held: bool) -> None:
@@ -338,28 +317,14 @@ def _read_states(index: ParamIndex, contents: OptimContents) -> list[_ParamState
         owner = contents.owners.get(visible)
         states = [_ParamState(param, owner, visible in held) for param in params]
         found.update(zip(params, states, strict=True))
-        if owner is not None:
-            if owner == params[0].rank_group.rank and visible in contents.state:
-                _read_owned(states[0], contents.state[visible])
         # States of empty local shards are never updated (a step count, for one): use those of other ranks.
-        elif visible in held and visible in contents.state and not params[0].is_on_other_ranks:
+        if owner is None:
+            is_here = visible in held and not params[0].is_on_other_ranks
+        else:
+            is_here = owner == params[0].rank_group.rank
+        if is_here and visible in contents.state:
             _read(states, visible, contents.state[visible])
     return [found[param] for param in index.params]
-
-
-def _read_owned(state: _ParamState, values: Mapping[str, Any]) -> None:
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor) and not is_scalar(value):
-            state.put(name, value.detach().reshape(-1), value.dtype, value.shape)
-        elif _holds_tensors(value):
-            raise UnsupportedError(
-                f"State {name!r} of {state.param.fqn!r} (unit {state.param.unit.name!r}) is a {type(value).__name__} "
-                "of tensors; state dicts hold tensors, numbers and other plain values. Save the optimizer's own "
-                "state_dict() rank by rank, which fits the same number of ranks only, or use an optimizer that keeps "
-                "each tensor under a name."
-            )
-        else:
-            state.plain[name] = copied_state(value, "cpu")
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -369,10 +334,10 @@ def _holds_tensors(value: Any) -> bool:
 
 def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[str, Any]) -> None:
     """Read the states of a parameter of the optimizer, which may hold several parameters of the model."""
-    first = states[0].param
+    first, is_owned = states[0].param, states[0].owner is not None
     where = f"{first.fqn!r} (unit {first.unit.name!r})"
     for name, value in values.items():
-        if name in first.unit.optim_state_handlers:
+        if name in first.unit.optim_state_handlers and not is_owned:
             if len(states) > 1:
                 raise UnsupportedError(
                     f"State {name!r} of unit {first.unit.name!r} has a handler, but belongs to a flat parameter of "
@@ -385,9 +350,17 @@ def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[
                 )
             refuse_split(first, name)
             states[0].handled[name] = value
+        elif is_owned and _holds_tensors(value):
+            raise UnsupportedError(
+                f"State {name!r} of {where} is a {type(value).__name__} of tensors; state dicts hold tensors, numbers "
+                "and other plain values. Save the optimizer's own state_dict() rank by rank, which fits the same "
+                "number of ranks only, or use an optimizer that keeps each tensor under a name."
+            )
         elif is_scalar(value):
             for state in states:
                 state.plain[name] = copied_state(value, "cpu")
+        elif is_owned:
+            states[0].put(name, value.detach().reshape(-1), value.dtype, value.shape)
         elif value.shape != visible.shape:
             raise UnsupportedError(
                 f"State {name!r} of {where} has shape {tuple(value.shape)} on rank {first.rank_group.rank} of the "
@@ -418,9 +391,9 @@ def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
 
 
 def _complete_over_groups(
-    index: ParamIndex, states: Sequence[_ParamState], error: Exception | None
+    index: ParamIndex, states: Sequence[_ParamState], names: _Names, error: Exception | None
 ) -> Exception | None:
-    """Complete the states of this rank from those of the others, group by group.
+    """Complete the states and names of this rank from those of the others, group by group.
 
     Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
     one integer is exchanged per group. Returns the exception that stopped this rank before or now; ranks of different
@@ -429,41 +402,40 @@ def _complete_over_groups(
     groups = {unit: rank_groups_of([unit]) for unit in index.units}
     for rank_group in index.rank_groups:
         own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        payload = b"" if error else json.dumps([state.describe() for state in own]).encode()
-        payloads = exchange_if_different(payload, rank_group, index.device)
+        said = [[state.describe() for state in own], names.order, names.held]
+        payloads = exchange_if_different(b"" if error else json.dumps(said).encode(), rank_group, index.device)
         if payloads is None or not all(payloads):
             continue
         try:
             assert rank_group.group is not None
             numels = exchange_ints([state.own_numel for state in own], rank_group.group, index.device)
-            _complete(own, global_ranks(rank_group.group), list(map(json.loads, payloads)), numels)
+            described, orders, held = zip(*map(json.loads, payloads), strict=True)
+            _complete(own, global_ranks(rank_group.group), described, numels)
+            names.order = orders[0]
+            names.merge(index, held)
         except FsdpFlatError as found:
             error = found
     return error
 
 
 def _compare(
-    index: ParamIndex, states: Sequence[_ParamState], groups: Groups, error: Exception | None, peers: Peers
+    index: ParamIndex, states: Sequence[_ParamState], names: _Names, error: Exception | None, peers: Peers
 ) -> None:
-    """Compare the states of all ranks in one collective of an integer a parameter, and merge the names of ``groups``.
+    """Compare the states of all ranks in one collective of an integer a parameter, and merge the names of groups.
 
     A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
     parameters, for which every rank needs to know all states, a second exchange names the difference or completes the
     states.
     """
-    held = [group["params"] for group in groups]
     digests = [0] * len(index.params) if error is not None else [state.digest() for state in states]
-    rows = peers.integers([digest_of(json.dumps(held).encode()), *digests], error)
+    rows = peers.integers([digest_of(json.dumps(names.held).encode()), *digests], error)
     needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
     alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
-    everyone = [held] * len(rows)
     if needs_all or not alike:
-        own = [[state.describe() for state in states], [state.own_numel for state in states], held]
-        found = [json.loads(text) for text in peers.texts(json.dumps(own))]
-        _complete(states, peers.ranks, [each[0] for each in found], [each[1] for each in found])
-        everyone = [each[2] for each in found]
-    for group, params in zip(groups, _merged_params(index, held, everyone), strict=True):
-        group["params"] = params
+        own = [[state.describe() for state in states], [state.own_numel for state in states], names.held]
+        described, numels, held = zip(*map(json.loads, peers.texts(json.dumps(own))), strict=True)
+        _complete(states, peers.ranks, described, numels)
+        names.merge(index, held)
 
 
 def _complete(

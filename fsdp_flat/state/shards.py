@@ -10,7 +10,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import P2PChannels, RankGroup
 from fsdp_flat.errors import OptionError
-from fsdp_flat.flat import PLAIN, FlatParamHandle, TensorAdapter
+from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import (
     EvenPartition,
     Interval,
@@ -54,13 +54,9 @@ def dtype_of(value: Any) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedParam:
-    """Locates one parameter that a unit manages.
+    """Locates one parameter that a unit manages: the parameter ``index`` of a handle.
 
-    Attributes:
-        unit: its unit.
-        handle: the handle that holds it.
-        index: its index in the handle.
-        fqns: its names, relative to a model and without wrapper components; several for a tied parameter.
+    Its names ``fqns`` are relative to a model and without wrapper components; a tied parameter has several.
     """
 
     unit: Unit
@@ -159,23 +155,21 @@ class ParamIndex:
         unsharded: dict[nn.Parameter, nn.Parameter | None] = {}
         for path, module in model.named_modules():
             unit = unit_of(module)
-            if unit is None:
-                continue
-            if unit.shows_dtensors:
+            if unit is not None and unit.shows_dtensors:
                 shown = [param for each in unit.with_inner for param in params_of(each, "")]
                 rows.update((param.shown, param) for param in shown)
                 unsharded.update({param.handle.views.unsharded_params[param.index]: param.shown for param in shown})
-                continue
-            prefix = clean_fqn(path)
-            found = params_of(unit, prefix + "." if prefix else "")
-            self.params += found
-            for handle in unit.handles:
-                own = [(param,) for param in found if param.handle is handle]
-                unsharded.update(dict.fromkeys(handle.views.unsharded_params))
-                if handle.spec.use_orig_params:
-                    self.managed.update(zip(handle.views.visible_params(), own, strict=True))
-                else:
-                    self.managed[handle.flat_param] = tuple(param for (param,) in own)
+            elif unit is not None:
+                prefix = clean_fqn(path)
+                found = params_of(unit, prefix + "." if prefix else "")
+                self.params += found
+                for handle in unit.handles:
+                    own = tuple(param for param in found if param.handle is handle)
+                    unsharded.update(dict.fromkeys(handle.views.unsharded_params))
+                    if handle.spec.use_orig_params:
+                        self.managed.update(zip(handle.views.visible_params(), zip(own), strict=True))
+                    else:
+                        self.managed[handle.flat_param] = own
         names: dict[nn.Parameter, list[str]] = {}
         for name, param in model.named_parameters(remove_duplicate=False):
             kept = unsharded.get(param)
@@ -248,13 +242,13 @@ class OptimContents:
     Attributes:
         params: its parameters, in the order in which its state dict numbers them.
         state: by parameter, its states.
-        groups: its groups, with parameters; None for a state dict without ``param_groups``.
+        groups: its groups, with parameters; None if they are not known.
         owners: by parameter whose states one rank of the shard group has in full, that rank.
     """
 
     params: tuple[nn.Parameter, ...]
-    state: Mapping[nn.Parameter, Mapping[str, Any]]
-    groups: tuple[dict[str, Any], ...] | None
+    state: Mapping[nn.Parameter, Mapping[str, Any]] = field(default_factory=dict)
+    groups: tuple[dict[str, Any], ...] | None = None
     owners: Mapping[nn.Parameter, int] = field(default_factory=dict)
 
 
@@ -263,14 +257,8 @@ def contents_of(
 ) -> OptimContents:
     """Return the contents of an optimizer, or of any object with ``param_groups`` and ``state``.
 
-    Args:
-        optim: the optimizer.
-        state_dict: replaces the optimizer's own state and settings; keyed by position, or by the names of
-            ``model.named_parameters()``, as in torch's named optimizer.
-        index: the parameters of the model that these names belong to.
-
-    Raises:
-        OptionError: a key is neither a position nor such a name.
+    A ``state_dict`` replaces its own state and settings. Keys are positions, or as in torch's named optimizer the names
+    of ``model.named_parameters()``, which ``index`` has.
     """
     params = tuple(param for group in optim.param_groups for param in group["params"])
     owners = getattr(optim, "state_owners", {})
@@ -306,7 +294,7 @@ class StateShard:
     Attributes:
         param: the parameter.
         local: this rank's elements (1-D), the source of a save or the target of a load.
-        shape: shape of the tensor; like ``param.shape``, that of this rank's part under tensor parallelism.
+        shape: shape of the tensor; under tensor parallelism that of this rank's part.
         state: name of the optimizer state; None for a parameter.
         owner: the rank of the shard group that has all elements; None if they are sharded as the parameter is.
     """
@@ -337,8 +325,7 @@ class StateShard:
     @property
     def full_shape(self) -> tuple[int, ...]:
         """Shape of the full tensor in a state dict."""
-        adapter = self.param.adapter
-        return self.shape if adapter is PLAIN else adapter.full_shape(self.shape)
+        return self.param.adapter.full_shape(self.shape)
 
     def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
         """Describe the transfer of the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
@@ -374,6 +361,10 @@ class TensorTransfer:
     target: torch.Tensor | None
     nbytes: int
 
+    def reversed(self) -> TensorTransfer:
+        """Return the transfer from the target to the source."""
+        return replace(self, held=self.wanted, wanted=self.held, source=self.target, target=self.source)
+
 
 def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
@@ -389,7 +380,7 @@ def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | No
 
 
 class LoadPlan:
-    """Collects the copies and transfers of one load, to run once every value fits.
+    """Collects the calls, copies and transfers of one load, to run once every value fits.
 
     Attributes:
         lines: one line per tensor that ranks exchange, the same on every rank.
@@ -397,36 +388,32 @@ class LoadPlan:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._calls: tuple[list[Callable[[], object]], ...] = ([], [])
         self._stages: tuple[list[TensorTransfer], ...] = ([], [])
 
     def call(self, function: Callable[[], object], *, last: bool = False) -> None:
-        """Plan a call, before all copies and transfers or after them (``last``)."""
+        """Plan a call, before all transfers or after them (``last``)."""
         self._calls[last].append(function)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Plan the copy of a tensor on this rank."""
-        self._copies.append((target, source))
+        self.call(partial(target.copy_, source))
 
-    def transfer(self, first: TensorTransfer | None, second: TensorTransfer | None) -> None:
-        """Plan a transfer in up to two groups; the second begins when all first ones have ended."""
-        for stage, each in zip(self._stages, (first, second), strict=True):
+    def transfer(self, *transfers: TensorTransfer | None) -> None:
+        """Plan transfers in up to two groups; the second begins when all first ones have ended."""
+        for stage, each in zip(self._stages, transfers, strict=False):
             if each is not None:
                 stage.append(each)
 
+    @torch.no_grad()
     def commit(self) -> None:
-        """Run all copies and transfers; every rank that has planned transfers must call this."""
-        with torch.no_grad():
-            first, last = self._calls
-            for function in first:
-                function()
-            for target, source in self._copies:
-                target.copy_(source)
-            for stage in self._stages:
-                redistribute(stage)
-            for function in last:
-                function()
+        """Run all of them; every rank that has planned transfers must call this."""
+        for function in self._calls[False]:
+            function()
+        for stage in self._stages:
+            redistribute(stage)
+        for function in self._calls[True]:
+            function()
 
 
 class StateDictCodec:
