@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import RankGroup
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError
+from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import PLAIN, DTensorAdapter
 from fsdp_flat.layout import (
     Interval,
@@ -82,7 +82,6 @@ class ChunkCodec(StateDictCodec):
     kinds = (DTensor, ShardedTensor)
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Exchange parts for chunks. Each rank sends at most its own elements."""
         specs: dict[tuple[IndexedParam, int | None], _ChunkSpec] = {}
         plan, chunks = LoadPlan(), []
         for shard in shards:
@@ -102,7 +101,6 @@ class ChunkCodec(StateDictCodec):
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan the exchange of chunks for parts."""
         spec, local = _chunk_spec(target, value), target.local
         chunk = _fitting_chunk(spec, target, value).detach().reshape(-1).to(dtype=local.dtype, device=local.device)
         plan.transfer(*[each.reversed() for each in reversed(spec.transfers(target, chunk))])
@@ -110,13 +108,15 @@ class ChunkCodec(StateDictCodec):
 
 
 class FlatCodec(StateDictCodec):
-    """Encodes flat parameters, for the same wrapping and number of ranks: views of live memory, or CPU copies."""
+    """Encodes flat parameters as ShardedTensors, for the same wrapping and number of ranks.
+
+    They are views of live memory, or copies on the CPU.
+    """
 
     communicates = False
     is_flat = True
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return ShardedTensors of the flat parameters."""
         tensors, found = ShardedTensors(), []
         for shard in shards:
             local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
@@ -124,8 +124,7 @@ class FlatCodec(StateDictCodec):
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan the copy of this rank's flat shard."""
-        local = local_chunk(value)
+        local = local_chunk(value, target.label)
         if local is None or local.shape != target.local.shape or shape_of(value) != target.shape:
             held = "nothing readable" if local is None else f"{local.numel()} elements"
             raise LoadError(
@@ -138,11 +137,7 @@ class FlatCodec(StateDictCodec):
 
 
 def _chunk_spec(shard: StateShard, given: Any = None) -> _ChunkSpec:
-    """Return the spec of a tensor, for a load that of the value ``given``.
-
-    Raises:
-        UnsupportedError: tensor parallelism has split its parameter, and no mesh contains both groups.
-    """
+    """Return the spec of a tensor, for a load that of the value ``given``."""
     param, rank_group = shard.param, shard.param.rank_group
     unit, shape = param.unit, param.shape
     if isinstance(param.adapter, DTensorAdapter):
@@ -238,10 +233,7 @@ def _fitting_chunk(spec: _ChunkSpec, target: StateShard, value: Any) -> torch.Te
             f"{target.label}: expected a DTensor on {spec.mesh} with placements {spec.placements}, got "
             f"{_described(value)}."
         )
-    try:
-        chunk = local_chunk(value)
-    except OptionError as error:
-        raise LoadError(f"{target.label}: {error}.") from None
+    chunk = local_chunk(value, target.label)
     assert chunk is not None
     if chunk.numel() == math.prod(spec.chunk_shape) and (chunk.numel() == 0 or chunk.shape == spec.chunk_shape):
         return chunk

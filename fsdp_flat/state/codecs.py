@@ -44,9 +44,9 @@ class FullCodec(StateDictCodec):
     def gather(
         self, shards: Iterable[StateShard], config: StateDictConfig | OptimStateDictConfig
     ) -> list[torch.Tensor]:
-        """Return the unsharded tensors; with ``config.rank0_only`` they are empty except on rank 0 of the groups.
+        """Return the unsharded tensors, under tensor parallelism this rank's parts; ``rank0_only`` leaves others empty.
 
-        Tensors that tensor parallelism has split are this rank's parts. Every rank must call this.
+        Every rank must call this.
         """
         dst = 0 if config.rank0_only else None
         found: list[torch.Tensor] = []
@@ -135,7 +135,6 @@ class BoxedTensor(torch.Tensor):
         dtype: torch.dtype,
         device: torch.device,
     ) -> BoxedTensor:
-        """Create a tensor of full shape ``shape`` of which this rank holds ``parts`` at the boxes ``found``."""
         made = torch.Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype, device=device)
         made.boxes, made.parts = tuple(found), tuple(parts)
         return made
@@ -215,10 +214,7 @@ class BoxCodec(StateDictCodec):
     kinds = (BoxedTensor,)
 
     def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
-        """Return the boxes of this rank's elements.
-
-        A tensor without any elements is a plain empty one: without a box a checkpoint would not contain it.
-        """
+        # A tensor without any elements is a plain empty one: without a box a checkpoint would not contain it.
         found: list[torch.Tensor] = []
         for shard in shards:
             local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local
@@ -231,7 +227,7 @@ class BoxCodec(StateDictCodec):
         return found
 
     def decode(self, value: Any, target: StateShard, plan: LoadPlan) -> None:
-        """Plan the copies of boxes that are this rank's elements, except of those that are views of it already."""
+        # Boxes that are views of this rank's elements already are not copied.
         run = target.run
         shape, expected = _boxes_of(target)
         if tuple(value.shape) != shape:
@@ -310,11 +306,7 @@ def settings_for(
     state_dict_config: StateDictConfig | None,
     optim_state_dict_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """Build the settings from the arguments of ``set_state_dict_type``.
-
-    Raises:
-        UsageError: a config does not belong to the type, or there is no such type.
-    """
+    """Build the settings from the arguments of ``set_state_dict_type``."""
     kind = member_of(StateDictType, state_dict_type, "state_dict_type", error=UsageError)
     row = CODECS[kind]
     for given, expected in ((state_dict_config, row.model_config), (optim_state_dict_config, row.optim_config)):

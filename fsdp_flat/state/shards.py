@@ -208,14 +208,9 @@ class ParamIndex:
         return rank_groups_of(self.units)
 
     def fqns_of(self, param: nn.Parameter) -> tuple[str, ...]:
-        """Return the first names of the parameters that a parameter of an optimizer holds.
-
-        Raises:
-            OptionError: it is no parameter of this model.
-        """
-        found = self.managed.get(param)
-        if found is not None:
-            return tuple([each.fqn for each in found])
+        """Return the first names of the parameters that a parameter of an optimizer holds."""
+        if param in self.managed:
+            return tuple([each.fqn for each in self.managed[param]])
         if param in self.others:
             return (self.others[param],)
         raise OptionError(
@@ -343,14 +338,10 @@ class StateShard:
 
 @dataclass(frozen=True, slots=True)
 class TensorTransfer:
-    """Describes the transfer of one tensor between two partitions over the ranks of a group.
+    """Describes the transfer of one tensor between two partitions, ``held`` and ``wanted``, over the ranks of a group.
 
-    Attributes:
-        rank_group: the ranks.
-        device: the compute device.
-        held, wanted: the partitions.
-        source, target: this rank's elements before and after (1-D); None if it has none.
-        nbytes: bytes of the full tensor, equal on every rank.
+    ``source`` and ``target`` are this rank's elements before and after (1-D), None if it has none. ``nbytes``, of the
+    full tensor, is equal on every rank.
     """
 
     rank_group: RankGroup
@@ -369,8 +360,7 @@ class TensorTransfer:
 def redistribute(transfers: Iterable[TensorTransfer], channels: P2PChannels | None = None) -> None:
     """Transfer tensors, each rank's elements directly from their source to their target.
 
-    Every rank of the groups must call this with the same tensors in the same order; ``channels`` serve any number of
-    calls.
+    Every rank of the groups must call this with the same tensors in the same order.
     """
     channels = channels or P2PChannels()
     for each in transfers:
@@ -437,10 +427,6 @@ class StateDictCodec:
 
         Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
         every rank of the shard groups must call this with the same tensors.
-
-        Args:
-            shards: this rank's parts.
-            config: the options.
         """
         raise NotImplementedError
 
@@ -452,9 +438,7 @@ class StateDictCodec:
         """Plan how ``target`` gets its elements of ``value``.
 
         If ``exchanges``, every rank of the shard group must call this with the same tensor. The target has the dtype
-        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state.
-
-        Raises:
-            LoadError: the value does not fit.
+        of the model's parameter, or :meth:`decoded_dtype` for an optimizer state. A value that does not fit raises a
+        LoadError.
         """
         raise NotImplementedError
