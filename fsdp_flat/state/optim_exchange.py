@@ -114,55 +114,38 @@ def refuse_split(param: IndexedParam, name: str) -> None:
 def merged_states(
     states: Mapping[Place, torch.Tensor | None], *, rank0_only: bool, in_turn: bool, offload: bool
 ) -> dict[Place, torch.Tensor]:
-    """Merge every state that has a handler, one after another: for rank 0, each for one rank in turn, or for all ranks.
+    """Merge every state that has a handler: each for rank 0 of its shard group, for one rank in turn, or for all ranks.
 
-    Every rank must call this with the same places in the same order.
-
-    Args:
-        states: by place, this rank's part; None if only other ranks have the state.
-        rank0_only: for rank 0 of each shard group.
-        in_turn: for one rank of each shard group.
-        offload: return merged states on the CPU.
+    ``states`` has this rank's part by place, None if only other ranks have the state. Every rank must call this with
+    the same places in the same order.
     """
     if not states:
         return {}
-    own = {
-        (param, name): None
-        if tensor is None or param.local_shard.is_empty
-        else tensor.detach().to(param.unit.options.device).contiguous()
-        for (param, name), tensor in states.items()
-    }
+    own: dict[Place, torch.Tensor | None] = {}
+    by_rank_group: dict[RankGroup, list[Place]] = {}
+    for (param, name), tensor in states.items():
+        part = None if tensor is None or param.local_shard.is_empty else tensor.detach()
+        own[param, name] = None if part is None else part.to(param.unit.options.device).contiguous()
+        by_rank_group.setdefault(param.rank_group, []).append((param, name))
     found: dict[Place, torch.Tensor] = {}
     error: Exception | None = None
-    for position, ((param, name), kinds) in enumerate(_kinds_of(own).items()):
-        rank_group = param.rank_group
-        dst = 0 if rank0_only else position % rank_group.size if in_turn else None
-        parts = _gathered(param, own.pop((param, name)), kinds, dst)
-        handler = param.unit.optim_state_handlers.get(name)
-        # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
-        if handler is not None and error is None and dst in (None, rank_group.rank):
-            try:
-                merged = handler.merge(parts, torch.Size(param.shape)).detach()
-                found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
-            except Exception as raised:
-                error = raised
     units = list(dict.fromkeys(param.unit for param, _ in states))
-    agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
-    return found
-
-
-def _kinds_of(own: Mapping[Place, torch.Tensor | None]) -> dict[Place, list[tuple[str, list[int]] | None]]:
-    """Exchange dtype and shape of every rank's part of each state (by rank of its shard group), once per group."""
-    by_rank_group: dict[RankGroup, list[Place]] = {}
-    for param, name in own:
-        by_rank_group.setdefault(param.rank_group, []).append((param, name))
-    found: dict[Place, list[tuple[str, list[int]] | None]] = {place: [] for place in own}
     for rank_group, places in by_rank_group.items():
-        mine = [own[place] for place in places]
-        text = json.dumps([None if part is None else (str(part.dtype), list(part.shape)) for part in mine]).encode()
-        device = places[0][0].unit.options.device
+        kinds = [None if (part := own[place]) is None else (str(part.dtype), list(part.shape)) for place in places]
+        text, device = json.dumps(kinds).encode(), units[0].options.device
         texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
-        found.update(zip(places, map(list, zip(*map(json.loads, texts), strict=True)), strict=True))
+        for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
+            dst = 0 if rank0_only else position % rank_group.size if in_turn else None
+            parts = _gathered(param, own.pop((param, name)), each_kind, dst)
+            handler = param.unit.optim_state_handlers.get(name)
+            # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
+            if handler is not None and error is None and dst in (None, rank_group.rank):
+                try:
+                    merged = handler.merge(parts, torch.Size(param.shape)).detach()
+                    found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
+                except Exception as raised:
+                    error = raised
+    agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
     return found
 
 
@@ -258,12 +241,7 @@ class FromRankZero(PendingTensor):
 def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
 
-    Every rank must call this.
-
-    Raises:
-        UsageError: rank 0 has no optimizer state dict.
-        UnsupportedError: rank 0 has a value that cannot be sent.
-        PeerFailureError: rank 0 raised one of these.
+    Every rank must call this; an error of rank 0 is raised on all.
     """
     groups, own = unit.options.groups, {}
     if groups.num_ranks == 1:
@@ -334,11 +312,7 @@ def _saved(value: Any) -> bytes:
 
 
 class Peers(Protocol):
-    """Exchanges values with all ranks of a model.
-
-    Attributes:
-        ranks: their global ranks.
-    """
+    """Exchanges values with all ``ranks`` of a model, which are global."""
 
     ranks: list[int]
 

@@ -77,13 +77,11 @@ def load_optim_state(
     error: Exception | None = None
     try:
         result = loading.planned(given, named=named)
-        if contents.groups and not named and result.get("param_groups"):
-            assert given is not None
+        if contents.groups and not named and given and given.get("param_groups"):
             _check_groups(index, contents.groups, given["param_groups"])
     except Exception as found:
         error = found
-    unknown = expects_chunks and not _is_state_dict(given)
-    if index.units and (from_rank_zero or unknown or _takes_exchange(given)):
+    if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
         for rank_group in index.rank_groups:
             barrier("optim_state_dict_to_load", rank_group)
         agree(loading.plan.lines, error, index.rank_groups, index.device, LOADING)
@@ -97,9 +95,12 @@ def _is_state_dict(given: Any) -> bool:
     return isinstance(given, Mapping) and isinstance(given.get("state"), Mapping)
 
 
-def _takes_exchange(given: Any) -> bool:
-    rows = given["state"].values() if _is_state_dict(given) else ()
-    return any(decoder_of(value).exchanges for row in rows if isinstance(row, Mapping) for value in row.values())
+def _takes_exchange(given: Any, *, otherwise: bool) -> bool:
+    """Return whether decoding any value takes an exchange; ``otherwise`` if ``given`` is no optimizer state dict."""
+    if not _is_state_dict(given):
+        return otherwise
+    rows = [row for row in given["state"].values() if isinstance(row, Mapping)]
+    return any(decoder_of(value).exchanges for row in rows for value in row.values())
 
 
 class _OptimLoad:
@@ -348,12 +349,10 @@ def template_states(
         model: the model that has the parameters.
         wanted: by parameter name and state name, the full shape and the dtype.
         read: reads one state.
-        owners: by parameter whose states one rank of the shard group has in full, that rank.
+        owners: those of the optimizer's contents.
 
-    Returns the tensors; and the states that have a handler or an owner, which are full tensors read on demand.
-
-    Raises:
-        LoadError: a name or shape does not fit the model.
+    Returns:
+        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
     """
     index = ParamIndex(model)
     sharded = {param.fqn: (param, visible in owners) for visible, entries in index.managed.items() for param in entries}

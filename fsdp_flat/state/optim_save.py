@@ -29,13 +29,12 @@ from fsdp_flat.comm import (
     digest_of,
     dtype_from_name,
     exchange_if_different,
-    exchange_ints,
     global_ranks,
 )
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
 from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec
-from fsdp_flat.state.optim_exchange import Peers, merged_states, plain_from_json, plain_to_json, refuse_split
+from fsdp_flat.state.optim_exchange import Peers, Place, merged_states, plain_from_json, plain_to_json, refuse_split
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
@@ -65,43 +64,30 @@ def save_optim_state(
 ) -> dict[str, Any]:
     """Return the state dict of an optimizer, keyed by names.
 
-    Every rank must call this.
+    Every rank must call this. An error of one rank stops all, unless the codec does not communicate: then nothing is
+    communicated except with registered handlers, owned parameters or ``peers``. With ``config.rank0_only`` ranks other
+    than the first of all send their shards and return an empty dict.
 
-    Args:
-        index: the parameters of the model that the optimizer's belong to.
-        contents: the optimizer's contents.
-        codec: encodes the states that are shaped like their parameters. If it does not communicate, nothing is
-            communicated except with registered handlers, owned parameters or ``peers``.
-        config: the options. With ``rank0_only`` ranks other than the first of all send their shards and return an
-            empty dict.
-        peers: for a checkpoint, with a codec that does not communicate: ranks compare their states through it, and each
-            state of another shape (which has a handler, or whose parameter has an owner) is returned on one rank only,
-            as a full tensor, ranks in turn.
+    A checkpoint passes ``peers``, and a codec that does not communicate: ranks compare their states through it, and
+    each state of another shape (which has a handler, or whose parameter has an owner) is returned on one rank only, as
+    a full tensor, ranks in turn.
 
     Raises:
         OptionError: the optimizer holds a parameter that is not the model's.
         UnsupportedError: a state that is neither shaped like the rank's local shard nor a scalar, and has no handler.
-        UsageError: a rank lacks a state of elements that it holds, while other ranks have it; or other ranks did not
-            call this.
-        PeerFailureError: another rank raised one of these.
+        UsageError: a rank lacks a state of elements that it holds, while other ranks have it.
     """
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
     alone = not codec.communicates and (peers is not None or not shared)
     for rank_group in () if alone or peers else dict.fromkeys(unit.options.groups.shard for unit in index.units):
         barrier("optim_state_dict", rank_group)
-    groups: Groups | None = None
-    names = _Names([], [])
+    names: list[list[str]] = []
     states: list[_ParamState] = []
-    values: dict[StateShard, Any] = {}
+    values: dict[Place, Any] = {}
     error: Exception | None = None
     try:
-        groups, states = _named_groups(index, contents), _read_states(index, contents)
-        are_original = all(unit.options.use_orig_params for unit in index.units)
-        names = _Names(
-            [] if are_original else [fqn for param in contents.params for fqn in index.fqns_of(param)],
-            [group["params"] for group in groups or ()],
-        )
+        names, states = _names(index, contents), _read_states(index, contents)
         if peers is not None:
             # Copied before ranks compare, since there may not be enough memory on one of them.
             values = _encoded(states, codec, config, on_owner=True)
@@ -126,27 +112,30 @@ def save_optim_state(
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
         handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
-        merged = merged_states(
+        values |= merged_states(
             handled, rank0_only=config.rank0_only, in_turn=peers is not None, offload=config.offload_to_cpu
         )
-    by_name = {**_rows(states, values, merged), **_others(index, contents, codec, config)}
-    if config.rank0_only and any(
-        rank_group.rank for unit in index.units for rank_group in unit.options.groups.rank_groups
-    ):
+    rows = {**_rows(states, values), **_others(index, contents, codec, config)}
+    if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}
-    placed = dict.fromkeys([*(fqn for fqn in names.order if fqn in by_name), *sorted(by_name)])
-    state = {"state": {name: by_name[name] for name in placed}}
-    for group, params in zip(groups or (), names.held, strict=True):
-        group["params"] = params
-        if "param_names" in group:
-            # The optimizer was built from named parameters, whose names contain wrapper prefixes.
-            group["param_names"] = list(params)
-    return state if groups is None else {**state, "param_groups": groups}
+    order, *held = names
+    placed = dict.fromkeys([*(fqn for fqn in order if fqn in rows), *sorted(rows)])
+    state: dict[str, Any] = {"state": {name: rows[name] for name in placed}}
+    if contents.groups is not None:
+        state["param_groups"] = [
+            {**{key: copy.deepcopy(value) for key, value in group.items() if key != "params"}, "params": params}
+            for group, params in zip(contents.groups, held, strict=True)
+        ]
+        for group in state["param_groups"]:
+            if "param_names" in group:
+                # The optimizer was built from named parameters, whose names contain wrapper prefixes.
+                group["param_names"] = list(group["params"])
+    return state
 
 
 def _encoded(
     states: Sequence[_ParamState], codec: StateDictCodec, config: OptimStateDictConfig, *, on_owner: bool
-) -> dict[StateShard, Any]:
+) -> dict[Place, Any]:
     """Return the value of each tensor; those of another shape than their parameter's are full tensors.
 
     With ``on_owner`` only the owner has these, so that nothing is communicated.
@@ -155,28 +144,23 @@ def _encoded(
     shards = [state.tensors[name] for state in states for name in sorted(state.tensors)]
     alike = [shard for shard in shards if shard.shape == shard.param.shape]
     others = [shard for shard in shards if shard.shape != shard.param.shape]
-    found = dict(zip(alike, codec.encode(alike, config), strict=True))
+    found = list(zip(alike, codec.encode(alike, config), strict=True))
     if not on_owner:
-        return {**found, **dict(zip(others, FULL.encode(others, config), strict=True))}
-    for shard in others:
+        found += zip(others, FULL.encode(others, config), strict=True)
+    for shard in others if on_owner else ():
         if shard.owner == shard.param.rank_group.rank:
             value = shard.local.view(shard.shape)
-            found[shard] = value.to("cpu", copy=True) if config.offload_to_cpu else value
-    return found
+            found.append((shard, value.to("cpu", copy=True) if config.offload_to_cpu else value))
+    return {(shard.param, shard.state or ""): value for shard, value in found}
 
 
-def _rows(
-    states: Sequence[_ParamState],
-    values: Mapping[StateShard, Any],
-    merged: Mapping[tuple[IndexedParam, str], torch.Tensor],
-) -> dict[str, dict[str, Any]]:
+def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> dict[str, dict[str, Any]]:
     """Return by name of a parameter its states, without those that this rank has no value of."""
     rows: dict[str, dict[str, Any]] = {}
     for state in states:
         if state.names:
-            tensors = {name: values.get(shard) for name, shard in state.tensors.items()}
-            row = {**tensors, **{name: merged.get((state.param, name)) for name in state.handled}}
-            row = {**state.plain, **{name: value for name, value in row.items() if value is not None}}
+            tensors = {name: values.get((state.param, name)) for name in (*state.tensors, *state.handled)}
+            row = {**state.plain, **{name: value for name, value in tensors.items() if value is not None}}
             rows[state.param.fqn] = {key: row[key] for key in sorted(row)}
     return rows
 
@@ -198,43 +182,29 @@ def _others(
     return found
 
 
-def _named_groups(index: ParamIndex, contents: OptimContents) -> Groups | None:
-    """Return copies of an optimizer's groups, with the names of their parameters; None if it has none."""
-    if contents.groups is None:
-        return None
-    return [
-        {
-            **{key: copy.deepcopy(value) for key, value in group.items() if key != "params"},
-            "params": [fqn for param in group["params"] for fqn in index.fqns_of(param)],
-        }
-        for group in contents.groups
-    ]
+def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
+    """Return the names of an optimizer's parameters in its order, then those in each of its groups.
+
+    FSDP1 saves flat parameters in rank 0's order; if all parameters are original, which are sorted, none are first.
+    """
+    names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
+    if all(unit.options.use_orig_params for unit in index.units):
+        return [[], *names]
+    return [[fqn for param in contents.params for fqn in index.fqns_of(param)], *names]
 
 
-@dataclass(slots=True)
-class _Names:
-    """Holds names of parameters that ranks exchange.
+def _merge_names(index: ParamIndex, names: list[list[str]], everyone: Sequence[list[list[str]]]) -> None:
+    """Add the names that other ranks hold: rank 0's in its order, then others in the order of the model.
 
     An optimizer may be built from only the parameters that its rank has elements of. These depend on the wrapping and
     the number of ranks, so a saved group must name the parameters of all ranks.
-
-    Attributes:
-        order: those of rank 0's optimizer in its order, in which FSDP1 saves flat parameters; none if all are original,
-            which are sorted.
-        held: those in each parameter group.
     """
-
-    order: list[str]
-    held: list[list[str]]
-
-    def merge(self, index: ParamIndex, everyone: Sequence[list[list[str]]]) -> None:
-        """Add to each group the names of all ranks: rank 0's in its order, then others in the order of the model."""
-        if any(len(theirs) != len(self.held) for theirs in everyone):
-            return
-        places = {param.fqn: place for place, param in enumerate(index.params)}
-        for at, of_ranks in enumerate(zip(*everyone, strict=True)):
-            lacking = {fqn for names in of_ranks for fqn in names}.difference(of_ranks[0])
-            self.held[at] = [*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
+    if any(len(theirs) != len(names) for theirs in everyone):
+        return
+    places = {param.fqn: place for place, param in enumerate(index.params)}
+    for at, of_ranks in enumerate(zip(*everyone, strict=True)):
+        lacking = {fqn for each in of_ranks for fqn in each}.difference(of_ranks[0])
+        names[at] = [*of_ranks[0], *sorted(lacking, key=lambda fqn: (places.get(fqn, len(places)), fqn))]
 
 
 @dataclass(slots=True)
@@ -261,12 +231,6 @@ class _ParamState:
     def names(self) -> set[str]:
         return {*self.tensors, *self.handled, *self.plain}
 
-    @property
-    def own_numel(self) -> int:
-        """Number of elements for which this rank must have states; 0 if one rank owns the parameter."""
-        # Of an owned parameter the owner has all states: no other rank lacks any.
-        return 0 if self.owner is not None else self.param.local_shard.numel
-
     def put(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
         """Set a tensor state (1-D); without ``tensor`` this rank's elements, if it has any, are zeros.
 
@@ -278,12 +242,8 @@ class _ParamState:
         shape = self.param.shape if self.owner is None else tuple(shape)
         self.tensors[name] = StateShard(self.param, tensor, shape, name, self.owner)
 
-    def digest(self) -> int:
-        """Return a digest of the names and dtypes of the states; 0 if this rank has no elements of the parameter."""
-        return digest_of(json.dumps(self.describe(with_values=False)).encode()) if self.own_numel else 0
-
     def describe(self, *, with_values: bool = True) -> list[Any]:
-        """Describe the states as JSON, equal on every rank that has the same states."""
+        """Describe the states as JSON, equal on every rank that has the same ones; without values by name and dtype."""
         tensors = {
             name: [str(shard.local.dtype), [] if self.owner is None else shard.shape]
             for name, shard in sorted(self.tensors.items())
@@ -391,7 +351,7 @@ def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
 
 
 def _complete_over_groups(
-    index: ParamIndex, states: Sequence[_ParamState], names: _Names, error: Exception | None
+    index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None
 ) -> Exception | None:
     """Complete the states and names of this rank from those of the others, group by group.
 
@@ -402,24 +362,25 @@ def _complete_over_groups(
     groups = {unit: rank_groups_of([unit]) for unit in index.units}
     for rank_group in index.rank_groups:
         own = [state for state in states if rank_group in groups[state.param.unit]] if error is None else []
-        said = [[state.describe() for state in own], names.order, names.held]
-        payloads = exchange_if_different(b"" if error else json.dumps(said).encode(), rank_group, index.device)
-        if payloads is None or not all(payloads):
-            continue
-        try:
+        said = [names, [state.describe() for state in own]]
+        payload, compared = (b"" if error else json.dumps(each).encode() for each in ([*said, _numels(own)], said))
+        payloads = exchange_if_different(payload, rank_group, index.device, compared=compared)
+        if payloads is not None and all(payloads):
             assert rank_group.group is not None
-            numels = exchange_ints([state.own_numel for state in own], rank_group.group, index.device)
-            described, orders, held = zip(*map(json.loads, payloads), strict=True)
-            _complete(own, global_ranks(rank_group.group), described, numels)
-            names.order = orders[0]
-            names.merge(index, held)
-        except FsdpFlatError as found:
-            error = found
+            try:
+                _complete(index, own, names, global_ranks(rank_group.group), payloads)
+            except FsdpFlatError as found:
+                error = found
     return error
 
 
+def _numels(states: Sequence[_ParamState]) -> list[int]:
+    """Return how many elements this rank must have states of; owners have all states of their parameters."""
+    return [0 if state.owner is not None else state.param.local_shard.numel for state in states]
+
+
 def _compare(
-    index: ParamIndex, states: Sequence[_ParamState], names: _Names, error: Exception | None, peers: Peers
+    index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None, peers: Peers
 ) -> None:
     """Compare the states of all ranks in one collective of an integer a parameter, and merge the names of groups.
 
@@ -427,26 +388,26 @@ def _compare(
     parameters, for which every rank needs to know all states, a second exchange names the difference or completes the
     states.
     """
-    digests = [0] * len(index.params) if error is not None else [state.digest() for state in states]
-    rows = peers.integers([digest_of(json.dumps(names.held).encode()), *digests], error)
+    digests, numels = [0] * len(index.params), _numels(states)
+    for at, (state, numel) in enumerate(zip(states, numels, strict=True) if error is None else ()):
+        digests[at] = digest_of(json.dumps(state.describe(with_values=False)).encode()) if numel else 0
+    rows = peers.integers([digest_of(json.dumps(names).encode()), *digests], error)
     needs_all = any(unit.optim_state_handlers for unit in index.units) or any(s.owner is not None for s in states)
     alike = len({row[0] for row in rows}) == 1 and all(len({*column} - {0}) <= 1 for column in zip(*rows, strict=True))
     if needs_all or not alike:
-        own = [[state.describe() for state in states], [state.own_numel for state in states], names.held]
-        described, numels, held = zip(*map(json.loads, peers.texts(json.dumps(own))), strict=True)
-        _complete(states, peers.ranks, described, numels)
-        names.merge(index, held)
+        own = [names, [state.describe() for state in states], numels]
+        _complete(index, states, names, peers.ranks, peers.texts(json.dumps(own)))
 
 
 def _complete(
-    states: Sequence[_ParamState], ranks: Sequence[int], everyone: Sequence[Any], numels: Sequence[Sequence[int]]
+    index: ParamIndex,
+    states: Sequence[_ParamState],
+    names: list[list[str]],
+    ranks: Sequence[int],
+    payloads: Sequence[str | bytes],
 ) -> None:
-    """Complete the states from the descriptions of all ranks, which have ``numels`` elements of each parameter.
-
-    Raises:
-        UsageError: a rank lacks a state of elements that it holds; the text lists the parameters by rank and states.
-        OptionError: a state has several dtypes.
-    """
+    """Complete states and names from the payloads of ``ranks``; raise if one lacks a state of elements that it has."""
+    each_names, everyone, numels = zip(*map(json.loads, payloads), strict=True)
     lacking: dict[tuple[int, str], list[str]] = {}
     for at, state in enumerate(states):
         kept = [
@@ -458,9 +419,7 @@ def _complete(
             if anywhere - here and row[at]:
                 lacking.setdefault((rank, ", ".join(sorted(anywhere - here))), []).append(str(state.param))
     if lacking:
-        told = "; ".join(
-            f"rank {rank} lacks {names} of {some_of(params, 12)}" for (rank, names), params in lacking.items()
-        )
+        told = "; ".join(f"rank {rank} lacks {keys} of {some_of(fqns, 12)}" for (rank, keys), fqns in lacking.items())
         raise UsageError(
             f"Optimizer states that other ranks have are missing, so nothing was saved: {told}. A rank may lack the "
             "states of parameters that it has no elements of, and no others: build the optimizer from the same "
@@ -469,3 +428,4 @@ def _complete(
     for at, state in enumerate(states):
         for described in everyone:
             state.complete(*described[at])
+    _merge_names(index, names, each_names)
