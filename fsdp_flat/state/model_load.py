@@ -62,27 +62,27 @@ class ModelLoad:
         self._is_put_off = False
         managed: set[nn.Parameter] = set()
         for unit in units_of(wrapper):
-            if not unit.shows_dtensors:
-                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
-            else:
+            if unit.shows_dtensors:
                 unit.check_idle("load_state_dict")
                 unit.reshard()
+            else:
+                managed.update(param for handle in unit.handles for param in handle.views.visible_params())
         self._held: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor | None]] = []
+        self._wrappers: list[nn.Module] = []
         for module in modules_of(wrapper):
+            own = unit_of(module)
+            # Modules of fully_shard load as torch's do.
+            if own is not None and not own.shows_dtensors:
+                self._wrappers.append(module)
             for tensors in (module._buffers, module._parameters):
                 for name, tensor in tensors.items():
-                    if tensor is None or tensor in managed or name in module._non_persistent_buffers_set:
-                        continue
-                    if is_lazy(tensor):
-                        continue
-                    # A DTensor of fully_shard that takes the place of another one takes its memory too.
-                    copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
-                    self._held.append((tensors, name, tensor, copied))
-        units = ((child, unit_of(child)) for child in modules_of(wrapper))
-        # Modules of fully_shard load as torch's do.
-        self._wrappers = [child for child, unit in units if unit is not None and not unit.shows_dtensors]
-        for child in self._wrappers:
-            child._load = self  # type: ignore[assignment]
+                    is_kept = tensor in managed or name in module._non_persistent_buffers_set
+                    if tensor is not None and not is_kept and not is_lazy(tensor):
+                        # A DTensor of fully_shard that takes the place of another one takes its memory too.
+                        copied = None if assign and not isinstance(tensor, DTensor) else tensor.detach().clone()
+                        self._held.append((tensors, name, tensor, copied))
+        for module in self._wrappers:
+            module._load = self  # type: ignore[assignment]
 
     def begin(self, missing: list[str], errors: list[str]) -> None:
         """Use the lists of torch's call, unless an earlier one has begun."""

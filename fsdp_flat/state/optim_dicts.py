@@ -15,7 +15,7 @@ from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
 from fsdp_flat.state.optim_load import load_optim_state
 from fsdp_flat.state.optim_save import save_optim_state
-from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of
+from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of, shape_of
 from fsdp_flat.user_warnings import warn_user
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
@@ -131,7 +131,6 @@ def rekey_optim_state_dict(
     """
     _warn_optim_input(optim_input, stacklevel=3)
     contents = _contents(model, optim, optim_input)
-    params = contents.params
     wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
     given = optim_state_dict["state"]
     kinds = {type(key) for key in given}
@@ -140,11 +139,9 @@ def rekey_optim_state_dict(
             f"An optimizer state dict must be keyed by names or by positions, not both; got {list(given)}."
         )
     index = ParamIndex(model)
-    order = [index.fqns_of(param)[0] for param in params]
+    order = [index.fqns_of(param)[0] for param in contents.params]
     to_names = wanted is OptimStateKeyType.PARAM_NAME
-    # States of an owned parameter may have any shape.
-    any_shape = {position for position, param in enumerate(params) if param in contents.owners}
-    _check_shapes({key: row for key, row in given.items() if key not in any_shape}, index, params, order)
+    _check_shapes(given, index, contents, order)
     if kinds and (str in kinds) == to_names:
         return optim_state_dict
     table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
@@ -231,12 +228,7 @@ def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int) -> None:
 
 
 def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
-    """Return the contents of ``optim``; without it the parameters of ``optim_input``, the arguments it was built from.
-
-    Raises:
-        OptionTypeError: ``optim_input`` is neither parameters nor groups.
-        OptionError: ``optim_input`` is empty.
-    """
+    """Return the contents of ``optim``; without it the parameters of ``optim_input``, its constructor's input."""
     if optim is not None:
         return contents_of(optim)
     if optim_input is None:
@@ -253,31 +245,25 @@ def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
     raise OptionTypeError("optim_input must hold parameters only, or parameter groups only.")
 
 
-def _check_shapes(
-    state: dict[Any, Any], index: ParamIndex, params: Sequence[nn.Parameter], order: Sequence[str]
-) -> None:
+def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimContents, order: Sequence[str]) -> None:
     """Raise if a state and the parameter at its position differ in shape, so that it belongs to another parameter."""
-    shapes = {_shape_at(index, param) for param in params}
-    # States of other shapes (Adafactor's factors) do not reveal the order.
-    unlike = {
-        name
-        for row in state.values()
-        for name, value in row.items()
-        if (shape := tuple(getattr(value, "shape", ()))) and shape not in shapes
+    params = [(param, index.managed.get(param, ())) for param in contents.params]
+    shapes = [managed[0].shape if managed else tuple(param.shape) for param, managed in params]
+    # States of an owned parameter may have any shape.
+    owned = {at for at, (param, _) in enumerate(params) if param in contents.owners}
+    rows = {
+        key: {name: shape for name, value in row.items() if (shape := shape_of(value))}
+        for key, row in given.items()
+        if key not in owned
     }
-    for key, row in state.items():
-        if not isinstance(key, int) or key >= len(params):
-            continue
-        managed = index.managed.get(params[key], ())
-        expected = _shape_at(index, params[key])
-        for name, value in row.items():
-            shape = tuple(getattr(value, "shape", ()))
-            if shape and shape != expected and name not in unlike and len(managed) <= 1:
-                raise OptionError(
-                    f"State {name!r} at position {key} has shape {shape}, but the parameter there, {order[key]!r}, has "
-                    f"{expected}. The optimizer state was saved with another order of parameters."
-                )
-
-
-def _shape_at(index: ParamIndex, param: nn.Parameter) -> tuple[int, ...]:
-    return index.managed[param][0].shape if param in index.managed else tuple(param.shape)
+    # States of other shapes (Adafactor's factors) do not reveal the order.
+    unlike = {name for row in rows.values() for name, shape in row.items() if shape not in shapes}
+    for key, row in rows.items():
+        if isinstance(key, int) and key < len(params) and len(params[key][1]) <= 1:
+            for name, shape in row.items():
+                if shape != shapes[key] and name not in unlike:
+                    raise OptionError(
+                        f"State {name!r} at position {key} has shape {shape}, but the parameter there, "
+                        f"{order[key]!r}, has {shapes[key]}. The optimizer state was saved with another order of "
+                        "parameters."
+                    )

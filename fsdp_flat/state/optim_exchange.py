@@ -20,15 +20,14 @@ import torch
 from torch import nn
 
 from fsdp_flat.comm import ErrorTexts, RankGroup, agree, dtype_from_name, exchange_bytes
-from fsdp_flat.errors import OptionError, OptionTypeError, PeerFailureError, UnsupportedError, UsageError
+from fsdp_flat.errors import OptionError, OptionTypeError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.state.shards import IndexedParam, LoadPlan, StateShard, TensorTransfer, rank_groups_of, redistribute
 
-_ERROR_TEXTS = ErrorTexts(
-    "merging optimizer states", "Ranks merge different states.", "Register the same handlers on every rank."
-)
+_MERGING = ErrorTexts("merging optimizer states")
+_SHARING = ErrorTexts("sharing its optimizer state dict")
 
 # A parameter and the name of one of its states.
 Place = tuple[IndexedParam, str]
@@ -145,7 +144,7 @@ def merged_states(
                     found[param, name] = merged.to("cpu" if offload else merged.device, copy=True).contiguous()
                 except Exception as raised:
                     error = raised
-    agree([], error, rank_groups_of(units), units[0].options.device, _ERROR_TEXTS)
+    agree([], error, rank_groups_of(units), units[0].options.device, _MERGING)
     return found
 
 
@@ -243,26 +242,22 @@ def shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[s
 
     Every rank must call this; an error of rank 0 is raised on all.
     """
-    groups, own = unit.options.groups, {}
+    groups, device = unit.options.groups, unit.options.device
     if groups.num_ranks == 1:
         return dict(given or {})
+    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
     error: Exception | None = None
     payload = b""
-    if not any(rank_group.rank for rank_group in groups.rank_groups):
-        try:
-            payload = _described(given)
-            own = (given or {})["state"]
-        except Exception as raised:
-            error = raised
-            payload = _saved(f"{type(raised).__name__}: {raised}")
+    try:
+        payload = _described(given) if is_first else b""
+    except Exception as raised:
+        error = raised
+    agree([], error, groups.rank_groups, device, _SHARING)
     for rank_group in groups.rank_groups:
         if rank_group.group is not None:
-            payload = exchange_bytes(payload, rank_group.group, unit.options.device)[0]
-    if error is not None:
-        raise error
+            payload = exchange_bytes(payload, rank_group.group, device)[0]
     described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
-    if isinstance(described, str):
-        raise PeerFailureError(f"Rank 0 of the group cannot share its optimizer state dict: {described}")
+    own = given["state"] if given and is_first else None
     for name, row in described["state"].items():
         for key, value in row.items():
             if isinstance(value, torch.Tensor) and value.is_meta:
@@ -289,7 +284,9 @@ def _described(given: Mapping[str, Any] | None) -> bytes:
             {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
             for group in given["param_groups"]
         ]
-    return _saved(described)
+    buffer = io.BytesIO()
+    torch.save(described, buffer)
+    return buffer.getvalue()
 
 
 def _checked(value: Any, what: str) -> Any:
@@ -303,12 +300,6 @@ def _checked(value: Any, what: str) -> Any:
         f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
         "rank0_only=False."
     )
-
-
-def _saved(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
 
 
 class Peers(Protocol):

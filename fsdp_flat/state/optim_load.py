@@ -355,19 +355,17 @@ def template_states(
         The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
     """
     index = ParamIndex(model)
-    sharded = {param.fqn: (param, visible in owners) for visible, entries in index.managed.items() for param in entries}
     others = {name: tuple(param.shape) for param, name in index.others.items()}
-    dtensors = {param.fqn: param for param in index.dtensors.values()}
     found: dict[str, dict[str, torch.Tensor]] = {}
     deferred: dict[str, dict[str, DeferredState]] = {}
     for fqn, states in wanted.items():
-        param, is_owned = sharded.get(fqn, (None, False))
+        param = index.by_name.get(fqn)
         if param is None and fqn not in others:
             raise LoadError(
                 f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
             )
         for name, (shape, dtype) in states.items():
-            if param is not None and (is_owned or name in param.unit.optim_state_handlers):
+            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
                 # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
                 size = torch.Size(shape)
                 deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
@@ -380,12 +378,12 @@ def template_states(
                     "merge=..., split=...). Nothing was loaded."
                 )
             value: torch.Tensor
-            if fqn in dtensors and shape:
-                value = empty_dtensor(dtensors[fqn], dtype, torch.device("cpu"))
-            elif param is None:
-                value = torch.zeros(shape, dtype=dtype)
-            else:
+            if param is not None:
                 local = torch.zeros(param.local_shard.numel, dtype=dtype)
                 (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE)
+            elif fqn in index.dtensors_by_name and shape:
+                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
+            else:
+                value = torch.zeros(shape, dtype=dtype)
             found.setdefault(fqn, {})[name] = value
     return found, deferred
