@@ -6,13 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import (
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor
+from torch.distributed._shard.sharding_spec import ShardingSpec, ShardMetadata
+from torch.distributed._shard.sharding_spec.api import _infer_sharding_spec_from_shards_metadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -59,66 +55,50 @@ def full_tensor(value: DTensor) -> torch.Tensor:
     return full
 
 
-def _sharded_tensor(chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> ShardedTensor:
-    """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``, of which this rank holds ``chunk``.
-
-    Source of the format: torch FSDP1's sharded state dicts (placements ``rank:<global rank>/<device>``; ranks without
-    a chunk have no local shard).
-    """
-    assert rank_group.group is not None
-    kind, world_ranks = chunk.device.type, global_ranks(rank_group.group)
-    shards: dict[int, ShardMetadata] = {}
-    for rank in range(rank_group.size):
-        size = chunk_shape(shape, rank_group.size, rank)
-        # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
-        if not size or size[0] or (rank == 0 and shape[0] == 0):
-            first = [chunk_rows(shape[0], rank_group.size, rank).start] if shape else []
-            device = kind if kind == "cpu" else f"{kind}:{rank % torch.accelerator.device_count()}"
-            offsets = first + [0] * (len(shape) - 1)
-            shards[rank] = ShardMetadata(offsets, list(size), f"rank:{world_ranks[rank]}/{device}")
-    properties = TensorProperties(
-        dtype=chunk.dtype,
-        layout=chunk.layout,
-        requires_grad=False,
-        memory_format=torch.contiguous_format,
-        pin_memory=chunk.is_pinned(),
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(
-        [Shard(chunk, shards[rank_group.rank])] if rank_group.rank in shards else [],
-        sharded_tensor_metadata=ShardedTensorMetadata(list(shards.values()), torch.Size(shape), properties),
-        process_group=rank_group.group,
-    )
-
-
 class ShardedTensors:
     """Builds the ShardedTensors of one save, split into dim-0 chunks over a shard group.
 
     torch derives and checks the shard metadata of every tensor anew, in time that grows with the number of ranks.
-    Here it does so for the first tensor of each shape, group, dtype and device; the others reuse its metadata.
+    Here those of one shape, group and device share them. Source of the format: torch FSDP1's sharded state dicts
+    (placements ``rank:<global rank>/<device>``; ranks without a chunk have no local shard).
     """
 
     def __init__(self) -> None:
-        self._first: dict[Any, ShardedTensor] = {}
+        self._specs: dict[Any, tuple[dict[int, ShardMetadata], ShardingSpec]] = {}
 
     def make(self, chunk: torch.Tensor, shape: tuple[int, ...], rank_group: RankGroup) -> torch.Tensor:
         """Build a ShardedTensor of ``shape`` in dim-0 chunks over ``rank_group``; this rank holds ``chunk``."""
-        kind = (shape, rank_group, chunk.dtype, chunk.device, chunk.is_pinned())
-        first = self._first.get(kind)
-        if first is None:
-            made = self._first[kind] = _sharded_tensor(chunk, shape, rank_group)
-            return made
+        kind = (shape, rank_group, chunk.device)
+        if kind not in self._specs:
+            shards = _shard_metadata(shape, rank_group, chunk.device)
+            self._specs[kind] = shards, _infer_sharding_spec_from_shards_metadata(list(shards.values()))
+        shards, spec = self._specs[kind]
         made = ShardedTensor.__new__(
             ShardedTensor,
-            first.sharding_spec(),
-            first.metadata().size,
+            spec,
+            torch.Size(shape),
             dtype=chunk.dtype,
             layout=chunk.layout,
             pin_memory=chunk.is_pinned(),
             requires_grad=False,
         )
-        made._local_shards = [Shard(chunk, replace(shard.metadata)) for shard in first.local_shards()]
+        own = shards.get(rank_group.rank)
+        made._local_shards = [] if own is None else [Shard(chunk, replace(own))]
         made._prepare_init(process_group=rank_group.group)
         return made
+
+
+def _shard_metadata(shape: tuple[int, ...], rank_group: RankGroup, device: torch.device) -> dict[int, ShardMetadata]:
+    assert rank_group.group is not None
+    world_ranks, found = global_ranks(rank_group.group), {}
+    for rank in range(rank_group.size):
+        size = chunk_shape(shape, rank_group.size, rank)
+        # A tensor without rows still gets one chunk: torch refuses a ShardedTensor without any.
+        if not size or size[0] or (rank == 0 and shape[0] == 0):
+            offsets = [chunk_rows(shape[0], rank_group.size, rank).start, *[0] * (len(shape) - 1)] if shape else []
+            place = "cpu" if device.type == "cpu" else f"{device.type}:{rank % torch.accelerator.device_count()}"
+            found[rank] = ShardMetadata(offsets, list(size), f"rank:{world_ranks[rank]}/{place}")
+    return found
 
 
 def local_chunk(value: Any, label: str) -> torch.Tensor | None:

@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
 from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import LoadError, UnsupportedError
 from fsdp_flat.flat import PLAIN, DTensorAdapter
@@ -35,14 +34,7 @@ from fsdp_flat.layout import (
 )
 from fsdp_flat.runtime import Unit
 from fsdp_flat.state._torch import ShardedTensors, dtensor, local_chunk, root_mesh
-from fsdp_flat.state.shards import (
-    IndexedParam,
-    LoadPlan,
-    StateDictCodec,
-    StateShard,
-    TensorTransfer,
-    shape_of,
-)
+from fsdp_flat.state.shards import Config, IndexedParam, LoadPlan, StateDictCodec, StateShard, TensorTransfer, shape_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +73,7 @@ class ChunkCodec(StateDictCodec):
     exchanges = True
     kinds = (DTensor, ShardedTensor)
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         specs: dict[tuple[IndexedParam, int | None], _ChunkSpec] = {}
         plan, chunks = LoadPlan(), []
         for shard in shards:
@@ -116,7 +108,7 @@ class FlatCodec(StateDictCodec):
     communicates = False
     is_flat = True
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         tensors, found = ShardedTensors(), []
         for shard in shards:
             local = shard.local.to("cpu", copy=True) if config.offload_to_cpu else shard.local

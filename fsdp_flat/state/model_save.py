@@ -83,11 +83,7 @@ def state_dict_type(
 ) -> Generator[None, None, None]:
     """Set the state-dict type inside the block; restore the previous settings, also after an exception.
 
-    Args:
-        module: a wrapper, or any module that holds wrappers.
-        state_dict_type: the type.
-        state_dict_config: a config of the class that belongs to the type; None is its default.
-        optim_state_dict_config: likewise for optimizer state dicts.
+    Arguments and errors are those of ``set_state_dict_type``.
     """
     previous = set_state_dict_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
     try:

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType, member_of
-from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
-from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
+from fsdp_flat.api import (
+    FullOptimStateDictConfig,
+    OptimStateDictConfig,
+    OptimStateKeyType,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+    member_of,
+)
+from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PhaseError
+from fsdp_flat.runtime import units_of
+from fsdp_flat.state._torch import empty_dtensor
+from fsdp_flat.state.codecs import BOXES, FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
-from fsdp_flat.state.optim_load import load_optim_state
-from fsdp_flat.state.optim_save import save_optim_state
-from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of, shape_of
+from fsdp_flat.state.optim_load import DeferredState, load_optim_state
+from fsdp_flat.state.optim_save import StatePart, save_optim_state
+from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, StateShard, contents_of, shape_of
 from fsdp_flat.user_warnings import warn_user
 
+_LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
@@ -129,7 +141,7 @@ def rekey_optim_state_dict(
         OptionError: (a ValueError) mixed or unknown keys, or states that do not fit the order.
         PhaseError: (an AssertionError) no such key type.
     """
-    _warn_optim_input(optim_input, stacklevel=3)
+    _check_form(optim_input, stacklevel=3)
     contents = _contents(model, optim, optim_input)
     wanted = member_of(OptimStateKeyType, optim_state_key_type, "optim_state_key_type", error=PhaseError)
     given = optim_state_dict["state"]
@@ -212,19 +224,12 @@ def _warn_if_empty(optim: Any, given: Any) -> None:
         )
 
 
-def _check_form(optim_input: OptimInput, *, rank0_only: bool, full: bool) -> None:
+def _check_form(optim_input: OptimInput, *, rank0_only: bool = False, full: bool = True, stacklevel: int = 4) -> None:
     if not full and (optim_input is not None or rank0_only):
         raise PhaseError("optim_input and rank0_only need full tensors (full_state_dict=True).")
-    _warn_optim_input(optim_input, stacklevel=5)
-
-
-def _warn_optim_input(optim_input: OptimInput, *, stacklevel: int) -> None:
     if optim_input is not None:
-        warn_user(
-            "optim_input is an older way to say the order of parameters; pass the optimizer as optim.",
-            FutureWarning,
-            stacklevel=stacklevel,
-        )
+        text = "optim_input is an older way to say the order of parameters; pass the optimizer as optim."
+        warn_user(text, FutureWarning, stacklevel=stacklevel)
 
 
 def _contents(model: nn.Module, optim: Any, optim_input: Any) -> OptimContents:
@@ -267,3 +272,102 @@ def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimConte
                         f"{order[key]!r}, has {shapes[key]}. The optimizer state was saved with another order of "
                         "parameters."
                     )
+
+
+def template_states(
+    model: nn.Module,
+    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    read: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor],
+    *,
+    owners: Mapping[nn.Parameter, int],
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
+    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
+
+    ``wanted`` has shapes and dtypes by the names of parameter and state, and ``owners`` is that of the optimizer's
+    contents. States that have a handler or an owner, which are full tensors, are returned apart, to be read later.
+    """
+    index = ParamIndex(model)
+    others = {name: tuple(param.shape) for param, name in index.others.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    deferred: dict[str, dict[str, DeferredState]] = {}
+    for fqn, states in wanted.items():
+        param = index.by_name.get(fqn)
+        if param is None and fqn not in others:
+            raise LoadError(
+                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
+            )
+        for name, (shape, dtype) in states.items():
+            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
+                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
+                size = torch.Size(shape)
+                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
+                continue
+            expected = others[fqn] if param is None else param.full_shape
+            if shape != expected:
+                raise LoadError(
+                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
+                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
+                    "merge=..., split=...). Nothing was loaded."
+                )
+            value: torch.Tensor
+            if param is not None:
+                local = torch.zeros(param.local_shard.numel, dtype=dtype)
+                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
+            elif fqn in index.dtensors_by_name and shape:
+                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
+            else:
+                value = torch.zeros(shape, dtype=dtype)
+            found.setdefault(fqn, {})[name] = value
+    return found, deferred
+
+
+@dataclass(frozen=True, slots=True)
+class OptimStateHandler:
+    """Holds the functions that merge and split one state.
+
+    Attributes:
+        merge: ``merge(parts, shape)`` returns the tensor to save, made from every rank's part. ``parts`` are in the
+            order of the slices, without ranks that hold no elements or no such state. ``shape`` is the parameter's.
+        split: ``split(saved, shape, start, stop)`` returns the state of a rank's optimizer for the elements ``start``
+            to ``stop`` of the flattened parameter.
+    """
+
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor]
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor]
+
+
+def register_optim_state_handler(
+    model: nn.Module,
+    name: str,
+    *,
+    merge: Callable[[Sequence[StatePart], torch.Size], torch.Tensor],
+    split: Callable[[torch.Tensor, torch.Size, int, int], torch.Tensor],
+) -> None:
+    """Register how to save and load an optimizer state that is neither a scalar nor shaped like its parameter.
+
+    Without a handler, saving such a state is an error. With one, every optimizer state dict of ``model`` holds the
+    full merged tensor under the state's name. One handler serves all parameters that have a state of this name. Needs
+    ``use_orig_params=True`` or units of one parameter: the state of a flat parameter belongs to no single one.
+
+    Every rank must register the same handlers.
+
+    Args:
+        model: a wrapped model, or a module that holds wrapped ones.
+        name: the state's name in ``optimizer.state[param]``.
+        merge: see :class:`OptimStateHandler`; must be pure, so that every rank gets the same result.
+        split: the inverse of ``merge``.
+
+    Raises:
+        OptionTypeError: (a TypeError) ``merge`` or ``split`` is not callable, or ``name`` is not a string.
+        OptionError: (a ValueError) nothing at or below ``model`` is wrapped.
+    """
+    if not isinstance(name, str) or not callable(merge) or not callable(split):
+        raise OptionTypeError(f"A handler has a name and two functions; got {name!r}, {merge!r} and {split!r}.")
+    units = units_of(model)
+    if not units:
+        raise OptionError(
+            "register_optim_state_handler takes a wrapped model; nothing at or below this one is wrapped."
+        )
+    handler = OptimStateHandler(merge, split)
+    for unit in units:
+        unit.optim_state_handlers[name] = handler

@@ -7,38 +7,37 @@ rank 0's tensors are sent, ranks agree that everything fits.
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from fsdp_flat.api import ShardedOptimStateDictConfig
-from fsdp_flat.comm import agree, barrier
-from fsdp_flat.errors import LoadError, OptionError, some_of
-from fsdp_flat.flat import clear_padding
-from fsdp_flat.runtime import units_of
+from fsdp_flat.comm import ErrorTexts, agree, barrier, exchange_bytes
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError, some_of
+from fsdp_flat.flat import PLAIN, clear_padding
+from fsdp_flat.layout import Partition, ReplicatedPartition
+from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
-from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
+from fsdp_flat.state.codecs import FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
-from fsdp_flat.state.optim_exchange import DeferredState, PendingTensor, refuse_split, shared_from_rank_zero
 from fsdp_flat.state.shards import (
     IndexedParam,
     LoadPlan,
     OptimContents,
     ParamIndex,
     StateShard,
+    TensorTransfer,
     copied_state,
     is_scalar,
+    refuse_split,
     shape_of,
 )
 from fsdp_flat.user_warnings import warn_user
 
-# Reads a state, given the names of parameter and state, its shape and dtype.
-Read = Callable[[str, str, torch.Size, torch.dtype], torch.Tensor]
-
-_LIVE = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
+_SHARING = ErrorTexts("sharing its optimizer state dict")
 
 
 def load_optim_state(
@@ -62,16 +61,12 @@ def load_optim_state(
         named: keys of the result are the names of ``model.named_parameters()``, as in torch's named optimizer.
         from_rank_zero: only the first rank of the model's groups has ``given``, as full tensors.
         expects_chunks: if ``given`` is no optimizer state dict, other ranks were given chunks.
-
-    Raises:
-        OptionError: ``given`` has no ``state``, is keyed by positions, or has other parameter groups.
-        LoadError: a value does not fit its parameter.
     """
     index = ParamIndex(model)
     if from_rank_zero and index.units:
         # The groups of some units may be smaller: those of experts.
         widest = max(units_of(model), key=lambda unit: unit.options.groups.num_ranks)
-        given = shared_from_rank_zero(widest, given)
+        given = _shared_from_rank_zero(widest, given)
     loading = _OptimLoad(index, contents)
     result: dict[str, Any] = {}
     error: Exception | None = None
@@ -173,17 +168,14 @@ class _OptimLoad:
                 shape = shape_of(value)
                 found[key] = empty(value, shape if owner == first.rank_group.rank else (0,))
                 self._fill(StateShard(first, found[key].view(-1), shape, key, owner), value)
-            elif first.is_original:
-                local = empty(value, (first.local_shard.numel,))
-                found[key] = local if visible.dim() == 1 else local.view(visible.shape)
-                self._fill(StateShard(first, local, first.shape, key), value)
             else:
-                # The padding is zero; everything else will be written.
-                found[key] = shard = empty(value, (layout.shard_numel,))
-                clear_padding(shard, layout, first.rank_group.rank)
+                shard = empty(value, (first.local_shard.numel if first.is_original else layout.shard_numel,))
+                found[key] = shard if visible.dim() == 1 else shard.view(visible.shape)
+                if not first.is_original:
+                    # The padding is zero; everything else will be written.
+                    clear_padding(shard, layout, first.rank_group.rank)
                 for param, each in zip(params, values, strict=True):
-                    local = shard[param.local_shard.in_shard.to_slice()]
-                    self._fill(StateShard(param, local, param.shape, key), each)
+                    self._fill(StateShard(param, param.part_of(shard), param.shape, key), each)
         return found
 
     def _is_zero_dim_state(self, key: str, value: Any) -> bool:
@@ -244,6 +236,136 @@ class _OptimLoad:
         return sharded
 
 
+@dataclass(frozen=True, slots=True)
+class PendingTensor:
+    """Describes a full tensor that this rank gets when a load is committed."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        """Plan a call of ``then`` with the full tensor."""
+        raise NotImplementedError
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        """Plan how ``target`` gets its elements."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredState(PendingTensor):
+    """Describes a state that is read only when it is needed, so that no rank holds all of them at once."""
+
+    read: Callable[[], torch.Tensor]
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        plan.call(lambda: then(self.read()))
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        if not target.run.is_empty:
+            plan.call(lambda: target.local.copy_(self.read().reshape(-1)))
+
+
+@dataclass(frozen=True, slots=True)
+class FromRankZero(PendingTensor):
+    """Describes a tensor that only the first rank of a model's shard and replicate groups holds; None elsewhere."""
+
+    tensor: torch.Tensor | None
+    unit: Unit
+
+    def plan_full(self, device: torch.device, plan: LoadPlan, then: Callable[[torch.Tensor], object]) -> None:
+        full = torch.empty(self.shape, dtype=self.dtype, device=device)
+        wanted = ReplicatedPartition(full.numel(), None, self.unit.options.groups.shard.size)
+        self._plan_transfer(wanted, full.view(-1), plan)
+        plan.call(lambda: then(full), last=True)
+
+    def plan_shard(self, target: StateShard, plan: LoadPlan) -> None:
+        local, adapter, run = target.local, target.param.adapter, target.run.to_slice()
+        if adapter is PLAIN and target.param.unit.options.groups.rank_groups == self.unit.options.groups.rank_groups:
+            self._plan_transfer(target.held, local, plan)
+        else:
+            self.plan_full(local.device, plan, lambda full: local.copy_(adapter.local_slice(full).reshape(-1)[run]))
+
+    def _plan_transfer(self, wanted: Partition, target: torch.Tensor, plan: LoadPlan) -> None:
+        groups, device, numel = self.unit.options.groups, self.unit.options.device, self.shape.numel()
+        shard, replicate, first, second = groups.shard, groups.replicate, None, None
+        if replicate.rank == 0:
+            source = None if self.tensor is None else self.tensor.detach().reshape(-1)
+            held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
+            first = TensorTransfer(shard, device, held, wanted, source, target, nbytes)
+        if replicate.size > 1:
+            # Each rank of the first shard group has its part now; send them to the other replicas.
+            held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
+            source, received = (None, target) if replicate.rank else (target, None)
+            second = TensorTransfer(replicate, device, held, wanted, source, received, target.nbytes)
+        plan.transfer(first, second)
+
+
+def _shared_from_rank_zero(unit: Unit, given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Broadcast rank 0's ``given`` over the groups of ``unit``, with :class:`FromRankZero` in place of its tensors.
+
+    Every rank must call this; an error of rank 0 is raised on all.
+    """
+    groups, device = unit.options.groups, unit.options.device
+    if groups.num_ranks == 1:
+        return dict(given or {})
+    is_first = not any(rank_group.rank for rank_group in groups.rank_groups)
+    error: Exception | None = None
+    payload = b""
+    try:
+        payload = _described(given) if is_first else b""
+    except Exception as raised:
+        error = raised
+    agree([], error, groups.rank_groups, device, _SHARING)
+    for rank_group in groups.rank_groups:
+        if rank_group.group is not None:
+            payload = exchange_bytes(payload, rank_group.group, device)[0]
+    described = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=False)
+    own = given["state"] if given and is_first else None
+    for name, row in described["state"].items():
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                row[key] = FromRankZero(value.shape, value.dtype, own[name][key] if own else None, unit)
+    return dict(described)
+
+
+def _described(given: Mapping[str, Any] | None) -> bytes:
+    """Serialize a state dict with a tensor on the meta device in place of each state that has dims."""
+    if not given or "state" not in given:
+        has = "nothing" if not given else sorted(map(str, given))
+        raise UsageError(f"An optimizer state dict has 'state' and mostly 'param_groups'; rank 0 has {has}.")
+    state: dict[str, dict[str, Any]] = {}
+    for name, row in given["state"].items():
+        state[name] = {}
+        for key, value in row.items():
+            if isinstance(value, torch.Tensor) and value.dim():
+                state[name][key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            else:
+                state[name][key] = _checked(value, f"State {key!r} of {name!r}")
+    described: dict[str, Any] = {"state": state}
+    if given.get("param_groups") is not None:
+        described["param_groups"] = [
+            {key: _checked(value, f"Setting {key!r} of a parameter group") for key, value in group.items()}
+            for group in given["param_groups"]
+        ]
+    buffer = io.BytesIO()
+    torch.save(described, buffer)
+    return buffer.getvalue()
+
+
+def _checked(value: Any, what: str) -> Any:
+    """Return a plain value; raise for others."""
+    if isinstance(value, (list, tuple)):
+        entries = [_checked(entry, what) for entry in value]
+        return entries if isinstance(value, list) else tuple(entries)
+    if isinstance(value, (int, float, str, type(None))) or (isinstance(value, torch.Tensor) and not value.dim()):
+        return value
+    raise UnsupportedError(
+        f"{what} is a {type(value).__name__}, which cannot be sent to other ranks. Load the dict on every rank and use "
+        "rank0_only=False."
+    )
+
+
 def _checked_states(given: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
     if not _is_state_dict(given):
         raise OptionError(
@@ -269,20 +391,15 @@ def _warn_left_out(index: ParamIndex, positions: Mapping[str, int], by_name: Map
         for param in index.params
         if param.fqn in by_name and param.fqn not in positions and param.local_shard.numel
     ]
-    if found:
-        warn_user(
-            f"The optimizer state dict has states of {len(found)} parameter(s) that this optimizer does not hold, "
-            f"{found[0]!r} the first; they are left out.",
-            stacklevel=5,
-        )
     known = {*(param.fqn for param in index.params), *index.others.values()}
     unknown = [name for name in by_name if name not in known]
-    if unknown:
-        warn_user(
-            f"The optimizer state dict has {len(unknown)} name(s) that this model does not have, {unknown[0]!r} "
-            "the first; they are left out.",
-            stacklevel=5,
-        )
+    for names, told in (
+        (found, f"states of {len(found)} parameter(s) that this optimizer does not hold"),
+        (unknown, f"{len(unknown)} name(s) that this model does not have"),
+    ):
+        if names:
+            text = f"The optimizer state dict has {told}, {names[0]!r} the first; they are left out."
+            warn_user(text, stacklevel=5)
 
 
 def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -334,56 +451,3 @@ def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, A
             f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
             "use_orig_params=True."
         )
-
-
-def template_states(
-    model: nn.Module,
-    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
-    read: Read,
-    *,
-    owners: Mapping[nn.Parameter, int],
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
-    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
-
-    Args:
-        model: the model that has the parameters.
-        wanted: by parameter name and state name, the full shape and the dtype.
-        read: reads one state.
-        owners: those of the optimizer's contents.
-
-    Returns:
-        The tensors; and the states that have a handler or an owner, which are full tensors read on demand.
-    """
-    index = ParamIndex(model)
-    others = {name: tuple(param.shape) for param, name in index.others.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    deferred: dict[str, dict[str, DeferredState]] = {}
-    for fqn, states in wanted.items():
-        param = index.by_name.get(fqn)
-        if param is None and fqn not in others:
-            raise LoadError(
-                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
-            )
-        for name, (shape, dtype) in states.items():
-            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
-                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
-                size = torch.Size(shape)
-                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
-                continue
-            expected = others[fqn] if param is None else param.full_shape
-            if shape != expected:
-                raise LoadError(
-                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
-                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
-                    "merge=..., split=...). Nothing was loaded."
-                )
-            value: torch.Tensor
-            if param is not None:
-                local = torch.zeros(param.local_shard.numel, dtype=dtype)
-                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE)
-            elif fqn in index.dtensors_by_name and shape:
-                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
-            else:
-                value = torch.zeros(shape, dtype=dtype)
-            found.setdefault(fqn, {})[name] = value
-    return found, deferred

@@ -1,11 +1,9 @@
 """Implements ``optim_state_dict``: saves an optimizer's states under parameter names, with any codec.
 
-Each rank reads its states as shards and other values, by parameter. Ranks compare these, complete those of empty local
-shards, for which an optimizer may keep none, and encode the shards.
-
-An optimizer that computes with unsharded parameters (``fsdp_flat.MatrixOptimizer``) lists their owners in
-``state_owners``: one rank of the shard group has the full states of such a parameter, of any shape, and the others
-have none. To a codec that is one more partition.
+Ranks read their states as shards and other values, compare these, complete those of empty local shards, for which an
+optimizer may keep none, and encode the shards. An optimizer that computes with unsharded parameters
+(``fsdp_flat.MatrixOptimizer``) lists their owners in ``state_owners``: one rank of the shard group has the full states
+of such a parameter, of any shape, and the others have none. To a codec that is one more partition.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,34 +22,70 @@ from torch.distributed.tensor import DTensor
 from fsdp_flat.api import OptimStateDictConfig
 from fsdp_flat.comm import (
     ErrorTexts,
+    RankGroup,
     agree,
     barrier,
     digest_of,
     dtype_from_name,
+    exchange_bytes,
     exchange_if_different,
     global_ranks,
 )
 from fsdp_flat.errors import FsdpFlatError, OptionError, UnsupportedError, UsageError, some_of
+from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec
-from fsdp_flat.state.optim_exchange import Peers, Place, merged_states, plain_from_json, plain_to_json, refuse_split
 from fsdp_flat.state.shards import (
     IndexedParam,
     OptimContents,
     ParamIndex,
     StateDictCodec,
     StateShard,
+    TensorTransfer,
     copied_state,
     is_scalar,
+    plain_from_json,
+    plain_to_json,
     rank_groups_of,
+    redistribute,
+    refuse_split,
 )
 from fsdp_flat.user_warnings import warn_user
 
+_MERGING = ErrorTexts("merging optimizer states")
 _SAVING = ErrorTexts(
     "saving an optimizer's state", "Ranks save different optimizer states.", "Save the same on every rank."
 )
 
-Groups = list[dict[str, Any]]
+# A parameter and the name of one of its states.
+Place = tuple[IndexedParam, str]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePart:
+    """Holds one rank's part of a state.
+
+    Attributes:
+        tensor: the state as the rank's optimizer keeps it, of any shape.
+        start: first element of the rank's slice of the flattened parameter.
+        stop: the element after its last; the slices of all ranks are contiguous.
+    """
+
+    tensor: torch.Tensor
+    start: int
+    stop: int
+
+
+class Peers(Protocol):
+    """Exchanges values with all ``ranks`` of a model, which are global."""
+
+    ranks: list[int]
+
+    def integers(self, values: list[int], error: Exception | None) -> list[list[int]]:
+        """All-gather integers, as many on every rank, in one collective; raise on all ranks if one has an error."""
+
+    def texts(self, text: str) -> list[str]:
+        """All-gather texts."""
 
 
 def save_optim_state(
@@ -62,20 +96,13 @@ def save_optim_state(
     *,
     peers: Peers | None = None,
 ) -> dict[str, Any]:
-    """Return the state dict of an optimizer, keyed by names.
+    """Return the state dict of an optimizer, keyed by names. Every rank must call this.
 
-    Every rank must call this. An error of one rank stops all, unless the codec does not communicate: then nothing is
-    communicated except with registered handlers, owned parameters or ``peers``. With ``config.rank0_only`` ranks other
-    than the first of all send their shards and return an empty dict.
+    If the codec does not communicate, nothing is communicated except with registered handlers, owned parameters or
+    ``peers``. With ``config.rank0_only`` ranks other than the first of all send their shards and return an empty dict.
 
-    A checkpoint passes ``peers``, and a codec that does not communicate: ranks compare their states through it, and
-    each state of another shape (which has a handler, or whose parameter has an owner) is returned on one rank only, as
-    a full tensor, ranks in turn.
-
-    Raises:
-        OptionError: the optimizer holds a parameter that is not the model's.
-        UnsupportedError: a state that is neither shaped like the rank's local shard nor a scalar, and has no handler.
-        UsageError: a rank lacks a state of elements that it holds, while other ranks have it.
+    A checkpoint passes ``peers``, through which ranks compare their states, and such a codec; each state of another
+    shape (which has a handler, or whose parameter has an owner) is returned on one rank only, as a full tensor.
     """
     # Handlers are registered, and parameters owned, on every rank alike, so all ranks take the same branch.
     shared = bool(contents.owners) or any(unit.optim_state_handlers for unit in index.units)
@@ -111,10 +138,7 @@ def save_optim_state(
         _warn_of_gaps(states)
     with torch.no_grad():
         values = values if peers is not None else _encoded(states, codec, config, on_owner=False)
-        handled = {(state.param, name): state.handled[name] for state in states for name in sorted(state.handled)}
-        values |= merged_states(
-            handled, rank0_only=config.rank0_only, in_turn=peers is not None, offload=config.offload_to_cpu
-        )
+        values |= _merged_states(states, config, in_turn=peers is not None)
     rows = {**_rows(states, values), **_others(index, contents, codec, config)}
     if config.rank0_only and any(each.rank for unit in index.units for each in unit.options.groups.rank_groups):
         return {}
@@ -185,7 +209,7 @@ def _others(
 def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
     """Return the names of an optimizer's parameters in its order, then those in each of its groups.
 
-    FSDP1 saves flat parameters in rank 0's order; if all parameters are original, which are sorted, none are first.
+    FSDP1 saves flat parameters in that order; if all parameters are original, which are sorted, none are first.
     """
     names = [[fqn for param in group["params"] for fqn in index.fqns_of(param)] for group in contents.groups or ()]
     if all(unit.options.use_orig_params for unit in index.units):
@@ -196,8 +220,7 @@ def _names(index: ParamIndex, contents: OptimContents) -> list[list[str]]:
 def _merge_names(index: ParamIndex, names: list[list[str]], everyone: Sequence[list[list[str]]]) -> None:
     """Add the names that other ranks hold: rank 0's in its order, then others in the order of the model.
 
-    An optimizer may be built from only the parameters that its rank has elements of. These depend on the wrapping and
-    the number of ranks, so a saved group must name the parameters of all ranks.
+    An optimizer may be built from only the parameters that its rank has elements of; a saved group names those of all.
     """
     if any(len(theirs) != len(names) for theirs in everyone):
         return
@@ -209,15 +232,10 @@ def _merge_names(index: ParamIndex, names: list[list[str]], everyone: Sequence[l
 
 @dataclass(slots=True)
 class _ParamState:
-    """Holds the optimizer states of one parameter.
+    """Holds the optimizer states of one parameter, by name: tensors of several elements, those with handlers, others.
 
-    Attributes:
-        param: the parameter.
-        owner: the rank of the shard group that has all its states; None if every rank has its own part.
-        is_held: this rank's optimizer holds the parameter.
-        tensors: by name, the states that are tensors of several elements.
-        handled: by name, the states that have a handler; None for a state that only other ranks have.
-        plain: by name, the states that are scalars or not tensors.
+    ``owner`` is the rank of the shard group that has them all; ``is_held``: this rank's optimizer holds the parameter.
+    A state with a handler is None if only other ranks have it.
     """
 
     param: IndexedParam
@@ -230,17 +248,6 @@ class _ParamState:
     @property
     def names(self) -> set[str]:
         return {*self.tensors, *self.handled, *self.plain}
-
-    def put(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shape: Sequence[int]) -> None:
-        """Set a tensor state (1-D); without ``tensor`` this rank's elements, if it has any, are zeros.
-
-        ``shape`` is that of the state of an owned parameter; others have the parameter's.
-        """
-        if tensor is None:
-            numel = self.param.local_shard.numel if self.owner is None else 0
-            tensor = torch.zeros(numel, dtype=dtype, device=self.param.handle.flat_param.device)
-        shape = self.param.shape if self.owner is None else tuple(shape)
-        self.tensors[name] = StateShard(self.param, tensor, shape, name, self.owner)
 
     def describe(self, *, with_values: bool = True) -> list[Any]:
         """Describe the states as JSON, equal on every rank that has the same ones; without values by name and dtype."""
@@ -255,7 +262,10 @@ class _ParamState:
         """Add the states that another rank has described."""
         for name, (dtype_name, shape) in tensors.items():
             if name not in self.tensors:
-                self.put(name, None, dtype_from_name(dtype_name), shape)
+                shape, numel = (self.param.shape, self.param.local_shard.numel) if self.owner is None else (shape, 0)
+                device = self.param.handle.flat_param.device
+                local = torch.zeros(numel, dtype=dtype_from_name(dtype_name), device=device)
+                self.tensors[name] = StateShard(self.param, local, tuple(shape), name, self.owner)
             elif str(self.tensors[name].local.dtype) != dtype_name:
                 raise OptionError(
                     f"State {name!r} of {self.param.fqn!r} (unit {self.param.unit.name!r}) is "
@@ -319,9 +329,7 @@ def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[
         elif is_scalar(value):
             for state in states:
                 state.plain[name] = copied_state(value, "cpu")
-        elif is_owned:
-            states[0].put(name, value.detach().reshape(-1), value.dtype, value.shape)
-        elif value.shape != visible.shape:
+        elif value.shape != visible.shape and not is_owned:
             raise UnsupportedError(
                 f"State {name!r} of {where} has shape {tuple(value.shape)} on rank {first.rank_group.rank} of the "
                 "shard group; it is neither a scalar nor shaped like the rank's part of the parameter, "
@@ -329,11 +337,10 @@ def _read(states: Sequence[_ParamState], visible: nn.Parameter, values: Mapping[
                 f"(model, {name!r}, merge=..., split=...)."
             )
         else:
-            flat = value.detach().reshape(-1)
             for state in states:
-                param = state.param
-                own = flat if param.is_original else flat[param.local_shard.in_shard.to_slice()]
-                state.put(name, own, value.dtype, ())
+                shape = tuple(value.shape) if is_owned else state.param.shape
+                local = state.param.part_of(value.detach().reshape(-1))
+                state.tensors[name] = StateShard(state.param, local, shape, name, state.owner)
 
 
 def _warn_of_gaps(states: Sequence[_ParamState]) -> None:
@@ -356,8 +363,7 @@ def _complete_over_groups(
     """Complete the states and names of this rank from those of the others, group by group.
 
     Every rank must call this, even one that could not read its states. Normally all ranks have the same states, and
-    one integer is exchanged per group. Returns the exception that stopped this rank before or now; ranks of different
-    groups may return different ones: agree on them next.
+    one integer is exchanged per group. Returns the exception that stopped this rank before or now, to agree on next.
     """
     groups = {unit: rank_groups_of([unit]) for unit in index.units}
     for rank_group in index.rank_groups:
@@ -382,11 +388,10 @@ def _numels(states: Sequence[_ParamState]) -> list[int]:
 def _compare(
     index: ParamIndex, states: Sequence[_ParamState], names: list[list[str]], error: Exception | None, peers: Peers
 ) -> None:
-    """Compare the states of all ranks in one collective of an integer a parameter, and merge the names of groups.
+    """Compare the states of all ranks in one collective of an integer a parameter.
 
     A rank describes the parameters of which it has elements. Where descriptions differ, and with handlers and owned
-    parameters, for which every rank needs to know all states, a second exchange names the difference or completes the
-    states.
+    parameters, for which every rank needs to know all states, a second exchange names the difference or completes them.
     """
     digests, numels = [0] * len(index.params), _numels(states)
     for at, (state, numel) in enumerate(zip(states, numels, strict=True) if error is None else ()):
@@ -429,3 +434,67 @@ def _complete(
         for described in everyone:
             state.complete(*described[at])
     _merge_names(index, names, each_names)
+
+
+def _merged_states(
+    states: Sequence[_ParamState], config: OptimStateDictConfig, *, in_turn: bool
+) -> dict[Place, torch.Tensor]:
+    """Merge every state that has a handler: each for rank 0 of its shard group, for one rank in turn, or for all ranks.
+
+    Every rank must call this with the same states in the same order.
+    """
+    own: dict[Place, torch.Tensor | None] = {}
+    by_rank_group: dict[RankGroup, list[Place]] = {}
+    for state in states:
+        for name, tensor in sorted(state.handled.items()):
+            part = None if tensor is None or state.param.local_shard.is_empty else tensor.detach()
+            own[state.param, name] = None if part is None else part.to(state.param.unit.options.device).contiguous()
+            by_rank_group.setdefault(state.param.rank_group, []).append((state.param, name))
+    if not own:
+        return {}
+    found: dict[Place, torch.Tensor] = {}
+    error: Exception | None = None
+    units = list(dict.fromkeys(param.unit for param, _ in own))
+    for rank_group, places in by_rank_group.items():
+        kinds = [None if (part := own[place]) is None else (str(part.dtype), list(part.shape)) for place in places]
+        text, device = json.dumps(kinds).encode(), units[0].options.device
+        texts = [text] if rank_group.group is None else exchange_bytes(text, rank_group.group, device)
+        for position, ((param, name), *each_kind) in enumerate(zip(places, *map(json.loads, texts), strict=True)):
+            dst = 0 if config.rank0_only else position % rank_group.size if in_turn else None
+            parts = _gathered(param, own.pop((param, name)), each_kind, dst)
+            handler = param.unit.optim_state_handlers.get(name)
+            # A rank whose handler raises still takes part in the remaining exchanges, so that the others do not hang.
+            if handler is not None and error is None and dst in (None, rank_group.rank):
+                try:
+                    merged = handler.merge(parts, torch.Size(param.shape)).detach()
+                    found[param, name] = merged.to(
+                        "cpu" if config.offload_to_cpu else merged.device, copy=True
+                    ).contiguous()
+                except Exception as raised:
+                    error = raised
+    agree([], error, rank_groups_of(units), units[0].options.device, _MERGING)
+    return found
+
+
+def _gathered(
+    param: IndexedParam, own: torch.Tensor | None, kinds: Sequence[tuple[str, list[int]] | None], dst: int | None
+) -> list[StatePart]:
+    """Gather the parts of one state on rank ``dst`` of the shard group; for None, on every rank."""
+    rank_group, runs, device = param.rank_group, param.partition, param.unit.options.device
+    is_wanted = dst in (None, rank_group.rank)
+    found, transfers = [], []
+    for rank, kind in enumerate(kinds):
+        if kind is None:
+            continue
+        dtype, numel = dtype_from_name(kind[0]), torch.Size(kind[1]).numel()
+        is_own = rank == rank_group.rank
+        part = own if is_own else torch.empty(kind[1] if is_wanted else 0, dtype=dtype, device=device)
+        assert part is not None
+        held, wanted = (ReplicatedPartition(numel, each, rank_group.size) for each in (rank, dst))
+        # This rank's own part is not copied to itself.
+        source, target = part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
+        transfers.append(TensorTransfer(rank_group, device, held, wanted, source, target, numel * dtype.itemsize))
+        if is_wanted:
+            found.append(StatePart(part, runs[rank].start, runs[rank].stop))
+    redistribute(transfers)
+    return found

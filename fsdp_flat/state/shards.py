@@ -6,8 +6,10 @@ the values of one state-dict type, and back.
 
 from __future__ import annotations
 
+import base64
 import copy
 import math
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -18,8 +20,8 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from fsdp_flat.api import OptimStateDictConfig, StateDictConfig
-from fsdp_flat.comm import P2PChannels, RankGroup
-from fsdp_flat.errors import OptionError
+from fsdp_flat.comm import P2PChannels, RankGroup, dtype_from_name
+from fsdp_flat.errors import OptionError, UnsupportedError
 from fsdp_flat.flat import FlatParamHandle, TensorAdapter
 from fsdp_flat.layout import (
     EvenPartition,
@@ -31,6 +33,8 @@ from fsdp_flat.layout import (
     plan_transfer,
 )
 from fsdp_flat.runtime import Unit, unit_of
+
+Config = StateDictConfig | OptimStateDictConfig
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
@@ -99,6 +103,10 @@ class IndexedParam:
         """This rank's local shard (1-D), a view of the flat shard; see ``Views.local``."""
         return self.handle.views.local(self.index)
 
+    def part_of(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return its elements in a tensor shaped like what this rank's optimizer holds, flattened."""
+        return shard if self.is_original else shard[self.local_shard.in_shard.to_slice()]
+
     @property
     def partition(self) -> EvenPartition:
         """Partition of the flattened parameter over the shard group."""
@@ -123,6 +131,16 @@ class IndexedParam:
 
     def __str__(self) -> str:
         return f"{self.fqn!r} of unit {self.unit.name!r}"
+
+
+def refuse_split(param: IndexedParam, name: str) -> None:
+    """Raise an UnsupportedError if tensor parallelism has split the parameter of a state that has a handler."""
+    if param.adapter.groups:
+        raise UnsupportedError(
+            f"State {name!r} of {param.fqn!r} (unit {param.unit.name!r}) has a handler, which is given local shards of "
+            "a full parameter; tensor parallelism has split this one first. Leave the parameter out of tensor "
+            "parallelism, or out of the optimizer that keeps such states."
+        )
 
 
 def params_of(unit: Unit, prefix: str) -> list[IndexedParam]:
@@ -232,13 +250,9 @@ def rank_groups_of(units: Sequence[Unit]) -> list[RankGroup]:
 
 @dataclass(frozen=True, slots=True)
 class OptimContents:
-    """Holds the parameters, states and parameter groups of an optimizer.
+    """Holds the parameters, states and parameter groups of an optimizer, or None for groups that are not known.
 
-    Attributes:
-        params: its parameters, in the order in which its state dict numbers them.
-        state: by parameter, its states.
-        groups: its groups, with parameters; None if they are not known.
-        owners: by parameter whose states one rank of the shard group has in full, that rank.
+    ``owners`` has the rank of the shard group that has the full states of a parameter, if one rank has them all.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -282,16 +296,29 @@ def copied_state(value: Any, device: torch.device | str | None = None) -> Any:
     return value.clone() if device is None else value.to(device, copy=True)
 
 
+def plain_to_json(value: Any) -> list[Any]:
+    """Encode a non-tensor state, equal on every rank for equal values; pickled if JSON lacks the type."""
+    if isinstance(value, torch.Tensor) and not value.is_complex():
+        return [str(value.dtype), value.item()]
+    if type(value) in (int, float, str, bool, type(None)):
+        return ["", value]
+    return ["pickle", base64.b64encode(pickle.dumps(value)).decode()]
+
+
+def plain_from_json(kind: str, value: Any) -> Any:
+    """Decode a value that :func:`plain_to_json` encoded on a rank of the same job."""
+    if kind == "pickle":
+        return pickle.loads(base64.b64decode(value))
+    return torch.tensor(value, dtype=dtype_from_name(kind)) if kind else value
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StateShard:
     """Holds this rank's part of one tensor: of a parameter, of an optimizer state of one, or of a flat parameter.
 
-    Attributes:
-        param: the parameter.
-        local: this rank's elements (1-D), the source of a save or the target of a load.
-        shape: shape of the tensor; under tensor parallelism that of this rank's part.
-        state: name of the optimizer state; None for a parameter.
-        owner: the rank of the shard group that has all elements; None if they are sharded as the parameter is.
+    ``local`` has its elements (1-D), the source of a save or the target of a load; ``shape`` is the tensor's, under
+    tensor parallelism that of this rank's part. If ``owner`` is given, that rank of the shard group has all elements;
+    else they are sharded as the parameter is.
     """
 
     param: IndexedParam
@@ -422,7 +449,7 @@ class StateDictCodec:
     is_flat = False
     kinds: tuple[type, ...] = ()
 
-    def encode(self, shards: Sequence[StateShard], config: StateDictConfig | OptimStateDictConfig) -> list[Any]:
+    def encode(self, shards: Sequence[StateShard], config: Config) -> list[Any]:
         """Return the values of a state dict, one per shard; None: the state dict of this rank has no such value.
 
         Like tensors, values have the attributes ``shape`` (of the full tensor) and ``dtype``. If ``communicates``,
