@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_flat.comm import RankGroup
 from fsdp_flat.errors import LoadError, UnsupportedError
-from fsdp_flat.flat import PLAIN, DTensorAdapter
+from fsdp_flat.flat import DTensorAdapter
 from fsdp_flat.layout import (
     Interval,
     IrregularPartition,
@@ -59,12 +59,8 @@ class _ChunkSpec:
         group, _, between = self.exchanges[0]
         middle = [shard.local.new_empty(between[group.rank].numel)] if len(self.exchanges) == 2 else []
         device, nbytes = shard.param.unit.options.device, math.prod(self.shape) * chunk.itemsize
-        return [
-            TensorTransfer(group, device, held, wanted, source, target, nbytes)
-            for (group, held, wanted), source, target in zip(
-                self.exchanges, [shard.local, *middle], [*middle, chunk], strict=True
-            )
-        ]
+        each = zip(self.exchanges, [shard.local, *middle], [*middle, chunk], strict=True)
+        return [TensorTransfer(*exchange, source, target, device, nbytes) for exchange, source, target in each]
 
 
 class ChunkCodec(StateDictCodec):
@@ -130,22 +126,26 @@ class FlatCodec(StateDictCodec):
 
 def _chunk_spec(shard: StateShard, given: Any = None) -> _ChunkSpec:
     """Return the spec of a tensor, for a load that of the value ``given``."""
-    param, rank_group = shard.param, shard.param.rank_group
-    unit, shape = param.unit, param.shape
-    if isinstance(param.adapter, DTensorAdapter):
-        return _split_spec(shard, param.adapter)
-    assert param.adapter is PLAIN
+    param, rank_group, adapter, part_shape = shard.param, shard.param.rank_group, shard.param.adapter, shard.param.shape
     mesh: DeviceMesh | None = None
     placements: tuple[Placement, ...] = ()
-    if unit.options.groups.mesh is not None and rank_group.size > 1:
-        mesh, dim = _mesh_of(unit)
-        placements = _placements(mesh, {dim: Shard(0)} if shape else {})
-    wanted: Partition = chunk_partition(shape, rank_group.size)
-    own_shape = chunk_shape(shape, rank_group.size, rank_group.rank)
-    if not shape and (mesh is not None if given is None else isinstance(given, DTensor)):
+    if isinstance(adapter, DTensorAdapter):
+        mesh, placements = adapter.mesh, adapter.placements
+        if rank_group.size > 1:
+            mesh, dim, split_dim = _joined_mesh(param, adapter)
+            split = placements[0]
+            placements = _placements(mesh, {**({dim: Shard(0)} if part_shape else {}), split_dim: split})
+            if isinstance(split, Shard) and split.dim == 0 and split_dim > dim:
+                return _split_twice(shard, adapter, mesh, placements)
+    elif param.unit.options.groups.mesh is not None and rank_group.size > 1:
+        mesh, dim = _mesh_of(param.unit)
+        placements = _placements(mesh, {dim: Shard(0)} if part_shape else {})
+    wanted: Partition = chunk_partition(part_shape, rank_group.size)
+    own_shape = chunk_shape(part_shape, rank_group.size, rank_group.rank)
+    if not part_shape and (mesh is not None if given is None else isinstance(given, DTensor)):
         # A DTensor has no dim to shard here; a 0-dim ShardedTensor is on one rank.
         wanted, own_shape = ReplicatedPartition(1, None, rank_group.size), ()
-    return _ChunkSpec(((rank_group, shard.held, wanted),), shape, own_shape, mesh, placements)
+    return _ChunkSpec(((rank_group, shard.held, wanted),), param.full_shape, own_shape, mesh, placements)
 
 
 def _mesh_of(unit: Unit) -> tuple[Any, int]:
@@ -163,20 +163,14 @@ def _placements(mesh: DeviceMesh, by_dim: dict[int, Placement]) -> tuple[Placeme
     return tuple(by_dim.get(dim, Replicate()) for dim in range(mesh.ndim))
 
 
-def _split_spec(shard: StateShard, adapter: DTensorAdapter) -> _ChunkSpec:
-    rank_group, part_shape, shape = shard.param.rank_group, shard.param.shape, tuple(adapter.shape)
-    is_split_twice, placement = False, adapter.placements[0]
-    mesh, placements = adapter.mesh, adapter.placements
-    if rank_group.size > 1:
-        mesh, shard_dim, split_dim = _joined_mesh(shard.param, adapter)
-        placements = _placements(mesh, {shard_dim: Shard(0), split_dim: placement})
-        is_split_twice = isinstance(placement, Shard) and placement.dim == 0 and split_dim > shard_dim
-    if not is_split_twice:
-        exchange = (rank_group, shard.held, chunk_partition(part_shape, rank_group.size))
-        own_shape = chunk_shape(part_shape, rank_group.size, rank_group.rank)
-        return _ChunkSpec((exchange,), shape, own_shape, mesh, placements)
-    # DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first: rows
-    # change ranks in both groups.
+def _split_twice(
+    shard: StateShard, adapter: DTensorAdapter, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> _ChunkSpec:
+    """Return the spec of a tensor whose rows change ranks in both groups.
+
+    DTensor splits dim 0 over the shard group first, but tensor parallelism split it over its own group first.
+    """
+    rank_group, shape = shard.param.rank_group, tuple(adapter.shape)
     tp_group, width = RankGroup.of(adapter.mesh.get_group(0)), math.prod(shape[1:])
     part = chunk_rows(shape[0], tp_group.size, tp_group.rank)
     blocks = [chunk_rows(shape[0], rank_group.size, rank) for rank in range(rank_group.size)]

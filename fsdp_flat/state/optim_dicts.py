@@ -159,10 +159,8 @@ def rekey_optim_state_dict(
     table: dict[Any, Any] = dict(enumerate(order)) if to_names else {name: i for i, name in enumerate(order)}
     try:
         state = {table[key]: value for key, value in given.items()}
-        groups = [
-            {**group, "params": sorted(table[key] for key in group["params"])}
-            for group in optim_state_dict["param_groups"]
-        ]
+        given_groups = optim_state_dict["param_groups"]
+        groups = [{**group, "params": sorted(table[key] for key in group["params"])} for group in given_groups]
     except KeyError as error:
         raise OptionError(f"Key {error} of the optimizer state dict belongs to no parameter of this model.") from None
     return {"state": state, "param_groups": groups}

@@ -292,12 +292,12 @@ class FromRankZero(PendingTensor):
         if replicate.rank == 0:
             source = None if self.tensor is None else self.tensor.detach().reshape(-1)
             held, nbytes = ReplicatedPartition(numel, 0, shard.size), numel * self.dtype.itemsize
-            first = TensorTransfer(shard, device, held, wanted, source, target, nbytes)
+            first = TensorTransfer(shard, held, wanted, source, target, device, nbytes)
         if replicate.size > 1:
             # Each rank of the first shard group has its part now; send them to the other replicas.
             held, wanted = (ReplicatedPartition(target.numel(), dst, replicate.size) for dst in (0, None))
             source, received = (None, target) if replicate.rank else (target, None)
-            second = TensorTransfer(replicate, device, held, wanted, source, received, target.nbytes)
+            second = TensorTransfer(replicate, held, wanted, source, received, device, target.nbytes)
         plan.transfer(first, second)
 
 

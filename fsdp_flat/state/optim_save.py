@@ -36,6 +36,7 @@ from fsdp_flat.layout import ReplicatedPartition
 from fsdp_flat.state._torch import without_dtensors
 from fsdp_flat.state.codecs import FULL, FullCodec
 from fsdp_flat.state.shards import (
+    Config,
     IndexedParam,
     OptimContents,
     ParamIndex,
@@ -59,6 +60,8 @@ _SAVING = ErrorTexts(
 
 # A parameter and the name of one of its states.
 Place = tuple[IndexedParam, str]
+# By name of a parameter, its states by name.
+Rows = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +161,7 @@ def save_optim_state(
 
 
 def _encoded(
-    states: Sequence[_ParamState], codec: StateDictCodec, config: OptimStateDictConfig, *, on_owner: bool
+    states: Sequence[_ParamState], codec: StateDictCodec, config: Config, *, on_owner: bool
 ) -> dict[Place, Any]:
     """Return the value of each tensor; those of another shape than their parameter's are full tensors.
 
@@ -178,9 +181,9 @@ def _encoded(
     return {(shard.param, shard.state or ""): value for shard, value in found}
 
 
-def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> dict[str, dict[str, Any]]:
+def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> Rows:
     """Return by name of a parameter its states, without those that this rank has no value of."""
-    rows: dict[str, dict[str, Any]] = {}
+    rows: Rows = {}
     for state in states:
         if state.names:
             tensors = {name: values.get((state.param, name)) for name in (*state.tensors, *state.handled)}
@@ -189,20 +192,16 @@ def _rows(states: Sequence[_ParamState], values: Mapping[Place, Any]) -> dict[st
     return rows
 
 
-def _others(
-    index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: OptimStateDictConfig
-) -> dict[str, dict[str, Any]]:
+def _others(index: ParamIndex, contents: OptimContents, codec: StateDictCodec, config: Config) -> Rows:
     """Return by name the states of parameters that no unit manages; full tensors for DTensors if the codec has such."""
     held, offload = set(contents.params), config.offload_to_cpu
-    found: dict[str, dict[str, Any]] = {}
+    found: Rows = {}
     for param, name in index.others.items():
         if param in held and param in contents.state:
             row = dict(contents.state[param])
             if isinstance(codec, FullCodec) and param in index.dtensors:
                 row = {key: without_dtensors(row[key], to_cpu=offload) for key in sorted(row)}
-            found[name] = {
-                key: copied_state(value, "cpu" if offload or is_scalar(value) else None) for key, value in row.items()
-            }
+            found[name] = {k: copied_state(v, "cpu" if offload or is_scalar(v) else None) for k, v in row.items()}
     return found
 
 
@@ -436,9 +435,7 @@ def _complete(
     _merge_names(index, names, each_names)
 
 
-def _merged_states(
-    states: Sequence[_ParamState], config: OptimStateDictConfig, *, in_turn: bool
-) -> dict[Place, torch.Tensor]:
+def _merged_states(states: Sequence[_ParamState], config: Config, *, in_turn: bool) -> dict[Place, torch.Tensor]:
     """Merge every state that has a handler: each for rank 0 of its shard group, for one rank in turn, or for all ranks.
 
     Every rank must call this with the same states in the same order.
@@ -467,9 +464,8 @@ def _merged_states(
             if handler is not None and error is None and dst in (None, rank_group.rank):
                 try:
                     merged = handler.merge(parts, torch.Size(param.shape)).detach()
-                    found[param, name] = merged.to(
-                        "cpu" if config.offload_to_cpu else merged.device, copy=True
-                    ).contiguous()
+                    to = "cpu" if config.offload_to_cpu else merged.device
+                    found[param, name] = merged.to(to, copy=True).contiguous()
                 except Exception as raised:
                     error = raised
     agree([], error, rank_groups_of(units), units[0].options.device, _MERGING)
@@ -493,7 +489,7 @@ def _gathered(
         held, wanted = (ReplicatedPartition(numel, each, rank_group.size) for each in (rank, dst))
         # This rank's own part is not copied to itself.
         source, target = part.view(-1) if is_own else None, part.view(-1) if is_wanted and not is_own else None
-        transfers.append(TensorTransfer(rank_group, device, held, wanted, source, target, numel * dtype.itemsize))
+        transfers.append(TensorTransfer(rank_group, held, wanted, source, target, device, numel * dtype.itemsize))
         if is_wanted:
             found.append(StatePart(part, runs[rank].start, runs[rank].stop))
     redistribute(transfers)

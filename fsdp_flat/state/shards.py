@@ -351,16 +351,10 @@ class StateShard:
 
     def transfer_to(self, dst: int | None, target: torch.Tensor | None) -> TensorTransfer:
         """Describe the transfer of the tensor to ``target`` on rank ``dst`` of the shard group; None for every rank."""
-        rank_group, numel = self.param.rank_group, math.prod(self.shape)
-        return TensorTransfer(
-            rank_group,
-            self.param.unit.options.device,
-            held=self.held,
-            wanted=ReplicatedPartition(numel, dst, rank_group.size),
-            source=self.local,
-            target=None if target is None else target.view(-1),
-            nbytes=numel * self.local.itemsize,
-        )
+        rank_group, device = self.param.rank_group, self.param.unit.options.device
+        numel, target = math.prod(self.shape), None if target is None else target.view(-1)
+        wanted, nbytes = ReplicatedPartition(numel, dst, rank_group.size), numel * self.local.itemsize
+        return TensorTransfer(rank_group, self.held, wanted, self.local, target, device, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,11 +366,11 @@ class TensorTransfer:
     """
 
     rank_group: RankGroup
-    device: torch.device
     held: Partition
     wanted: Partition
     source: torch.Tensor | None
     target: torch.Tensor | None
+    device: torch.device
     nbytes: int
 
     def reversed(self) -> TensorTransfer:
