@@ -19,9 +19,8 @@ from fsdp_flat.state.optim_dicts import (
     register_optim_state_handler,
     rekey_optim_state_dict,
     save_full_or_sharded,
-    template_states,
 )
-from fsdp_flat.state.optim_load import load_optim_state
+from fsdp_flat.state.optim_load import load_optim_state, template_states
 from fsdp_flat.state.optim_save import StatePart, save_optim_state
 from fsdp_flat.state.shards import (
     IndexedParam,

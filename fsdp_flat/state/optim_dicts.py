@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdp_flat.api import (
-    FullOptimStateDictConfig,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    StateDictType,
-    member_of,
-)
-from fsdp_flat.errors import LoadError, OptionError, OptionTypeError, PhaseError
+from fsdp_flat.api import FullOptimStateDictConfig, OptimStateDictConfig, OptimStateKeyType, StateDictType, member_of
+from fsdp_flat.errors import OptionError, OptionTypeError, PhaseError
 from fsdp_flat.runtime import units_of
-from fsdp_flat.state._torch import empty_dtensor
-from fsdp_flat.state.codecs import BOXES, FullCodec, codec_of, settings_for
+from fsdp_flat.state.codecs import FullCodec, codec_of, settings_for
 from fsdp_flat.state.model_save import get_state_dict_type
-from fsdp_flat.state.optim_load import DeferredState, load_optim_state
+from fsdp_flat.state.optim_load import load_optim_state
 from fsdp_flat.state.optim_save import StatePart, save_optim_state
-from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, StateShard, contents_of, shape_of
+from fsdp_flat.state.shards import OptimContents, ParamIndex, StateDictCodec, contents_of, shape_of
 from fsdp_flat.user_warnings import warn_user
 
-_LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
@@ -270,53 +260,6 @@ def _check_shapes(given: dict[Any, Any], index: ParamIndex, contents: OptimConte
                         f"{order[key]!r}, has {shapes[key]}. The optimizer state was saved with another order of "
                         "parameters."
                     )
-
-
-def template_states(
-    model: nn.Module,
-    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
-    read: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor],
-    *,
-    owners: Mapping[nn.Parameter, int],
-) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
-    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
-
-    ``wanted`` has shapes and dtypes by the names of parameter and state, and ``owners`` is that of the optimizer's
-    contents. States that have a handler or an owner, which are full tensors, are returned apart, to be read later.
-    """
-    index = ParamIndex(model)
-    others = {name: tuple(param.shape) for param, name in index.others.items()}
-    found: dict[str, dict[str, torch.Tensor]] = {}
-    deferred: dict[str, dict[str, DeferredState]] = {}
-    for fqn, states in wanted.items():
-        param = index.by_name.get(fqn)
-        if param is None and fqn not in others:
-            raise LoadError(
-                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
-            )
-        for name, (shape, dtype) in states.items():
-            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
-                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
-                size = torch.Size(shape)
-                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
-                continue
-            expected = others[fqn] if param is None else param.full_shape
-            if shape != expected:
-                raise LoadError(
-                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
-                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
-                    "merge=..., split=...). Nothing was loaded."
-                )
-            value: torch.Tensor
-            if param is not None:
-                local = torch.zeros(param.local_shard.numel, dtype=dtype)
-                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
-            elif fqn in index.dtensors_by_name and shape:
-                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
-            else:
-                value = torch.zeros(shape, dtype=dtype)
-            found.setdefault(fqn, {})[name] = value
-    return found, deferred
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,18 +10,20 @@ import copy
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from fsdp_flat.api import ShardedOptimStateDictConfig
 from fsdp_flat.comm import ErrorTexts, agree, barrier, exchange_bytes
-from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError, some_of
+from fsdp_flat.errors import LoadError, OptionError, UnsupportedError, UsageError
 from fsdp_flat.flat import PLAIN, clear_padding
 from fsdp_flat.layout import Partition, ReplicatedPartition
 from fsdp_flat.runtime import Unit, units_of
 from fsdp_flat.state._torch import dtensor_from, empty_dtensor, local_from
-from fsdp_flat.state.codecs import FULL, decoder_of
+from fsdp_flat.state.codecs import BOXES, FULL, decoder_of
 from fsdp_flat.state.model_load import LOADING
 from fsdp_flat.state.shards import (
     IndexedParam,
@@ -37,6 +39,7 @@ from fsdp_flat.state.shards import (
 )
 from fsdp_flat.user_warnings import warn_user
 
+_LIVE_BOXES = ShardedOptimStateDictConfig(offload_to_cpu=False, boxes=True)
 _SHARING = ErrorTexts("sharing its optimizer state dict")
 
 
@@ -73,7 +76,7 @@ def load_optim_state(
     try:
         result = loading.planned(given, named=named)
         if contents.groups and not named and given and given.get("param_groups"):
-            _check_groups(index, contents.groups, given["param_groups"])
+            contents.check_groups(index, given["param_groups"])
     except Exception as found:
         error = found
     if index.units and (from_rank_zero or _takes_exchange(given, otherwise=expects_chunks)):
@@ -412,35 +415,6 @@ def _groups(positions: Mapping[str, int], keys: Sequence[Any], given: list[dict[
     return groups
 
 
-def _check_groups(index: ParamIndex, own: Sequence[Mapping[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
-    """Check that every parameter of an optimizer is in the group of a state dict that belongs to its own group.
-
-    ``Optimizer.load_state_dict`` pairs parameters by position and compares the sizes of groups alone, so states of
-    parameters that have changed groups would go to other parameters.
-    """
-    places: dict[str, int] = {}
-    for at, group in enumerate(given):
-        places.update(dict.fromkeys(group.get("params", ()), at))
-    lacking, moved = [], []
-    for at, group in enumerate(own):
-        for param in group["params"]:
-            fqns = index.fqns_of(param)
-            saved = [(fqn, places[fqn]) for fqn in fqns if fqn in places]
-            if not saved:
-                lacking.append(f"{fqns[0]!r} (group {at})")
-            moved += [f"{fqn!r} (group {at}, there {there})" for fqn, there in saved if there != at]
-    if lacking or moved or len(own) != len(given):
-        found = [f"{len(given)} parameter group(s) for {len(own)}"] if len(own) != len(given) else []
-        found += [f"no group with {some_of(lacking, 6)}"] if lacking else []
-        found += [f"other groups for {some_of(moved, 6)}"] if moved else []
-        raise OptionError(
-            f"The optimizer state dict was saved of other parameter groups than this optimizer has: it has "
-            f"{'; '.join(found)}. Load into an optimizer with the groups that it was saved with, and grow that one "
-            "by add_param_group afterwards. To load the states alone, by name, leave 'param_groups' out of the state "
-            "dict and pass {**optim.state_dict(), 'state': loaded['state']} to optim.load_state_dict."
-        )
-
-
 def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, Any] | None]) -> None:
     have = {param.fqn: sorted(row) for param, row in zip(params, rows, strict=True) if row is not None}
     kinds = {tuple(keys) for keys in have.values()}
@@ -451,3 +425,50 @@ def _check_uniform(params: Sequence[IndexedParam], rows: Sequence[Mapping[str, A
             f"the same entries; got {have}{', nothing for ' + repr(lacking[0]) if lacking else ''}. Pass "
             "use_orig_params=True."
         )
+
+
+def template_states(
+    model: nn.Module,
+    wanted: Mapping[str, Mapping[str, tuple[tuple[int, ...], torch.dtype]]],
+    read: Callable[[str, str, torch.Size, torch.dtype], torch.Tensor],
+    *,
+    owners: Mapping[nn.Parameter, int],
+) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, DeferredState]]]:
+    """Create zero tensors for optimizer states on the CPU; those of managed parameters are boxes of this rank's shards.
+
+    ``wanted`` has shapes and dtypes by the names of parameter and state, and ``owners`` is that of the optimizer's
+    contents. States that have a handler or an owner, which are full tensors, are returned apart, to be read later.
+    """
+    index = ParamIndex(model)
+    others = {name: tuple(param.shape) for param, name in index.others.items()}
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    deferred: dict[str, dict[str, DeferredState]] = {}
+    for fqn, states in wanted.items():
+        param = index.by_name.get(fqn)
+        if param is None and fqn not in others:
+            raise LoadError(
+                f"The optimizer state of {fqn!r} belongs to no parameter of this model. Nothing was loaded."
+            )
+        for name, (shape, dtype) in states.items():
+            if param is not None and (param.shown in owners or name in param.unit.optim_state_handlers):
+                # Saved as a full tensor, in a shape that only the handler or the optimizer defines.
+                size = torch.Size(shape)
+                deferred.setdefault(fqn, {})[name] = DeferredState(size, dtype, partial(read, fqn, name, size, dtype))
+                continue
+            expected = others[fqn] if param is None else param.full_shape
+            if shape != expected:
+                raise LoadError(
+                    f"State {name!r} of {fqn!r} has shape {shape}; expected {expected}, that of the parameter. If a "
+                    f"handler made it, register that first: fsdp_flat.register_optim_state_handler(model, {name!r}, "
+                    "merge=..., split=...). Nothing was loaded."
+                )
+            value: torch.Tensor
+            if param is not None:
+                local = torch.zeros(param.local_shard.numel, dtype=dtype)
+                (value,) = BOXES.encode([StateShard(param, local, param.shape)], _LIVE_BOXES)
+            elif fqn in index.dtensors_by_name and shape:
+                value = empty_dtensor(index.dtensors_by_name[fqn], dtype, torch.device("cpu"))
+            else:
+                value = torch.zeros(shape, dtype=dtype)
+            found.setdefault(fqn, {})[name] = value
+    return found, deferred
