@@ -228,9 +228,7 @@ def load_files(path: Path, model: nn.Module, optim: torch.optim.Optimizer | None
             for fqn, row in (item for part in parts for item in part.items()):
                 rows.setdefault(fqn, {}).update(row)
             state = {"state": rows, "param_groups": plain["optim"]["param_groups"]}
-            loaded = load_optim_state(
-                model, contents.params, state, own_groups=optim.param_groups, owners=contents.owners
-            )
+            loaded = load_optim_state(model, contents, state)
     if optim is not None:
         # The optimizer loads first, because it checks its groups before it changes anything; the model is checked.
         with together.propagate_errors():
@@ -284,7 +282,8 @@ def _optim_template(
         fqn, _, name = key.rpartition(".")
         wanted.setdefault(fqn, {})[name] = shape_and_dtype
 
-    def read(fqn: str, name: str, into: torch.Tensor) -> torch.Tensor:
+    def read(fqn: str, name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        into = torch.zeros(shape, dtype=dtype)
         reader.read_into({"optim": {"state": {fqn: {name: into}}}})
         return into
 
