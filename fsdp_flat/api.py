@@ -66,6 +66,8 @@ def member_of(
 
     Without one, an ``error`` is raised that lists the choices, and ``others``.
     """
+    if isinstance(value, kind):
+        return value
     for member in kind:
         if member == value:
             return member
